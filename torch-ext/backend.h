@@ -1,0 +1,20 @@
+// What a backend implements. The build links exactly one, so these are plain functions.
+#pragma once
+
+#include <string>
+
+#include "problem.h"
+
+namespace paged_attn {
+
+// "" when this backend can run the problem, else one sentence with what it supports and what it got.
+std::string unsupported_reason(const Problem& problem);
+
+// Appends problem.append (if any), then attends. Throws before the first write when a value that
+// the host can see (lengths, page numbers) is wrong.
+void run_attention(const Problem& problem);
+
+// Writes problem.append into problem.cache; nothing is attended.
+void run_kv_write(const Problem& problem);
+
+}  // namespace paged_attn
