@@ -56,7 +56,7 @@ format: $(STAMP)
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
 bench: build
-	$(BIN)/python benchmarks/compare.py
+	$(BIN)/python benchmarks/compare_cpu.py
 
 clean:
 	rm -rf build build-sanitize
