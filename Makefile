@@ -14,8 +14,10 @@ BIN := $(VENV)/bin
 BUILD := $(BIN)/python tools/local_build.py --cxx $(CXX)
 CXX_SOURCES = $(wildcard torch-ext/*.cpp torch-ext/*.h paged_decode_*/*.cpp paged_decode_*/*.h)
 
-# The name under which kernels.get_kernel finds the build.
-export LOCAL_KERNELS ?= org/paged-attn=$(CURDIR)
+# kernels.get_kernel takes this directory for the name. It names the variant itself: a torch with CUDA would otherwise
+# look for a CUDA variant, with or without a GPU.
+VARIANT := torch-stable-abi211-cpu-$(shell uname -m)-linux
+export LOCAL_KERNELS ?= org/paged-attn=$(CURDIR)/build/$(VARIANT)
 
 .PHONY: build run test test-sanitize lint format bench clean
 .DEFAULT_GOAL := build
@@ -40,7 +42,7 @@ test: build
 runtime = $(shell $(CXX) -print-file-name=$(1))
 test-sanitize: $(STAMP)
 	$(BUILD) --sanitize $(SANITIZE)
-	LOCAL_KERNELS=org/paged-attn=$(CURDIR)/build-sanitize \
+	LOCAL_KERNELS=org/paged-attn=$(CURDIR)/build-sanitize/$(VARIANT) \
 	LD_PRELOAD="$(call runtime,libasan.so) $(call runtime,libubsan.so) $(call runtime,libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	$(BIN)/python -m pytest tests $(PYTEST)
