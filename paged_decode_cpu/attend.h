@@ -29,7 +29,7 @@ inline int64_t tile_keys(const Problem& p, const Block& block) {
   if (block.rows() >= kMinPackedRows) return kMaxTile;
   // Two tiles of all heads, the current and the next, stay well inside L2.
   int64_t slot_bytes = block.heads() * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
-  int64_t keys = (int64_t(128) << 10) / slot_bytes / 16 * 16;
+  int64_t keys = (int64_t(64) << 10) / slot_bytes / 16 * 16;
   return pd_min(pd_max(keys, 16), kMaxTile);
 }
 
@@ -105,28 +105,21 @@ struct TileRows {
   }
 };
 
-inline void prefetch_bytes(const char* p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
-}
+// What to fetch of the next tile, keys and values apart. Where the heads of a slot lie side by side
+// whole slots are fetched in the order of memory, else the rows of the head at hand.
+struct NextTile {
+  Prefetcher k, v;
 
-// Fetches part `head` of `heads` of the next tile: whole slots where the heads of a slot lie side
-// by side, else the rows of that head.
-inline void prefetch_part(const Problem& p, const Block& block, const TileRows& next, int64_t head) {
-  const Cache& c = p.cache;
-  const int64_t bytes = dtype_bytes(c.dtype);
-  const int64_t heads = block.heads();
-  if (c.k_stride_head == p.head_dim && c.v_stride_head == p.head_dim_v) {
-    for (int64_t j = next.n * head / heads; j < next.n * (head + 1) / heads; ++j) {
-      prefetch_bytes(next.k[j] + block.kv_head_begin * c.k_stride_head * bytes, heads * p.head_dim * bytes);
-      prefetch_bytes(next.v[j] + block.kv_head_begin * c.v_stride_head * bytes, heads * p.head_dim_v * bytes);
-    }
-  } else {
-    for (int64_t j = 0; j < next.n; ++j) {
-      prefetch_bytes(next.k[j] + (block.kv_head_begin + head) * c.k_stride_head * bytes, p.head_dim * bytes);
-      prefetch_bytes(next.v[j] + (block.kv_head_begin + head) * c.v_stride_head * bytes, p.head_dim_v * bytes);
-    }
+  void start(const Problem& p, const Block& block, const TileRows& next, int64_t h) {
+    const Cache& c = p.cache;
+    const int64_t bytes = dtype_bytes(c.dtype);
+    const bool together = c.k_stride_head == p.head_dim && c.v_stride_head == p.head_dim_v;
+    if (together && h > 0) return;
+    const int64_t heads = together ? block.heads() : 1;
+    k.start(next.k, next.n, (block.kv_head_begin + h) * c.k_stride_head * bytes, heads * p.head_dim * bytes);
+    v.start(next.v, next.n, (block.kv_head_begin + h) * c.v_stride_head * bytes, heads * p.head_dim_v * bytes);
   }
-}
+};
 
 template <DType kType>
 inline void row_to_floats(const void* source, int64_t n, float* x) {
@@ -234,34 +227,36 @@ inline void write_row(const Problem& p, const Request& request, int64_t b, int64
 // The products of one tile, few rows: 4, 2 or 1 at a time, on the cache rows in place.
 template <class Ops>
 void dot_tile_scores(const Scratch<Ops>& s, int64_t rows, const typename Ops::Elem* q, int64_t q_stride,
-                     const char* const* k, int64_t offset, int64_t n, int64_t depth, const float* carry) {
+                     const char* const* k, int64_t offset, int64_t n, int64_t depth, const float* carry,
+                     Prefetcher& next) {
   if (rows == 4) {
-    dot_scores<Ops, 4>(q, q_stride, k, offset, n, depth, s.scores, s.tile, carry);
+    dot_scores<Ops, 4>(q, q_stride, k, offset, n, depth, s.scores, s.tile, carry, next);
   } else if (rows == 2) {
-    dot_scores<Ops, 2>(q, q_stride, k, offset, n, depth, s.scores, s.tile, carry);
+    dot_scores<Ops, 2>(q, q_stride, k, offset, n, depth, s.scores, s.tile, carry, next);
   } else {
-    dot_scores<Ops, 1>(q, q_stride, k, offset, n, depth, s.scores, s.tile, carry);
+    dot_scores<Ops, 1>(q, q_stride, k, offset, n, depth, s.scores, s.tile, carry, next);
   }
 }
 
 template <class Ops>
 void dot_tile_values(const Scratch<Ops>& s, int64_t rows, const char* const* v, int64_t offset, int64_t n,
-                     int64_t head_dim_v, float* acc) {
+                     int64_t head_dim_v, float* acc, Prefetcher& next) {
   if (rows == 4) {
-    dot_values<Ops, 4>(s.p, s.tile, v, offset, n, head_dim_v, acc, s.width);
+    dot_values<Ops, 4>(s.p, s.tile, v, offset, n, head_dim_v, acc, s.width, next);
   } else if (rows == 2) {
-    dot_values<Ops, 2>(s.p, s.tile, v, offset, n, head_dim_v, acc, s.width);
+    dot_values<Ops, 2>(s.p, s.tile, v, offset, n, head_dim_v, acc, s.width, next);
   } else {
-    dot_values<Ops, 1>(s.p, s.tile, v, offset, n, head_dim_v, acc, s.width);
+    dot_values<Ops, 1>(s.p, s.tile, v, offset, n, head_dim_v, acc, s.width, next);
   }
 }
 
 // The products of one tile, many rows: on keys and values that pack_tile laid out.
 template <class Ops>
-void pack_tile(const Problem& p, const Scratch<Ops>& s, const TileRows& tile, int64_t k_offset, int64_t v_offset) {
-  pack_keys<Ops>(tile.k, k_offset, tile.n, p.head_dim, s.tile, s.keys);
-  pack_values<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.width, s.values);
-  if (p.qv) pack_keys<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.tile, s.value_keys);
+void pack_tile(const Problem& p, const Scratch<Ops>& s, const TileRows& tile, int64_t k_offset, int64_t v_offset,
+               NextTile& next) {
+  pack_keys<Ops>(tile.k, k_offset, tile.n, p.head_dim, s.tile, s.keys, next.k);
+  pack_values<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.width, s.values, next.v);
+  if (p.qv) pack_keys<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.tile, s.value_keys, next.v);
 }
 
 template <class Ops>
@@ -281,7 +276,7 @@ void packed_tile_values(const Scratch<Ops>& s, int64_t rows, int64_t n, float* a
 // One kv_head against one tile.
 template <class Ops>
 void attend_tile(const Problem& p, const Block& block, const Request& request, const Scratch<Ops>& s,
-                 const TileRows& tile, int64_t h) {
+                 const TileRows& tile, int64_t h, NextTile& next) {
   const Cache& c = p.cache;
   const int64_t kv_head = block.kv_head_begin + h, rows = block.rows(), n = tile.n;
   const int64_t k_offset = kv_head * c.k_stride_head * Ops::kBytes, v_offset = kv_head * c.v_stride_head * Ops::kBytes;
@@ -296,7 +291,7 @@ void attend_tile(const Problem& p, const Block& block, const Request& request, c
   score.softcap = p.softcap;
 
   const bool packed = rows >= kMinPackedRows;
-  if (packed) pack_tile(p, s, tile, k_offset, v_offset);
+  if (packed) pack_tile(p, s, tile, k_offset, v_offset, next);
   for (int64_t first = 0, count; first < rows; first += count) {
     const int64_t left = rows - first;
     count = packed ? pd_min(left, kPackedBlock) : left >= kMaxDotRows ? kMaxDotRows : left >= 2 ? 2 : 1;
@@ -314,8 +309,8 @@ void attend_tile(const Problem& p, const Block& block, const Request& request, c
       packed_tile_scores<Ops>(s, count, s.q + row * s.depth, s.depth, s.keys, n, nullptr);
       if (with_qv) packed_tile_scores<Ops>(s, count, s.qv + row * s.width, s.width, s.value_keys, n, &carry);
     } else {
-      dot_tile_scores<Ops>(s, count, s.q + row * s.depth, s.depth, tile.k, k_offset, n, p.head_dim, nullptr);
-      if (with_qv) dot_tile_scores<Ops>(s, count, s.qv + row * s.width, s.width, tile.v, v_offset, n, p.head_dim_v, &carry);
+      dot_tile_scores<Ops>(s, count, s.q + row * s.depth, s.depth, tile.k, k_offset, n, p.head_dim, nullptr, next.k);
+      if (with_qv) dot_tile_scores<Ops>(s, count, s.qv + row * s.width, s.width, tile.v, v_offset, n, p.head_dim_v, &carry, next.v);
     }
 
     // Update the softmax
@@ -333,7 +328,7 @@ void attend_tile(const Problem& p, const Block& block, const Request& request, c
     if (packed) {
       packed_tile_values<Ops>(s, count, n, s.acc + row * s.width);
     } else {
-      dot_tile_values<Ops>(s, count, tile.v, v_offset, n, p.head_dim_v, s.acc + row * s.width);
+      dot_tile_values<Ops>(s, count, tile.v, v_offset, n, p.head_dim_v, s.acc + row * s.width, next.v);
     }
   }
 }
@@ -362,12 +357,13 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
   // For each tile and kv_head: score, update, add; meanwhile fetch the next tile
   TileRows tiles[2];
   TileRows *tile = &tiles[0], *next = &tiles[1];
+  NextTile fetched;
   tile->locate(p.cache, block.batch, keys.begin, keys.end, s.tile);
   while (tile->n > 0) {
     next->locate(p.cache, block.batch, tile->begin + tile->n, keys.end, s.tile);
     for (int64_t h = 0; h < block.heads(); ++h) {
-      prefetch_part(p, block, *next, h);
-      attend_tile<Ops>(p, block, request, s, *tile, h);
+      fetched.start(p, block, *next, h);
+      attend_tile<Ops>(p, block, request, s, *tile, h, fetched);
     }
     TileRows* done = tile;
     tile = next;

@@ -20,6 +20,34 @@ constexpr int kMaxDotRows = 4;
 constexpr int kPackedRows = 6;                               // rows of one step of the matrix kernel
 constexpr int kPackedRegs = kVectorRegisters == 32 ? 4 : 2;  // and its columns, in registers
 
+// Fetches the rows of the next tile while this one is worked on, a few lines at each step of the
+// products: a burst would fill the processor's miss queue and stall it.
+struct Prefetcher {
+  const char* const* rows = nullptr;
+  int64_t left = 0;  // rows not begun
+  int64_t offset = 0, bytes = 0;
+  const char *at = nullptr, *end = nullptr;
+
+  void start(const char* const* next_rows, int64_t n, int64_t row_offset, int64_t row_bytes) {
+    rows = next_rows;
+    left = n;
+    offset = row_offset;
+    bytes = row_bytes;
+    at = end = nullptr;
+  }
+
+  void lines(int count) {
+    if (at >= end) {
+      if (left == 0) return;
+      --left;
+      at = *rows++ + offset;
+      end = at + bytes;
+    }
+    for (int i = 0; i < count; ++i) __builtin_prefetch(at + 64 * i, 0, 2);
+    at += 64 * count;
+  }
+};
+
 template <class Ops>
 struct ValueRegs {
   static constexpr int kChunk = Ops::kRegs * Ops::kDepth;  // registers of one chunk of values
@@ -36,7 +64,7 @@ constexpr int value_chunks(int rows, int chunk_regs) {
 // kLanes. With `carry` the products are added to scores * carry.
 template <class Ops, int kRows>
 void dot_scores(const typename Ops::Elem* q, int64_t q_stride, const char* const* k, int64_t offset, int64_t n,
-                int64_t depth, float* scores, int64_t scores_stride, const float* carry) {
+                int64_t depth, float* scores, int64_t scores_stride, const float* carry, Prefetcher& next) {
   constexpr int kKeys = kLanes / kRows;
   constexpr int kRegElems = kLanes * Ops::kDepth;
   for (int64_t j = 0; j < n; j += kKeys) {
@@ -44,6 +72,7 @@ void dot_scores(const typename Ops::Elem* q, int64_t q_stride, const char* const
     for (f32v& a : acc) a = f32v{};
     int64_t d = 0;
     for (; d + Ops::kChunk <= depth; d += Ops::kChunk) {
+      next.lines(kKeys);
       typename Ops::Reg query[kRows][Ops::kRegs];
       for (int r = 0; r < kRows; ++r)
         for (int i = 0; i < Ops::kRegs; ++i) query[r][i] = Ops::load_elems(q + r * q_stride + d + i * kRegElems);
@@ -78,12 +107,13 @@ void dot_scores(const typename Ops::Elem* q, int64_t q_stride, const char* const
 // acc[row] += sum over keys of p[row][key] * value[key], for one block of kBlock chunks of elements.
 template <class Ops, int kRows, int kBlock>
 inline void dot_values_block(const typename Ops::Elem* p, int64_t p_stride, const char* const* v, int64_t offset,
-                             int64_t n, float* acc, int64_t acc_stride) {
+                             int64_t n, float* acc, int64_t acc_stride, Prefetcher& next) {
   constexpr int kChunkRegs = ValueRegs<Ops>::kChunk;
   f32v sum[kRows][kBlock * kChunkRegs];
   for (int r = 0; r < kRows; ++r)
     for (int i = 0; i < kBlock * kChunkRegs; ++i) sum[r][i] = load<DType::kFloat32>(acc + r * acc_stride + i * kLanes);
   for (int64_t j = 0; j < n; j += Ops::kDepth) {
+    next.lines(kBlock * Ops::kDepth);
     typename Ops::Reg value[kBlock * kChunkRegs];
     for (int b = 0; b < kBlock; ++b)
       Ops::load_values(v + j, offset + b * Ops::kChunk * Ops::kBytes, value + b * kChunkRegs);
@@ -98,14 +128,14 @@ inline void dot_values_block(const typename Ops::Elem* p, int64_t p_stride, cons
 
 template <class Ops, int kRows>
 void dot_values(const typename Ops::Elem* p, int64_t p_stride, const char* const* v, int64_t offset, int64_t n,
-                int64_t width, float* acc, int64_t acc_stride) {
+                int64_t width, float* acc, int64_t acc_stride, Prefetcher& next) {
   constexpr int kChunkRegs = ValueRegs<Ops>::kChunk;
   constexpr int kBlock = value_chunks(kRows, kChunkRegs);
   int64_t d = 0;
   for (; d + kBlock * Ops::kChunk <= width; d += kBlock * Ops::kChunk)
-    dot_values_block<Ops, kRows, kBlock>(p, p_stride, v, offset + d * Ops::kBytes, n, acc + d, acc_stride);
+    dot_values_block<Ops, kRows, kBlock>(p, p_stride, v, offset + d * Ops::kBytes, n, acc + d, acc_stride, next);
   for (; d + Ops::kChunk <= width; d += Ops::kChunk)
-    dot_values_block<Ops, kRows, 1>(p, p_stride, v, offset + d * Ops::kBytes, n, acc + d, acc_stride);
+    dot_values_block<Ops, kRows, 1>(p, p_stride, v, offset + d * Ops::kBytes, n, acc + d, acc_stride, next);
   if (d < width) {
     for (int64_t j = 0; j < n; j += Ops::kDepth) {
       typename Ops::Reg value[kChunkRegs];
@@ -122,10 +152,12 @@ void dot_values(const typename Ops::Elem* p, int64_t p_stride, const char* const
 // keys[depth / kDepth][tile] units of kDepth elements: the transpose of n cache rows. k[] must hold
 // valid rows up to the next multiple of kLanes; depth is filled with 0 to a multiple of kChunk.
 template <class Ops>
-void pack_keys(const char* const* k, int64_t offset, int64_t n, int64_t depth, int64_t tile, typename Ops::Elem* keys) {
+void pack_keys(const char* const* k, int64_t offset, int64_t n, int64_t depth, int64_t tile, typename Ops::Elem* keys,
+               Prefetcher& next) {
   constexpr int kRegElems = kLanes * Ops::kDepth;
   for (int64_t j = 0; j < n; j += kLanes)
     for (int64_t d = 0; d < depth; d += Ops::kChunk) {
+      next.lines(kLanes);
       f32v block[Ops::kRegs][kLanes];
       for (int c = 0; c < kLanes; ++c) {
         typename Ops::Reg key[Ops::kRegs];
@@ -149,10 +181,11 @@ void pack_keys(const char* const* k, int64_t offset, int64_t n, int64_t depth, i
 // v[] must hold valid rows up to the next multiple of kDepth.
 template <class Ops>
 void pack_values(const char* const* v, int64_t offset, int64_t n, int64_t width, int64_t stride,
-                 typename Ops::Elem* values) {
+                 typename Ops::Elem* values, Prefetcher& next) {
   constexpr int kChunkRegs = ValueRegs<Ops>::kChunk;
   for (int64_t j = 0; j < n; j += Ops::kDepth)
     for (int64_t d = 0; d < width; d += Ops::kChunk) {
+      next.lines(Ops::kDepth);
       typename Ops::Reg value[kChunkRegs];
       if (d + Ops::kChunk <= width) {
         Ops::load_values(v + j, offset + d * Ops::kBytes, value);
