@@ -79,7 +79,7 @@ def load_model(name: str | None, device: torch.device) -> torch.nn.Module:
             vocab_size=4096,
             hidden_size=512,
             intermediate_size=1408,
-            num_hidden_layers=6,
+            num_hidden_layers=4,
             num_attention_heads=8,
             num_key_value_heads=2,
             max_position_embeddings=4096,

@@ -163,19 +163,15 @@ def test_block_tables_decode_with_the_same_tokens(kernel, calls, closed_gate):
     assert set(calls) == {"flash_attn_varlen_func"}
 
 
-def test_block_tables_with_padded_batches(kernel, calls, closed_gate):
+def test_block_tables_with_padded_batches(kernel, calls, closed_gate, monkeypatch):
     """transformers pads batches when it compiles: padded rows come with length -1 and an empty table."""
     model = make_model("Llama")
     expected = generate_batch(model, "sdpa")
-    compiled = transformers.CompileConfig(backend="eager", mode=None, fullgraph=False)
+    # The padding is what matters here, and tracing the model takes long.
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     with kernel.integrations.transformers_block_tables():
-        tokens = generate_batch(
-            model,
-            KERNEL_FLASH,
-            max_requests_per_batch=8,
-            varlen_compile_config=compiled,
-            decode_compile_config=compiled,
-        )
+        # Three requests in a batch of four.
+        tokens = generate_batch(model, KERNEL_FLASH, max_requests_per_batch=4, default_compile_level=1)
     assert tokens == expected
     assert calls["flash_attn_with_kvcache"] > 0
 
