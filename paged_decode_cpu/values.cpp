@@ -42,8 +42,7 @@ void check_request(const Problem& p, int64_t b) {
   if (p.rotary.cos) {
     if (p.rotary.seqlens && p.rotary.seqlens[b] < 0) bad_value("rotary_seqlens", b, p.rotary.seqlens[b], "at least 0");
     const int64_t first = p.rotary.seqlens ? p.rotary.seqlens[b] : r.old_len;
-    const bool local = p.window_left >= 0 || p.window_right >= 0;
-    const int64_t last = first + pd_max(r.new_len, local ? r.q_len : pd_min(r.q_len, 1)) - 1;
+    const int64_t last = first + pd_max(r.new_len, is_local(p) ? r.q_len : pd_min(r.q_len, 1)) - 1;
     if (last >= p.rotary.rotary_len && last >= first)
       bad_value("rotary_cos", b, p.rotary.rotary_len, "at least " + std::to_string(last + 1) + " positions for this batch entry");
   }
