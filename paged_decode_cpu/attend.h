@@ -33,6 +33,24 @@ inline int64_t tile_keys(const Problem& p, const Block& block) {
   return pd_min(pd_max(keys, 16), kMaxTile);
 }
 
+// The factors of one kv_head.
+struct HeadScale {
+  float score;     // turns a product into a score
+  float qv_carry;  // brings q.k to the scale of qv.v before that is added
+  bool with_qv;
+  float v_descale;
+};
+
+inline HeadScale head_scale(const Problem& p, int64_t b, int64_t kv_head) {
+  const Cache& c = p.cache;
+  const float k_descale = descale_at(c.k_descale, c.k_descale_stride_batch, c.k_descale_stride_head, b, kv_head);
+  const float v_descale = descale_at(c.v_descale, c.v_descale_stride_batch, c.v_descale_stride_head, b, kv_head);
+  const float q_descale = descale_at(p.q_descale, p.q_descale_stride_batch, p.q_descale_stride_head, b, kv_head);
+  // With qv: score = q.k * k_descale + qv.v * v_descale.
+  const bool with_qv = p.qv && v_descale != 0.f;
+  return {p.scale * q_descale * (with_qv ? v_descale : k_descale), k_descale / v_descale, with_qv, v_descale};
+}
+
 // Scratch memory of one block, carved from one allocation.
 template <class Ops>
 struct Scratch {
@@ -40,12 +58,14 @@ struct Scratch {
   int64_t depth, width;  // head_dim and head_dim_v, filled to whole chunks
   int64_t tile;
   Elem *q, *qv;               // [heads, rows, depth], [heads, rows, width]
-  float *acc, *m, *l;         // [heads, rows, width], [heads, rows]
+  float *acc, *m, *l;         // [heads, rows, width], [heads, rows], [heads, rows, kLanes] (its sum counts)
   float* scores;              // [kPackedBlock, tile]
   Elem* p;                    // [kPackedBlock, tile]
   Elem *keys, *value_keys;    // packed: [depth / kDepth, tile], and [width / kDepth, tile] for qv
   Elem* values;               // packed: [tile / kDepth, width]
   KvRange* visible;           // [rows]
+  float* q_pos;               // [rows]
+  HeadScale* scales;          // [heads]
   float* row;                 // one row of floats
   int64_t bytes;
 
@@ -60,13 +80,15 @@ struct Scratch {
     take(base, problem.qv ? rows * width : 0, &qv);
     take(base, rows * width, &acc);
     take(base, rows, &m);
-    take(base, rows, &l);
+    take(base, rows * kLanes, &l);
     take(base, kPackedBlock * tile, &scores);
     take(base, kPackedBlock * tile, &p);
     take(base, packed ? depth * tile : 0, &keys);
     take(base, packed && problem.qv ? width * tile : 0, &value_keys);
     take(base, packed ? width * tile : 0, &values);
     take(base, block.rows(), &visible);
+    take(base, block.rows(), &q_pos);
+    take(base, block.heads(), &scales);
     take(base, depth > width ? depth : width, &row);
   }
 
@@ -158,27 +180,28 @@ void load_queries(const Problem& p, const Block& block, const Request& request, 
     }
 }
 
-// The factors and positions that turn a product of one head into a score.
+// What turns the products of one row into scores.
 struct ScoreOf {
   float scale, softcap, slope;
-  bool plain;  // neither softcap nor slope: scale and the change to log2 units are one factor
+  float q_pos;  // counted from the start of the tile
 };
 
-// Turns the products of one row with n keys into probabilities relative to the new maximum of the
-// row, and brings l and acc to it. Keys outside [visible.begin, visible.end), counted from the start
-// of the tile, get probability 0.
+// Turns the products of one row with n keys into probabilities relative to the largest score of the
+// row so far, and brings l and acc to it. Keys outside [visible.begin, visible.end), counted from
+// the start of the tile, get probability 0.
 template <class Ops>
-inline void softmax_row(float* scores, int64_t n, KvRange visible, const ScoreOf& score, float q_pos,
-                        typename Ops::Elem* p, float* m, float* l, float* acc, int64_t width) {
+inline void softmax_row(float* scores, int64_t n, KvRange visible, const ScoreOf& score, typename Ops::Elem* p,
+                        float* m, float* l, float* acc, int64_t width) {
   static const i32v kLaneNumbers = lane_numbers(LaneIndices{});
+  const bool plain = score.softcap == 0.f && score.slope == 0.f;
   f32v top = splat(-INFINITY);
   for (int64_t j = 0; j < n; j += kLanes) {
     f32v x = load<DType::kFloat32>(scores + j);
     i32v key = kLaneNumbers + static_cast<int32_t>(j);
-    if (score.plain) {
+    if (plain) {
       x = x * (score.scale * PD_LOG2E);
     } else {
-      f32v distance = splat(q_pos) - __builtin_convertvector(key, f32v);
+      f32v distance = score.q_pos - __builtin_convertvector(key, f32v);
       distance = distance < splat(0.f) ? -distance : distance;
       x = pd_score(x, score.scale, score.softcap, score.slope, distance) * PD_LOG2E;
     }
@@ -189,22 +212,20 @@ inline void softmax_row(float* scores, int64_t n, KvRange visible, const ScoreOf
     store<DType::kFloat32>(scores + j, x);
     top = max(top, x);
   }
-  const float tile_m = max_lanes(top);
-  const float new_m = tile_m > *m ? tile_m : *m;
-  const float base = new_m == -INFINITY ? 0.f : new_m;
-  if (new_m != *m) {
-    const float factor = pd_rescale(*m, new_m);
+  f32v sum = load<DType::kFloat32>(l);
+  if (any_above(top, splat(*m))) {
+    const float new_m = max_lanes(top), factor = pd_rescale(*m, new_m);
     *m = new_m;
-    *l *= factor;
+    sum *= factor;
     for (int64_t d = 0; d < width; d += kLanes) store<DType::kFloat32>(acc + d, load<DType::kFloat32>(acc + d) * factor);
   }
-  f32v sum = f32v{};
+  const float base = *m == -INFINITY ? 0.f : *m;
   for (int64_t j = 0; j < n; j += kLanes) {
     f32v x = exp2(load<DType::kFloat32>(scores + j) - base);
     sum += x;
     Ops::store_elems(p + j, x);
   }
-  *l += add_lanes(sum);
+  store<DType::kFloat32>(l, sum);
 }
 
 // Writes one finished row: sink, normalisation, output type, lse.
@@ -275,21 +296,11 @@ void packed_tile_values(const Scratch<Ops>& s, int64_t rows, int64_t n, float* a
 
 // One kv_head against one tile.
 template <class Ops>
-void attend_tile(const Problem& p, const Block& block, const Request& request, const Scratch<Ops>& s,
-                 const TileRows& tile, int64_t h, NextTile& next) {
+void attend_tile(const Problem& p, const Block& block, const Scratch<Ops>& s, const TileRows& tile, int64_t h, NextTile& next) {
   const Cache& c = p.cache;
   const int64_t kv_head = block.kv_head_begin + h, rows = block.rows(), n = tile.n;
   const int64_t k_offset = kv_head * c.k_stride_head * Ops::kBytes, v_offset = kv_head * c.v_stride_head * Ops::kBytes;
-  const float k_descale = descale_at(c.k_descale, c.k_descale_stride_batch, c.k_descale_stride_head, block.batch, kv_head);
-  const float v_descale = descale_at(c.v_descale, c.v_descale_stride_batch, c.v_descale_stride_head, block.batch, kv_head);
-  const float q_descale = descale_at(p.q_descale, p.q_descale_stride_batch, p.q_descale_stride_head, block.batch, kv_head);
-  // With qv: score = q.k * k_descale + qv.v * v_descale.
-  const bool with_qv = p.qv && v_descale != 0.f;
-  const float carry = k_descale / v_descale;
-  ScoreOf score;
-  score.scale = p.scale * q_descale * (with_qv ? v_descale : k_descale);
-  score.softcap = p.softcap;
-
+  const HeadScale& scale = s.scales[h];
   const bool packed = rows >= kMinPackedRows;
   if (packed) pack_tile(p, s, tile, k_offset, v_offset, next);
   for (int64_t first = 0, count; first < rows; first += count) {
@@ -307,21 +318,21 @@ void attend_tile(const Problem& p, const Block& block, const Request& request, c
     const int64_t row = h * rows + first;
     if (packed) {
       packed_tile_scores<Ops>(s, count, s.q + row * s.depth, s.depth, s.keys, n, nullptr);
-      if (with_qv) packed_tile_scores<Ops>(s, count, s.qv + row * s.width, s.width, s.value_keys, n, &carry);
+      if (scale.with_qv) packed_tile_scores<Ops>(s, count, s.qv + row * s.width, s.width, s.value_keys, n, &scale.qv_carry);
     } else {
       dot_tile_scores<Ops>(s, count, s.q + row * s.depth, s.depth, tile.k, k_offset, n, p.head_dim, nullptr, next.k);
-      if (with_qv) dot_tile_scores<Ops>(s, count, s.qv + row * s.width, s.width, tile.v, v_offset, n, p.head_dim_v, &carry, next.v);
+      if (scale.with_qv) dot_tile_scores<Ops>(s, count, s.qv + row * s.width, s.width, tile.v, v_offset, n, p.head_dim_v, &scale.qv_carry, next.v);
     }
 
     // Update the softmax
     for (int64_t r = first; r < first + count; ++r) {
-      const int64_t q_row = block.row_begin + r, i = h * rows + r;
-      score.slope = p.alibi_slopes ? p.alibi_slopes[block.batch * p.alibi_stride_batch + kv_head * p.group + q_row % p.group] : 0.f;
-      score.plain = score.softcap == 0.f && score.slope == 0.f;
-      const float q_pos = static_cast<float>(request.kv_len - request.q_len + q_row / p.group - tile.begin);
+      const int64_t i = h * rows + r;
+      ScoreOf score = {scale.score, p.softcap, 0.f, s.q_pos[r] - static_cast<float>(tile.begin)};
+      if (p.alibi_slopes)
+        score.slope = p.alibi_slopes[block.batch * p.alibi_stride_batch + kv_head * p.group + (block.row_begin + r) % p.group];
       const KvRange visible = {pd_max(s.visible[r].begin - tile.begin, 0), pd_min(s.visible[r].end - tile.begin, n)};
-      softmax_row<Ops>(s.scores + (r - first) * s.tile, n, visible, score, q_pos, s.p + (r - first) * s.tile, &s.m[i],
-                       &s.l[i], s.acc + i * s.width, s.width);
+      softmax_row<Ops>(s.scores + (r - first) * s.tile, n, visible, score, s.p + (r - first) * s.tile, &s.m[i],
+                       s.l + i * kLanes, s.acc + i * s.width, s.width);
     }
 
     // Add the values
@@ -340,7 +351,12 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
   const int64_t rows = block.rows();
 
   // Which keys
-  for (int64_t r = 0; r < rows; ++r) s.visible[r] = keys_of_token(p, request, (block.row_begin + r) / p.group);
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t token = (block.row_begin + r) / p.group;
+    s.visible[r] = keys_of_token(p, request, token);
+    s.q_pos[r] = static_cast<float>(request.kv_len - request.q_len + token);
+  }
+  for (int64_t h = 0; h < block.heads(); ++h) s.scales[h] = head_scale(p, block.batch, block.kv_head_begin + h);
 
   // Load the query
   load_queries<Ops>(p, block, request, p.q, p.q_stride_batch, p.q_stride_token, p.q_stride_head, p.head_dim,
@@ -348,10 +364,8 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
   if (p.qv)
     load_queries<Ops>(p, block, request, p.qv, p.qv_stride_batch, p.qv_stride_token, p.qv_stride_head, p.head_dim_v,
                       false, s.width, s.row, s.qv);
-  for (int64_t i = 0; i < block.heads() * rows; ++i) {
-    s.m[i] = -INFINITY;
-    s.l[i] = 0.f;
-  }
+  for (int64_t i = 0; i < block.heads() * rows; ++i) s.m[i] = -INFINITY;
+  memset(s.l, 0, block.heads() * rows * kLanes * sizeof(float));
   memset(s.acc, 0, block.heads() * rows * s.width * sizeof(float));
 
   // For each tile and kv_head: score, update, add; meanwhile fetch the next tile
@@ -363,7 +377,7 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
     next->locate(p.cache, block.batch, tile->begin + tile->n, keys.end, s.tile);
     for (int64_t h = 0; h < block.heads(); ++h) {
       fetched.start(p, block, *next, h);
-      attend_tile<Ops>(p, block, request, s, *tile, h, fetched);
+      attend_tile<Ops>(p, block, s, *tile, h, fetched);
     }
     TileRows* done = tile;
     tile = next;
@@ -373,26 +387,25 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
   // Write the partial, or finish
   constexpr int kChunkRegs = Ops::kRegs * Ops::kDepth;
   for (int64_t h = 0; h < block.heads(); ++h) {
-    const Cache& c = p.cache;
     const int64_t kv_head = block.kv_head_begin + h;
-    const float v_descale = descale_at(c.v_descale, c.v_descale_stride_batch, c.v_descale_stride_head, block.batch, kv_head);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t i = h * rows + r;
+      const float l = add_lanes(load<DType::kFloat32>(s.l + i * kLanes));
       for (int64_t d = 0; d < s.width; d += Ops::kChunk) {
         f32v chunk[kChunkRegs];
         memcpy(chunk, s.acc + i * s.width + d, sizeof chunk);
         Ops::in_order(chunk);
-        for (f32v& x : chunk) x *= v_descale;
+        for (f32v& x : chunk) x *= s.scales[h].v_descale;
         memcpy(s.row + d, chunk, sizeof chunk);
       }
       if (partial) {
         float* out = partial + i * (p.head_dim_v + 2);
         memcpy(out, s.row, p.head_dim_v * sizeof(float));
         out[p.head_dim_v] = s.m[i];
-        out[p.head_dim_v + 1] = s.l[i];
+        out[p.head_dim_v + 1] = l;
       } else {
         const int64_t q_row = block.row_begin + r;
-        write_row(p, request, block.batch, q_row / p.group, kv_head * p.group + q_row % p.group, s.m[i], s.l[i], s.row);
+        write_row(p, request, block.batch, q_row / p.group, kv_head * p.group + q_row % p.group, s.m[i], l, s.row);
       }
     }
   }
