@@ -232,13 +232,13 @@ def plot(results, path):
                 share = 100 * seconds["ceiling"] / value
                 label = f" {share:.0f} %" + (f" {who}" if j == 1 else "")
                 axis.barh(i + 0.2 * j, share, 0.19, color=bars[j][1], label=bars[j][0] if i == 0 else None)
-                axis.text(share, i + 0.2 * j, label, va="center", fontsize=8)
+                axis.text(share, i + 0.2 * j, label, va="center", fontsize=7.5)
     axis.axvline(100, color="black", linewidth=1)
     axis.set_yticks([i + 0.3 for i in range(len(rows))], [Case(**row["case"]).label for row in rows])
     axis.invert_yaxis()
     axis.set_xlim(0, 112)
     axis.set_xlabel("% of the rate at which this machine reads memory (higher is better)")
-    axis.set_title(f"Decode attention over a paged bf16 cache, {results['threads']} CPU cores")
+    axis.set_title(f"Decode attention over a paged cache, bf16 queries, {results['threads']} CPU cores")
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path)
@@ -260,10 +260,9 @@ def main():
         worker(arguments.worker)
         return
     if arguments.load:
-        results = [json.loads(Path(path).read_text()) for path in arguments.load]
-        for more in results[1:]:
-            results[0]["rows"] += more["rows"]
-        results = results[0]
+        saved = [json.loads(Path(path).read_text()) for path in arguments.load]
+        rows = {Case(**row["case"]).key: row for results in saved for row in results["rows"]}  # a later file wins
+        results = saved[0] | {"rows": [rows[case.key] for case in all_cases() if case.key in rows]}
     else:
         results = run(arguments)
     pages = "huge" if results["huge_pages"] else "4 KiB"

@@ -176,16 +176,19 @@ class Sdpa(Provider):
             parts = [(slice(b, b + 1), 1, n) for b, n in enumerate(case.kv_lens)]
         pages = [[t[at, : -(-n // case.page_size)].flatten().long() for t in x.tables] for at, _, n in parts]
         k_cache, v_cache = x.k_cache, x.v_cache
+        room = max(len(copies[0]) for copies in pages)
+        buffers = torch.empty(2, room, *k_cache.shape[1:], dtype=k_cache.dtype)  # fresh memory would cost page faults
 
-        def gather(cache, pages, batch, n):
-            rows = cache.index_select(0, pages).view(batch, -1, case.kv_heads, case.head_dim)
-            return rows[:, :n].transpose(1, 2)
+        def gather(cache, buffer, pages, batch, n):
+            rows = torch.index_select(cache, 0, pages, out=buffer[: len(pages)])
+            return rows.view(batch, -1, case.kv_heads, case.head_dim)[:, :n].transpose(1, 2)
 
         def attend(r):
             outs = []
             for i, (at, batch, n) in enumerate(parts):
                 if self.gathers:
-                    k, v = (gather(cache, pages[i][r], batch, n) for cache in (k_cache, v_cache))
+                    k = gather(k_cache, buffers[0], pages[i][r], batch, n)
+                    v = gather(v_cache, buffers[1], pages[i][r], batch, n)
                 else:
                     k, v = (t[at, :, :n] for t in dense[r])
                 outs.append(self.op(q[r][at], k, v, masks[n], causal))
@@ -324,7 +327,7 @@ class Vllm(Provider):
 
 
 class Vllm128(Vllm):
-    name = "vllm (blocks of 128)"
+    name = "vllm 128"  # vLLM's default blocks, whatever the case's pages
     page_size = 128
 
 
