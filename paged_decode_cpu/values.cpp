@@ -52,10 +52,9 @@ void check_request(const Problem& p, int64_t b) {
 void check_visible_pages(const Problem& p, int64_t b) {
   const Cache& c = p.cache;
   const Request r = request_of(p, b);
-  if (!c.block_table || r.q_len == 0) return;
-  const KvRange first = keys_of_token(p, r, 0), last = keys_of_token(p, r, r.q_len - 1);
-  const int64_t begin = pd_min(first.begin == first.end ? last.begin : first.begin, last.begin), end = pd_max(first.end, last.end);
-  for (int64_t key = begin / c.page_size * c.page_size; key < end; key += c.page_size)
+  if (!c.block_table) return;
+  const KvRange keys = keys_of_tokens(p, r, 0, r.q_len);
+  for (int64_t key = keys.begin / c.page_size * c.page_size; key < keys.end; key += c.page_size)
     check_page(c, b, key / c.page_size, slot_of_key(c, b, key).page);
 }
 
