@@ -22,6 +22,17 @@ SAMPLES = 2  # orders of summation tried in PyTorch
 NOT_SEMANTIC = ("out", "max_seqlen_q", "return_softmax_lse", "num_splits", "deterministic", "scheduler_metadata")
 
 
+@contextlib.contextmanager
+def one_thread():
+    """For the many small operations of the reference, which lose time when spread over threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def torch_attend(kwargs, k_cache, v_cache, seqlens_new, order):
     """(out, lse, out_spread, lse_spread) by dense PyTorch: scores and softmax in float32, probabilities in q's dtype.
 
@@ -115,6 +126,7 @@ def assert_within(name, actual, expected, bound):
         )
 
 
+@one_thread()
 def assert_result(out, lse, kwargs, k_cache, v_cache, seqlens_new):
     """The rule above. The caches hold the new tokens."""
     options = {name: x for name, x in kwargs.items() if name not in (*NOT_SEMANTIC, "q", "k", "v", "cu_seqlens_k_new")}
@@ -156,6 +168,7 @@ def assert_same_bytes(name, actual, expected):
         )
 
 
+@one_thread()
 def assert_caches(case, actual, before, kwargs):
     """The storage holds the new tokens and is otherwise untouched, to the last guard byte.
 
@@ -183,15 +196,6 @@ def assert_caches(case, actual, before, kwargs):
         assert_same_bytes(name, s, e)
 
 
-@contextlib.contextmanager
-def one_thread():
-    """For the many small operations of the reference, which lose time when spread over threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def run(paged_attn, call, **overrides):
     """(out, lse) of a call, the caches changed in place."""
     k_cache, v_cache = call.caches()
@@ -207,12 +211,8 @@ def with_tensor_lengths(call):
 
 def check(paged_attn, case, device="cpu", **overrides):
     """Runs a case and compares everything: output, lse, cache contents, untouched bytes."""
-    with one_thread():
-        before = cases.build(case)
-        call = cases.build(case).to(device)
-    out, lse = run(paged_attn, call, **overrides)
-    with one_thread():
-        judge(out, lse, call, before)
+    before, call = cases.build(case), cases.build(case).to(device)
+    judge(*run(paged_attn, call, **overrides), call, before)
 
 
 def judge(out, lse, call, before):
