@@ -187,7 +187,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="cpu", help="a backend of build.toml (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="default: build, or build-sanitize with --sanitize")
-    parser.add_argument("--cxx", default="c++", help="C++ compiler, possibly for another processor")
+    parser.add_argument(
+        "--cxx", default="g++", help="C++ compiler, possibly for another processor (default: %(default)s)"
+    )
     parser.add_argument("--arch", default=platform.machine(), help="processor to build for (default: this one)")
     parser.add_argument("--sanitize", metavar="LIST", help="for example address,undefined")
     parser.add_argument("--verbose", action="store_true", help="print the compiler's command lines")
