@@ -61,8 +61,8 @@ struct Scratch {
   float *acc, *m, *l;         // [heads, rows, width], [heads, rows], [heads, rows, kLanes] (its sum counts)
   float* scores;              // [kPackedBlock, tile]
   Elem* p;                    // [kPackedBlock, tile]
-  Elem *keys, *value_keys;    // packed: [depth / kDepth, tile], and [width / kDepth, tile] for qv
-  Elem* values;               // packed: [tile / kDepth, width]
+  Elem *keys, *value_keys;    // panels of [depth, tile], and of [width, tile] for qv
+  Elem* values;               // panels of [tile, width]
   KvRange* visible;           // [rows]
   float* q_pos;               // [rows]
   HeadScale* scales;          // [heads]
@@ -85,7 +85,7 @@ struct Scratch {
     take(base, kPackedBlock * tile, &p);
     take(base, packed ? depth * tile : 0, &keys);
     take(base, packed && problem.qv ? width * tile : 0, &value_keys);
-    take(base, packed ? width * tile : 0, &values);
+    take(base, packed ? round_up(width, kPanel) * tile : 0, &values);
     take(base, block.rows(), &visible);
     take(base, block.rows(), &q_pos);
     take(base, block.heads(), &scales);
@@ -275,23 +275,24 @@ void dot_tile_values(const Scratch<Ops>& s, int64_t rows, const char* const* v, 
 template <class Ops>
 void pack_tile(const Problem& p, const Scratch<Ops>& s, const TileRows& tile, int64_t k_offset, int64_t v_offset,
                NextTile& next) {
-  pack_keys<Ops>(tile.k, k_offset, tile.n, p.head_dim, s.tile, s.keys, next.k);
-  pack_values<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.width, s.values, next.v);
-  if (p.qv) pack_keys<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.tile, s.value_keys, next.v);
+  pack_keys<Ops>(tile.k, k_offset, tile.n, p.head_dim, s.depth / Ops::kDepth, s.keys, next.k);
+  pack_values<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.tile / Ops::kDepth, s.values, next.v);
+  if (p.qv) pack_keys<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.width / Ops::kDepth, s.value_keys, next.v);
 }
 
+// `from` is a multiple of kPanel.
 template <class Ops>
 void packed_tile_scores(const Scratch<Ops>& s, int64_t rows, const typename Ops::Elem* q, int64_t depth,
-                        const typename Ops::Elem* keys, int64_t n, const float* carry) {
-  matrix<Ops>(rows, q, depth, keys, s.tile * Ops::kDepth, depth / Ops::kDepth, round_up(n, kLanes), s.scores, s.tile,
-              carry);
+                        const typename Ops::Elem* keys, int64_t from, int64_t n, const float* carry) {
+  const int64_t steps = depth / Ops::kDepth;
+  matrix<Ops>(rows, q, depth, keys + from * depth, steps, steps, round_up(n, kLanes), s.scores, s.tile, carry);
 }
 
 template <class Ops>
-void packed_tile_values(const Scratch<Ops>& s, int64_t rows, int64_t n, float* acc) {
+void packed_tile_values(const Scratch<Ops>& s, int64_t rows, int64_t from, int64_t n, float* acc) {
   const float one = 1.f;
-  matrix<Ops>(rows, s.p, s.tile, s.values, s.width * Ops::kDepth, pd_ceil_div(n, Ops::kDepth), s.width, acc, s.width,
-              &one);
+  matrix<Ops>(rows, s.p, s.tile, s.values + from * kPanel, s.tile / Ops::kDepth, pd_ceil_div(n, Ops::kDepth), s.width,
+              acc, s.width, &one);
 }
 
 // One kv_head against one tile.
@@ -306,40 +307,45 @@ void attend_tile(const Problem& p, const Block& block, const Scratch<Ops>& s, co
   for (int64_t first = 0, count; first < rows; first += count) {
     const int64_t left = rows - first;
     count = packed ? pd_min(left, kPackedBlock) : left >= kMaxDotRows ? kMaxDotRows : left >= 2 ? 2 : 1;
-    KvRange seen = {n, 0};  // by any of these rows
+    KvRange seen = {n, 0};  // by any of these rows, counted from the start of the tile
     for (int64_t r = first; r < first + count; ++r) {
       if (s.visible[r].begin == s.visible[r].end) continue;
       seen.begin = pd_min(seen.begin, s.visible[r].begin - tile.begin);
       seen.end = pd_max(seen.end, s.visible[r].end - tile.begin);
     }
-    if (seen.begin >= n || seen.end <= 0) continue;
+    const int64_t align = packed ? kPanel : kLanes;
+    const int64_t from = pd_max(seen.begin, 0) / align * align, keys = pd_min(seen.end, n) - from;
+    if (keys <= 0) continue;
 
     // Score
     const int64_t row = h * rows + first;
     if (packed) {
-      packed_tile_scores<Ops>(s, count, s.q + row * s.depth, s.depth, s.keys, n, nullptr);
-      if (scale.with_qv) packed_tile_scores<Ops>(s, count, s.qv + row * s.width, s.width, s.value_keys, n, &scale.qv_carry);
+      packed_tile_scores<Ops>(s, count, s.q + row * s.depth, s.depth, s.keys, from, keys, nullptr);
+      if (scale.with_qv)
+        packed_tile_scores<Ops>(s, count, s.qv + row * s.width, s.width, s.value_keys, from, keys, &scale.qv_carry);
     } else {
-      dot_tile_scores<Ops>(s, count, s.q + row * s.depth, s.depth, tile.k, k_offset, n, p.head_dim, nullptr, next.k);
-      if (scale.with_qv) dot_tile_scores<Ops>(s, count, s.qv + row * s.width, s.width, tile.v, v_offset, n, p.head_dim_v, &scale.qv_carry, next.v);
+      dot_tile_scores<Ops>(s, count, s.q + row * s.depth, s.depth, tile.k + from, k_offset, keys, p.head_dim, nullptr, next.k);
+      if (scale.with_qv)
+        dot_tile_scores<Ops>(s, count, s.qv + row * s.width, s.width, tile.v + from, v_offset, keys, p.head_dim_v,
+                             &scale.qv_carry, next.v);
     }
 
     // Update the softmax
     for (int64_t r = first; r < first + count; ++r) {
-      const int64_t i = h * rows + r;
-      ScoreOf score = {scale.score, p.softcap, 0.f, s.q_pos[r] - static_cast<float>(tile.begin)};
+      const int64_t i = h * rows + r, begin = tile.begin + from;
+      ScoreOf score = {scale.score, p.softcap, 0.f, s.q_pos[r] - static_cast<float>(begin)};
       if (p.alibi_slopes)
         score.slope = p.alibi_slopes[block.batch * p.alibi_stride_batch + kv_head * p.group + (block.row_begin + r) % p.group];
-      const KvRange visible = {pd_max(s.visible[r].begin - tile.begin, 0), pd_min(s.visible[r].end - tile.begin, n)};
-      softmax_row<Ops>(s.scores + (r - first) * s.tile, n, visible, score, s.p + (r - first) * s.tile, &s.m[i],
+      const KvRange visible = {pd_max(s.visible[r].begin - begin, 0), pd_min(s.visible[r].end - begin, keys)};
+      softmax_row<Ops>(s.scores + (r - first) * s.tile, keys, visible, score, s.p + (r - first) * s.tile, &s.m[i],
                        s.l + i * kLanes, s.acc + i * s.width, s.width);
     }
 
     // Add the values
     if (packed) {
-      packed_tile_values<Ops>(s, count, n, s.acc + row * s.width);
+      packed_tile_values<Ops>(s, count, from, keys, s.acc + row * s.width);
     } else {
-      dot_tile_values<Ops>(s, count, tile.v, v_offset, n, p.head_dim_v, s.acc + row * s.width, next.v);
+      dot_tile_values<Ops>(s, count, tile.v + from, v_offset, keys, p.head_dim_v, s.acc + row * s.width, next.v);
     }
   }
 }
