@@ -109,7 +109,9 @@ def test_fp8_rounds_and_saturates(paged_attn, device, kv_dtype, dtype, with_desc
     x = torch.cat([every, between, sizes.flatten(), special]).to(getattr(torch, dtype))
     x = torch.nn.functional.pad(x, (0, -len(x) % 128)).view(1, -1, 2, 64)
     tokens = x.shape[1]
-    case = Case(batch=1, lens=(5,), append=tokens, dtype=dtype, kv_dtype=kv_dtype, descale="full" if with_descale else "")
+    case = Case(
+        batch=1, lens=(5,), append=tokens, dtype=dtype, kv_dtype=kv_dtype, descale="full" if with_descale else ""
+    )
     call, before = cases.build(case).to(device), cases.build(case)
     for kwargs in (call.kwargs, before.kwargs):
         kwargs["k"], kwargs["v"] = x.to(kwargs["q"].device), -x.to(kwargs["q"].device)
@@ -122,14 +124,18 @@ def test_fp8_rounds_and_saturates(paged_attn, device, kv_dtype, dtype, with_desc
     for a, b in zip(call.storage, expected):
         a, sign = a.cpu(), 0x7F  # the sign of a NaN says nothing
         nan = a.isnan() & b.isnan()
-        assert torch.equal(a.view(torch.uint8) & torch.where(nan, sign, 0xFF), b.view(torch.uint8) & torch.where(nan, sign, 0xFF))
+        assert torch.equal(
+            a.view(torch.uint8) & torch.where(nan, sign, 0xFF), b.view(torch.uint8) & torch.where(nan, sign, 0xFF)
+        )
 
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [2, 6, 16, 32, 64])
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("bfloat16", ""), ("float16", ""), ("float32", ""), ("bfloat16", FP8[0])])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("bfloat16", ""), ("float16", ""), ("float32", ""), ("bfloat16", FP8[0])]
+)
 def test_rotary(paged_attn, device, dtype, kv_dtype, rotary_dim, interleaved, causal):
     case = Case(
         q_len=3, append=3, rotary_dim=rotary_dim, rotary_interleaved=interleaved, causal=causal, dtype=dtype,
@@ -141,7 +147,7 @@ def test_rotary(paged_attn, device, dtype, kv_dtype, rotary_dim, interleaved, ca
 @pytest.mark.parametrize(("q_len", "append"), [(1, 4), (4, 1), (5, 5), (9, 2)])
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (6, -1), (4, 4)])
 def test_rotary_positions_of_queries(paged_attn, device, q_len, append, window):
-    """Queries move along with a window or causality and share one position without; also when q and k differ in length."""
+    """Queries move along with a window or causality and share one position without, whatever the number of keys."""
     check(paged_attn, Case(q_len=q_len, append=append, window=window, rotary_dim=32, dtype="float32"), device)
 
 
@@ -157,7 +163,9 @@ def test_step_by_step_equals_at_once(paged_attn, device):
     whole = paged_attn.flash_attn_with_kvcache(q, *caches[:2], k, v, cache_seqlens=0, **shared)
     for t in range(tokens):
         new = slice(t, t + 1)
-        step = paged_attn.flash_attn_with_kvcache(q[:, new], *caches[2:], k[:, new], v[:, new], cache_seqlens=t, **shared)
+        step = paged_attn.flash_attn_with_kvcache(
+            q[:, new], *caches[2:], k[:, new], v[:, new], cache_seqlens=t, **shared
+        )
         torch.testing.assert_close(step, whole[:, new], rtol=1e-5, atol=1e-5)  # not under test: two orders of summation
     for a, b in zip(caches[:2], caches[2:]):
         assert_same_bytes("cache", a, b.cpu())

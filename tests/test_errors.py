@@ -10,11 +10,13 @@ ERRORS = (ValueError, RuntimeError, TypeError, NotImplementedError)
 
 # One good call that has every optional argument which the others do not exclude.
 PAGED = Case(
-    batch=3, lens=(20, 0, 33), q_len=2, append=2, causal=True, alibi="batch", sink="float32", leftpad=True, batch_idx=True,
-    rotary_dim=32, rotary_seqlens=True, give_out=True,
+    batch=3, lens=(20, 0, 33), q_len=2, append=2, causal=True, alibi="batch", sink="float32", leftpad=True,
+    batch_idx=True, rotary_dim=32, rotary_seqlens=True, give_out=True,
 )  # fmt: skip
 FP8 = Case(batch=3, lens=(20, 0, 33), q_len=2, append=2, kv_dtype="float8_e4m3fn", descale="full")
-VARLEN = Case(batch=3, lens=(20, 0, 33), q_len=4, varlen_q=True, append=3, append_varlen=True, causal=True, give_out=True)
+VARLEN = Case(
+    batch=3, lens=(20, 0, 33), q_len=4, varlen_q=True, append=3, append_varlen=True, causal=True, give_out=True
+)
 QV = Case(batch=3, lens=(20, 0, 33), head_dim_v=512, qv=True)
 CONTIGUOUS = Case(batch=3, lens=(20, 0, 33), page_size=0, append=2)
 READ_ONLY = Case(batch=3, lens=(20, 0, 33))
@@ -32,6 +34,10 @@ def refused(paged_attn, device, case, match, change):
         assert_same_bytes("cache", a, b)
     if case.give_out:
         assert call.kwargs["out"].isnan().all(), "out was written"
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
 
 
 def same_shape(dtype):
@@ -185,7 +191,7 @@ VALUES = {
     "batch_idx negative": (PAGED, "cache_batch_idx.*-1", set_entry("cache_batch_idx", 1, -1)),
     "batch_idx too large": (PAGED, "cache_batch_idx.*5", set_entry("cache_batch_idx", 1, 5)),
     "batch_idx too large, contiguous": (
-        CONTIGUOUS, "cache_batch_idx.*3", lambda a: a.update(cache_batch_idx=torch.tensor([0, 3, 1], dtype=torch.int32)),
+        CONTIGUOUS, "cache_batch_idx.*3", lambda a: a.update(cache_batch_idx=int32(0, 3, 1)),
     ),
     "rotary_seqlens negative": (PAGED, "rotary_seqlens.*-1", set_entry("rotary_seqlens", 1, -1)),
     "rotary_seqlens past the table": (PAGED, "rotary_cos.*2.*1002", set_entry("rotary_seqlens", 2, 1000)),
@@ -217,7 +223,9 @@ VALUES = {
     "k packed without cu_seqlens_k_new": (VARLEN, "k: ", lambda a: a.pop("cu_seqlens_k_new")),
     "cu_seqlens_k_new without k": (VARLEN, "cu_seqlens_k_new", lambda a: (a.pop("k"), a.pop("v"))),
     "cu_seqlens_q empty": (VARLEN, "cu_seqlens_q", lambda a: a.update(cu_seqlens_q=a["cu_seqlens_q"][:0])),
-    "block_table and page_table": (READ_ONLY, "block_table.*page_table", lambda a: a.update(page_table=a["block_table"])),
+    "block_table and page_table": (
+        READ_ONLY, "block_table.*page_table", lambda a: a.update(page_table=a["block_table"]),
+    ),
     "s_aux and sinks": (PAGED, "s_aux.*sinks", lambda a: a.update(sinks=a["s_aux"])),
     "unknown keyword": (READ_ONLY, "block_tables", lambda a: a.update(block_tables=a["block_table"])),
     "fp8 cache of another kind of 8 bits": (FP8, "k_cache", lambda a: a.update(k_cache=a["k_cache"].view(torch.int8))),
@@ -259,7 +267,9 @@ def test_heads_that_do_not_divide(paged_attn, device, q_heads):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(257, 257), (64, 512), (320, 320), (576, 576), (512, 512), (1, 257)])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(257, 257), (64, 512), (320, 320), (576, 576), (512, 512), (1, 257)]
+)
 def test_head_dims_that_nobody_promised(paged_attn, device, head_dim, head_dim_v):
     case = Case(batch=2, lens=(5, 9), head_dim=head_dim, head_dim_v=head_dim_v)
     refused(paged_attn, device, case, f"head_dim.*{head_dim}.*{head_dim_v}", lambda a: None)
@@ -342,10 +352,6 @@ def test_flash_attn_func(paged_attn, device, name):
         paged_attn.flash_attn_func(**arguments)
 
 
-def int32(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
 VARLEN_FUNC = {
     "dropout": ({"dropout_p": 0.5}, "dropout_p.*0.5"),
     "unknown keyword": ({"max_seqlen_kv": 3}, "max_seqlen_kv"),
@@ -367,8 +373,10 @@ VARLEN_FUNC = {
 @pytest.mark.parametrize("name", VARLEN_FUNC)
 def test_flash_attn_varlen_func(paged_attn, device, name):
     change, match = VARLEN_FUNC[name]
-    good = {"q": torch.zeros(6, 4, 64), "k": torch.zeros(10, 2, 64), "v": torch.zeros(10, 2, 64),
-            "cu_seqlens_q": int32(0, 3, 6), "cu_seqlens_k": int32(0, 5, 10), "max_seqlen_q": 3, "max_seqlen_k": 5}  # fmt: skip
+    good = {
+        "q": torch.zeros(6, 4, 64), "k": torch.zeros(10, 2, 64), "v": torch.zeros(10, 2, 64), "max_seqlen_q": 3,
+        "cu_seqlens_q": int32(0, 3, 6), "cu_seqlens_k": int32(0, 5, 10), "max_seqlen_k": 5,
+    }  # fmt: skip
     arguments = {n: x.to(device) if torch.is_tensor(x) else x for n, x in (good | change).items()}
     with pytest.raises(ERRORS, match=match):
         paged_attn.flash_attn_varlen_func(**arguments)
@@ -428,7 +436,9 @@ def test_kv_paged_write(paged_attn, device, name):
     case, match, change = WRITES[name]
     call, before = cases.build(case).to(device), cases.build(case)
     names = ("k", "v", "block_table", "cache_seqlens", "k_descale", "v_descale")
-    arguments = {n: call.kwargs[n] for n in names if n in call.kwargs} | dict(zip(("k_cache", "v_cache"), call.caches()))
+    arguments = {n: call.kwargs[n] for n in names if n in call.kwargs} | dict(
+        zip(("k_cache", "v_cache"), call.caches())
+    )
     change(arguments)
     on = {n: x.to(device) if torch.is_tensor(x) and not x.is_meta else x for n, x in arguments.items()}
     with pytest.raises(ERRORS, match=match):

@@ -60,7 +60,9 @@ def test_sink_takes_its_share():
 def test_rotation_is_a_complex_product(interleaved):
     x, angle = torch.randn(4, 3, 10).double(), torch.randn(9, 4).double()
     pairs = x[..., :8].view(4, 3, 4, 2) if interleaved else torch.stack([x[..., :4], x[..., 4:8]], -1)
-    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones(()).double(), angle[2:6, None]))
+    turned = torch.view_as_real(
+        torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones(()).double(), angle[2:6, None])
+    )
     expected = turned.flatten(-2) if interleaved else torch.cat([turned[..., 0], turned[..., 1]], -1)
     got = reference.rotate(x, [2, 3, 4, 5], angle.cos(), angle.sin(), interleaved)
     torch.testing.assert_close(got, torch.cat([expected, x[..., 8:]], -1))

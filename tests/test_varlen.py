@@ -49,7 +49,9 @@ def draw(q_lens, k_lens, dtype, head_dim=64, head_dim_v=64, qv=False):
 
 def judge_packed(out, lse, q, k, v, q_lens, k_lens, options):
     """Against the reference on a contiguous cache, NaN past each length."""
-    caches = [torch.full((len(k_lens), max(k_lens, default=0) + 1, *x.shape[1:]), torch.nan, dtype=x.dtype) for x in (k, v)]
+    caches = [
+        torch.full((len(k_lens), max(k_lens, default=0) + 1, *x.shape[1:]), torch.nan, dtype=x.dtype) for x in (k, v)
+    ]
     for b, (begin, end) in enumerate(itertools.pairwise(cumulative(k_lens).tolist())):
         caches[0][b, : end - begin], caches[1][b, : end - begin] = k[begin:end], v[begin:end]
     kwargs = {"q": q, "cu_seqlens_q": cumulative(q_lens), "cache_seqlens": torch.tensor(k_lens), **semantic(options)}
