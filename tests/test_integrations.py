@@ -104,6 +104,7 @@ MODELS = {
     "llama": ("Llama", {}),
     "mistral, sliding window": ("Mistral", {"sliding_window": 8}),
     "gemma 2, softcap": ("Gemma2", {"sliding_window": 8, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16}),
+    "gpt-oss, sinks": ("GptOss", {"sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),
 }
 
 
@@ -159,6 +160,14 @@ def test_block_tables_decode_with_the_same_tokens(make_model, paged_attn, calls)
     with paged_attn.integrations.transformers_block_tables():
         assert generate_batch(model, KERNEL_FLASH) == expected
     assert calls["flash_attn_with_kvcache"] > calls["flash_attn_varlen_func"] > 0
+
+
+def test_continuous_batching_with_sliding_windows(make_model, paged_attn, calls):
+    model = make_model("Mistral", sliding_window=8)
+    expected = generate_batch(model, "sdpa")
+    with paged_attn.integrations.transformers_block_tables():
+        assert generate_batch(model, KERNEL_FLASH) == expected
+    assert set(calls) == {"flash_attn_varlen_func"}
 
 
 def test_block_tables_with_padded_batches(make_model, paged_attn, calls, monkeypatch):
