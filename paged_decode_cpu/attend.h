@@ -193,35 +193,36 @@ template <class Ops>
 inline void softmax_row(float* scores, int64_t n, KvRange visible, const ScoreOf& score, typename Ops::Elem* p,
                         float* m, float* l, float* acc, int64_t width) {
   static const i32v kLaneNumbers = lane_numbers(LaneIndices{});
-  const bool plain = score.softcap == 0.f && score.slope == 0.f;
+  const bool whole = visible.begin <= 0 && visible.end == n && n % kLanes == 0;
+  // Without softcap and slope the scale and the change to log2 units are one factor, taken late.
+  const bool plain = score.softcap == 0.f && score.slope == 0.f && whole && score.scale >= 0.f;
+  const float factor = plain ? score.scale * PD_LOG2E : 1.f;
   f32v top = splat(-INFINITY);
-  for (int64_t j = 0; j < n; j += kLanes) {
-    f32v x = load<DType::kFloat32>(scores + j);
-    i32v key = kLaneNumbers + static_cast<int32_t>(j);
-    if (plain) {
-      x = x * (score.scale * PD_LOG2E);
-    } else {
+  if (plain) {
+    for (int64_t j = 0; j < n; j += kLanes) top = max(top, load<DType::kFloat32>(scores + j));
+    top *= factor;
+  } else {
+    for (int64_t j = 0; j < n; j += kLanes) {
+      i32v key = kLaneNumbers + static_cast<int32_t>(j);
       f32v distance = score.q_pos - __builtin_convertvector(key, f32v);
       distance = distance < splat(0.f) ? -distance : distance;
-      x = pd_score(x, score.scale, score.softcap, score.slope, distance) * PD_LOG2E;
-    }
-    if (j < visible.begin || j + kLanes > visible.end) {
+      f32v x = pd_score(load<DType::kFloat32>(scores + j), score.scale, score.softcap, score.slope, distance) * PD_LOG2E;
       x = key < i32v{} + static_cast<int32_t>(visible.begin) ? splat(-INFINITY) : x;
       x = key >= i32v{} + static_cast<int32_t>(visible.end) ? splat(-INFINITY) : x;
+      store<DType::kFloat32>(scores + j, x);
+      top = max(top, x);
     }
-    store<DType::kFloat32>(scores + j, x);
-    top = max(top, x);
   }
   f32v sum = load<DType::kFloat32>(l);
   if (any_above(top, splat(*m))) {
-    const float new_m = max_lanes(top), factor = pd_rescale(*m, new_m);
+    const float new_m = max_lanes(top), rescale = pd_rescale(*m, new_m);
     *m = new_m;
-    sum *= factor;
-    for (int64_t d = 0; d < width; d += kLanes) store<DType::kFloat32>(acc + d, load<DType::kFloat32>(acc + d) * factor);
+    sum *= rescale;
+    for (int64_t d = 0; d < width; d += kLanes) store<DType::kFloat32>(acc + d, load<DType::kFloat32>(acc + d) * rescale);
   }
   const float base = *m == -INFINITY ? 0.f : *m;
   for (int64_t j = 0; j < n; j += kLanes) {
-    f32v x = exp2(load<DType::kFloat32>(scores + j) - base);
+    f32v x = exp2(load<DType::kFloat32>(scores + j) * factor - base);
     sum += x;
     Ops::store_elems(p + j, x);
   }

@@ -129,13 +129,18 @@ inline float add_lanes(f32v v) {
   }
 }
 
-// 2^x to about one unit in the last place; 0 below -127, NaN stays NaN. Callers keep x <= 0.
+// 2^x for x <= 0, to about one unit in the last place; 0 far below the smallest normal number, NaN stays NaN.
 inline f32v exp2(f32v x) {
+#if defined(__AVX512F__)
+  f32v whole = bit_cast<f32v>(_mm512_roundscale_ps(bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  f32v f = x == splat(-INFINITY) ? splat(0.f) : x - whole;
+#else
   // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum.
   const f32v shift = splat(12582912.f);
   x = x < splat(-127.f) ? splat(-127.f) : x;
   f32v shifted = x + shift;
   f32v f = x - (shifted - shift);
+#endif
   // Minimax polynomial of 2^f on [-0.5, 0.5], relative error 2e-9 before rounding.
   f32v p = splat(1.53458118e-4f);
   p = p * f + 1.33999312e-3f;
@@ -144,8 +149,12 @@ inline f32v exp2(f32v x) {
   p = p * f + 0.240226469f;
   p = p * f + 0.693147206f;
   p = p * f + 1.f;
+#if defined(__AVX512F__)
+  return bit_cast<f32v>(_mm512_scalef_ps(bit_cast<__m512>(p), bit_cast<__m512>(whole)));
+#else
   u32v exponent = (bit_cast<u32v>(shifted) + 127u) << 23;
   return p * bit_cast<f32v>(exponent);
+#endif
 }
 
 inline f32v pd_tanh(f32v x) {
