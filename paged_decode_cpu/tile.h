@@ -144,7 +144,8 @@ void dot_values(const typename Ops::Elem* p, int64_t p_stride, const char* const
       for (int r = 0; r < kRows; ++r)
         for (int i = 0; i < kChunkRegs; ++i) {
           float* out = acc + r * acc_stride + d + i * kLanes;
-          store<DType::kFloat32>(out, Ops::dot(load<DType::kFloat32>(out), value[i], Ops::broadcast(p + r * p_stride + j)));
+          store<DType::kFloat32>(out,
+                                 Ops::dot(load<DType::kFloat32>(out), value[i], Ops::broadcast(p + r * p_stride + j)));
         }
     }
   }
@@ -199,7 +200,8 @@ void pack_values(const char* const* v, int64_t offset, int64_t n, int64_t width,
       }
       for (int i = 0; i < kChunkRegs; ++i) {
         const int64_t column = d + i * kLanes, panel = column / kPanel;
-        memcpy(values + ((panel * steps + j / Ops::kDepth) * kPanel + column % kPanel) * Ops::kDepth, &value[i], sizeof(f32v));
+        memcpy(values + ((panel * steps + j / Ops::kDepth) * kPanel + column % kPanel) * Ops::kDepth, &value[i],
+               sizeof(f32v));
       }
     }
 }
@@ -241,7 +243,8 @@ void matrix_rows(int64_t rows, const typename Ops::Elem* a, int64_t a_stride, co
     const typename Ops::Elem* panel = b + column * panel_steps * Ops::kDepth;
     if (column + kPanel <= columns) {
       for (int64_t r = 0; r + kRows <= rows; r += kRows)
-        matrix_step<Ops, kRows, kPackedRegs>(a + r * a_stride, a_stride, panel, steps, c + r * c_stride + column, c_stride, carry);
+        matrix_step<Ops, kRows, kPackedRegs>(a + r * a_stride, a_stride, panel, steps, c + r * c_stride + column,
+                                             c_stride, carry);
       continue;
     }
     for (int64_t part = 0; column + part < columns; part += kLanes)
@@ -260,8 +263,8 @@ void matrix_rows(int64_t rows, const typename Ops::Elem* a, int64_t a_stride, co
 // The product with all panels of b, which hold panel_steps steps each, of which the first `steps`
 // count. Columns is a multiple of kLanes.
 template <class Ops>
-void matrix(int64_t rows, const typename Ops::Elem* a, int64_t a_stride, const typename Ops::Elem* b, int64_t panel_steps,
-            int64_t steps, int64_t columns, float* c, int64_t c_stride, const float* carry) {
+void matrix(int64_t rows, const typename Ops::Elem* a, int64_t a_stride, const typename Ops::Elem* b,
+            int64_t panel_steps, int64_t steps, int64_t columns, float* c, int64_t c_stride, const float* carry) {
   matrix_rows<Ops, kPackedRows>(rows, a, a_stride, b, panel_steps, steps, columns, c, c_stride, carry);
 }
 

@@ -3,6 +3,7 @@
 // inline function compiled once with AVX-512 could be the copy that the linker keeps for all.
 #pragma once
 
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -26,6 +27,7 @@ constexpr int kLanes = PD_LANES;
 typedef float f32v __attribute__((vector_size(4 * kLanes)));
 typedef int32_t i32v __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t u32v __attribute__((vector_size(4 * kLanes)));
+typedef uint8_t u8v __attribute__((vector_size(kLanes)));
 typedef uint16_t u16v __attribute__((vector_size(2 * kLanes)));
 
 template <typename To, typename From>
@@ -220,6 +222,23 @@ inline u16v float_to_bfloat(f32v x) {
   return __builtin_convertvector(rounded, u16v);
 }
 
+// Nearest 8-bit number, ties to even, saturating; NaN stays NaN. The mantissa is rounded in the
+// float's own bits; below the smallest normal number, adding `step` (2^23 subnormal steps) rounds.
+template <int kMantissaBits, int kBias>
+inline u8v float_to_fp8(f32v x, float largest, float smallest_normal, float step) {
+  constexpr int kShift = 23 - kMantissaBits;
+  u32v bits = bit_cast<u32v>(x);
+  u32v sign = (bits >> 24) & 0x80u, magnitude = bits & 0x7fffffffu;
+  f32v ax = bit_cast<f32v>(magnitude);
+  f32v clamped = ax > splat(largest) ? splat(largest) : ax;
+  u32v m = bit_cast<u32v>(clamped);
+  u32v normal = ((m + ((1u << (kShift - 1)) - 1) + ((m >> kShift) & 1u)) >> kShift) - ((127u - kBias) << kMantissaBits);
+  u32v subnormal = bit_cast<u32v>(clamped + step) - bit_cast<u32v>(splat(step));
+  u32v code = clamped < splat(smallest_normal) ? subnormal : normal;
+  code = magnitude > (255u << 23) ? u32v{} + 0x7fu : code;
+  return __builtin_convertvector(code | sign, u8v);
+}
+
 template <DType kType>
 inline f32v load(const void* source) {
   if constexpr (kType == DType::kFloat32) {
@@ -255,6 +274,12 @@ template <DType kType>
 inline void store(void* target, f32v x) {
   if constexpr (kType == DType::kFloat32) {
     memcpy(target, &x, sizeof x);
+  } else if constexpr (kType == DType::kFloat8E4M3) {
+    u8v y = float_to_fp8<3, 7>(x, 448.f, 0.015625f, 16384.f);
+    memcpy(target, &y, sizeof y);
+  } else if constexpr (kType == DType::kFloat8E5M2) {
+    u8v y = float_to_fp8<2, 15>(x, 57344.f, 6.103515625e-05f, 128.f);
+    memcpy(target, &y, sizeof y);
   } else {
     u16v y = kType == DType::kFloat16 ? float_to_half(x) : float_to_bfloat(x);
     memcpy(target, &y, sizeof y);
