@@ -26,11 +26,11 @@ constexpr int64_t kMinPackedRows = 12;
 
 inline int64_t round_up(int64_t n, int64_t step) { return pd_ceil_div(n, step) * step; }
 
+// Two tiles of all heads, the current one and the next, stay well inside L2.
 inline int64_t tile_keys(const Problem& p, const Block& block) {
-  if (block.rows() >= kMinPackedRows) return kMaxTile;
-  // Two tiles of all heads, the current and the next, stay well inside L2.
-  int64_t slot_bytes = block.heads() * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
-  int64_t keys = (int64_t(64) << 10) / slot_bytes / 16 * 16;
+  if (block.rows() >= kMinPackedRows) return block.heads() == 1 ? kMaxTile : kMaxTile / 2;
+  const int64_t slot_bytes = block.heads() * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
+  const int64_t keys = (int64_t(64) << 10) / slot_bytes / 16 * 16;
   return pd_min(pd_max(keys, 16), kMaxTile);
 }
 

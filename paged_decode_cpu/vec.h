@@ -55,14 +55,25 @@ inline i32v lane_numbers(Indices<kI...>) {
   return i32v{kI...};
 }
 
-// Lanes with bit kW of their number clear from `a`, the others from `b`; swapped() reads lane ^ kW.
+// Lanes with bit kW of their number clear from `a`, the others from `b`.
 template <int kW, int... kI>
 inline f32v blend(f32v a, f32v b, Indices<kI...>) {
   return __builtin_shufflevector(a, b, (kI & kW ? kI + kLanes : kI)...);
 }
+// The same choice, but lane i reads lane i ^ kW.
 template <int kW, int... kI>
-inline f32v swapped(f32v a, Indices<kI...>) {
-  return __builtin_shufflevector(a, a, (kI ^ kW)...);
+inline f32v crossed(f32v a, f32v b, Indices<kI...>) {
+  return __builtin_shufflevector(a, b, (kI & kW ? (kI ^ kW) + kLanes : kI ^ kW)...);
+}
+
+// Groups of kW lanes: the even ones of both registers, or the odd ones.
+template <int kW, int... kI>
+inline f32v low_halves(f32v a, f32v b, Indices<kI...>) {
+  return __builtin_shufflevector(a, b, (kI & kW ? (kI ^ kW) + kLanes : kI)...);
+}
+template <int kW, int... kI>
+inline f32v high_halves(f32v a, f32v b, Indices<kI...>) {
+  return __builtin_shufflevector(a, b, (kI & kW ? kI + kLanes : kI ^ kW)...);
 }
 
 // Sums across lanes of kLanes registers at once: lane i of the result is the sum of v[i].
@@ -70,9 +81,7 @@ template <int kW = kLanes / 2>
 inline f32v sum_lanes(f32v* v) {
   LaneIndices lanes;
   for (int i = 0; i < kW; ++i) {
-    f32v kept = blend<kW>(v[i], v[i + kW], lanes);
-    f32v moved = blend<kW>(v[i + kW], v[i], lanes);
-    v[i] = kept + swapped<kW>(moved, lanes);
+    v[i] = blend<kW>(v[i], v[i + kW], lanes) + crossed<kW>(v[i], v[i + kW], lanes);
   }
   if constexpr (kW == 1) {
     return v[0];
@@ -85,14 +94,12 @@ inline f32v sum_lanes(f32v* v) {
 template <int kW = kLanes / 2>
 inline void transpose(f32v* v) {
   LaneIndices lanes;
-  for (int base = 0; base < kLanes; base += 2 * kW) {
+  for (int base = 0; base < kLanes; base += 2 * kW)
     for (int i = base; i < base + kW; ++i) {
-      f32v moved = swapped<kW>(blend<kW>(v[i + kW], v[i], lanes), lanes);
       f32v low = v[i], high = v[i + kW];
-      v[i] = blend<kW>(low, moved, lanes);
-      v[i + kW] = blend<kW>(moved, high, lanes);
+      v[i] = low_halves<kW>(low, high, lanes);
+      v[i + kW] = high_halves<kW>(low, high, lanes);
     }
-  }
   if constexpr (kW > 1) transpose<kW / 2>(v);
 }
 
@@ -100,7 +107,7 @@ inline f32v max(f32v a, f32v b) { return a > b ? a : b; }
 
 template <int kW = kLanes / 2>
 inline float max_lanes(f32v v) {
-  v = max(v, swapped<kW>(v, LaneIndices{}));
+  v = max(v, crossed<kW>(v, v, LaneIndices{}));
   if constexpr (kW == 1) {
     return v[0];
   } else {
@@ -123,7 +130,7 @@ inline bool any_above(f32v a, f32v b) {
 
 template <int kW = kLanes / 2>
 inline float add_lanes(f32v v) {
-  v += swapped<kW>(v, LaneIndices{});
+  v += crossed<kW>(v, v, LaneIndices{});
   if constexpr (kW == 1) {
     return v[0];
   } else {
