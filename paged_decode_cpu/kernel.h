@@ -15,12 +15,13 @@ struct Block {
   int64_t row_begin, row_end;
   KvRange keys;  // all keys that any of the rows may see
 
-  int64_t heads() const { return kv_head_end - kv_head_begin; }
-  int64_t rows() const { return row_end - row_begin; }
+  // Inlined always: a copy compiled for AVX-512 must not serve the other files.
+  [[gnu::always_inline]] int64_t heads() const { return kv_head_end - kv_head_begin; }
+  [[gnu::always_inline]] int64_t rows() const { return row_end - row_begin; }
 };
 
 // A partial result of every row of a block: acc[width], m, l (partial.h), heads outermost.
-inline int64_t partial_floats(const Block& block, int64_t width) { return block.heads() * block.rows() * (width + 2); }
+static inline int64_t partial_floats(const Block& block, int64_t width) { return block.heads() * block.rows() * (width + 2); }
 
 // One new token and where it goes.
 struct TokenWrite {
