@@ -8,11 +8,15 @@
 
 #include <stdint.h>
 
+#ifndef PD_FN
+#define PD_FN static inline
+#endif
+
 namespace paged_attn {
 
 enum class DType : int32_t { kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2 };
 
-constexpr int64_t dtype_bytes(DType dtype) {
+PD_FN constexpr int64_t dtype_bytes(DType dtype) {
   return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? 2 : 1;
 }
 

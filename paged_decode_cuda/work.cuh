@@ -1,0 +1,343 @@
+// How the keys of all requests are dealt to thread blocks.
+//
+//   item      the rows of one request that are handled together: rows_per_tile consecutive (token, head in group) pairs,
+//             the same for every kv_head
+//   unit      one tile of tile_keys keys of one (item, kv_head)
+//   segment   a run of units of one (item, kv_head) inside one thread block
+//
+// Balanced: all units form one line (item by item, head by head, key by key) and every block gets an equal stretch of
+// it. The blocks compute the line from the lengths themselves, so nothing depends on what the host knows, and a replayed
+// CUDA graph balances the lengths that it finds. Fixed: one block per (item, kv_head, split), where the cuts of a request
+// depend on its own length alone.
+#pragma once
+
+#include "device.cuh"
+
+namespace paged_attn {
+
+// What a thread block leaves for the kernel that merges the parts of (item, head).
+struct Merge {
+  int32_t item, head, rows;
+  int32_t first_slot;  // partial of the first keys
+  int32_t next_slot;   // the others follow from here
+  int32_t count;       // partials in all; 0: nothing to merge
+};
+
+struct Plan {
+  FastDivisor page_size, group, row_tiles, max_splits;
+  int32_t rows_per_tile, items;
+  int32_t tile_keys;
+  int32_t blocks;         // balanced: stretches; fixed: items * kv_heads * max_splits
+  int32_t min_units;      // balanced: a shorter stretch is not worth another block
+  int32_t num_splits;     // fixed: parts asked for; 0: one for every split_keys, at most max_splits
+  int32_t split_keys;
+  bool balanced;
+  float* partial_acc;     // [slots, rows_per_tile, partial_stride]
+  float2* partial_ml;     // [slots, rows_per_tile]
+  int32_t partial_stride; // head_dim_v, rounded up to whole float4
+  Merge* merges;          // [blocks], or [items * kv_heads] when fixed
+};
+
+PD_DEVICE int query_begin(const Problem& p, int b) { return p.cu_seqlens_q ? p.cu_seqlens_q[b] : 0; }
+
+PD_DEVICE int query_length(const Problem& p, int b) {
+  return p.cu_seqlens_q ? p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b] : static_cast<int>(p.max_q_len);
+}
+
+PD_DEVICE int new_length(const Problem& p, int b) {
+  if (!p.append.k) return 0;
+  const int32_t* cu = p.append.cu_seqlens_k_new;
+  return cu ? cu[b + 1] - cu[b] : static_cast<int>(p.append.seqlen_new);
+}
+
+// Keys before the append.
+PD_DEVICE int cached_length(const Problem& p, int b) {
+  if (p.cache_seqlens) return p.cache_seqlens[b];
+  const int32_t* cu = p.cache.cu_seqlens_k;
+  return cu ? cu[b + 1] - cu[b] : static_cast<int>(p.seqlen_k);
+}
+
+PD_DEVICE int table_row(const Problem& p, int b) { return p.cache.cache_batch_idx ? p.cache.cache_batch_idx[b] : b; }
+
+struct Item {
+  int b;
+  int first_row, rows;  // rows in the request's order, and how many of the tile exist
+  int q_begin, q_len, kv_len, leftpad;
+  int key_begin, key_end;  // keys that some row sees
+  int first_tile, tiles;   // the tiles that hold them; at least one when there are rows, so that someone writes
+};
+
+PD_DEVICE KvRange row_keys(const Problem& p, const Item& item, int token) {
+  return visible_keys(item.kv_len - item.q_len + token, item.kv_len, item.leftpad, p.window_left, p.window_right,
+                      p.attention_chunk);
+}
+
+PD_DEVICE Item load_item(const Problem& p, const Plan& plan, int index) {
+  Item item;
+  item.b = plan.row_tiles.divide(index);
+  int tile = index - item.b * static_cast<int>(plan.row_tiles.divisor);
+  item.q_begin = query_begin(p, item.b);
+  item.q_len = query_length(p, item.b);
+  item.kv_len = cached_length(p, item.b) + new_length(p, item.b);
+  item.leftpad = p.cache_leftpad ? p.cache_leftpad[item.b] : 0;
+  item.first_row = tile * plan.rows_per_tile;
+  item.rows = min(plan.rows_per_tile, item.q_len * static_cast<int>(p.group) - item.first_row);
+  if (item.rows <= 0) {
+    item.rows = item.key_begin = item.key_end = item.first_tile = item.tiles = 0;
+    return item;
+  }
+  // Both ends of what a row sees grow with its token, so the first and the last row bound them all.
+  item.key_begin = static_cast<int>(row_keys(p, item, plan.group.divide(item.first_row)).begin);
+  item.key_end = static_cast<int>(row_keys(p, item, plan.group.divide(item.first_row + item.rows - 1)).end);
+  item.first_tile = item.key_begin / plan.tile_keys;
+  item.tiles = max(1, (item.key_end + plan.tile_keys - 1) / plan.tile_keys - item.first_tile);
+  return item;
+}
+
+PD_DEVICE int item_splits(const Plan& plan, int tiles) {
+  int splits = plan.num_splits > 0 ? plan.num_splits : (tiles * plan.tile_keys - 1) / plan.split_keys + 1;
+  return max(1, min(min(splits, static_cast<int>(plan.max_splits.divisor)), tiles));
+}
+
+struct Segment {
+  int head;
+  int tile, tile_end;  // tiles of keys, counted from the start of the request
+  bool first, last;    // of the tiles of (item, head)
+};
+
+// Steps through the segments of one thread block. Every warp holds copies, so stepping needs no barrier.
+struct Walker {
+  int index;                      // of the item
+  int item_start, item_end;       // the item's stretch of the line
+  int position, end;              // this block's stretch
+  Item item;
+
+  PD_MEMBER void enter(const Problem& p, const Plan& plan) {
+    item = load_item(p, plan, index);
+    item_end = item_start + item.tiles * static_cast<int>(p.kv_heads);
+  }
+
+  PD_MEMBER bool next(const Problem& p, const Plan& plan, Segment& segment) {
+    if (position >= end) return false;
+    while (position >= item_end) {
+      item_start = item_end;
+      ++index;
+      enter(p, plan);
+    }
+    const int offset = position - item_start;
+    segment.head = offset / item.tiles;
+    const int tile = offset - segment.head * item.tiles;
+    const int count = min(item.tiles - tile, end - position);
+    segment.tile = item.first_tile + tile;
+    segment.tile_end = segment.tile + count;
+    segment.first = tile == 0;
+    segment.last = tile + count == item.tiles;
+    position += count;
+    return true;
+  }
+};
+
+// Sum over the threads of a block of the values before this thread's; `total` is the sum of all. `scratch` has one entry
+// per warp.
+PD_DEVICE int exclusive_sum(int value, int* scratch, int& total) {
+  int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  int sum = value;
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    int other = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += other;
+  }
+  __syncthreads();
+  if (lane == kWarp - 1) scratch[warp] = sum;
+  __syncthreads();
+  int before = 0;
+  total = 0;
+  for (int w = 0; w < static_cast<int>(blockDim.x) / kWarp; ++w) {
+    if (w < warp) before += scratch[w];
+    total += scratch[w];
+  }
+  return before + sum - value;
+}
+
+struct Stretch {
+  int total;   // units of the whole line
+  int blocks;  // that share it
+};
+
+PD_DEVICE int stretch_begin(const Stretch& s, int block) {
+  return static_cast<int>(static_cast<int64_t>(s.total) * block / s.blocks);
+}
+
+PD_DEVICE int block_of_unit(const Stretch& s, int unit) {
+  return static_cast<int>((static_cast<int64_t>(unit + 1) * s.blocks - 1) / s.total);
+}
+
+struct ScanScratch {
+  int sums[8];  // one per warp
+  int item_start;
+  int index;
+};
+
+// Finds this block's stretch of the balanced line. All threads of the block take part.
+PD_DEVICE Stretch find_stretch(const Problem& p, const Plan& plan, ScanScratch& scratch, Walker& walker) {
+  Stretch stretch;
+  auto units = [&](int index) {
+    return index < plan.items ? load_item(p, plan, index).tiles * static_cast<int>(p.kv_heads) : 0;
+  };
+  const int threads = blockDim.x;
+  // One round covers the usual batch, and its sums are kept.
+  int round_total, mine = units(threadIdx.x);
+  int before = exclusive_sum(mine, scratch.sums, round_total);
+  const int first_total = round_total;
+  stretch.total = first_total;
+  for (int first = threads; first < plan.items; first += threads) {
+    exclusive_sum(units(first + threadIdx.x), scratch.sums, round_total);
+    stretch.total += round_total;
+  }
+  stretch.blocks = max(1, min(static_cast<int>(gridDim.x), (stretch.total + plan.min_units - 1) / plan.min_units));
+  walker.position = walker.end = 0;
+  if (stretch.total == 0 || static_cast<int>(blockIdx.x) >= stretch.blocks) return stretch;
+  walker.position = stretch_begin(stretch, blockIdx.x);
+  walker.end = stretch_begin(stretch, blockIdx.x + 1);
+
+  int base = 0;
+  for (int first = 0; first < plan.items && base <= walker.position; first += threads) {
+    if (first > 0) {
+      mine = units(first + threadIdx.x);
+      before = base + exclusive_sum(mine, scratch.sums, round_total);
+    }
+    if (before <= walker.position && walker.position < before + mine) {
+      scratch.index = first + threadIdx.x;
+      scratch.item_start = before;
+    }
+    base += first == 0 ? first_total : round_total;
+  }
+  __syncthreads();
+  walker.index = scratch.index;
+  walker.item_start = scratch.item_start;
+  walker.enter(p, plan);
+  return stretch;
+}
+
+// This block's (item, head, split) when the cuts are fixed.
+PD_DEVICE void find_split(const Problem& p, const Plan& plan, Walker& walker) {
+  int unit = plan.max_splits.divide(blockIdx.x);
+  int split = blockIdx.x - unit * static_cast<int>(plan.max_splits.divisor);
+  walker.index = unit / static_cast<int>(p.kv_heads);
+  int head = unit - walker.index * static_cast<int>(p.kv_heads);
+  walker.item_start = 0;
+  walker.position = walker.end = 0;
+  walker.enter(p, plan);
+  if (walker.item.tiles == 0) return;
+  int splits = item_splits(plan, walker.item.tiles);
+  int per_split = (walker.item.tiles + splits - 1) / splits;
+  const int base = head * walker.item.tiles;
+  walker.position = base + min(walker.item.tiles, split * per_split);
+  walker.end = base + min(walker.item.tiles, (split + 1) * per_split);
+}
+
+// Where the partial of a segment goes, and what the merging kernel must know about it.
+struct Ownership {
+  int slot;
+  Merge merge;  // count 0 unless this segment is the first of several
+};
+
+PD_DEVICE Ownership own_segment(const Problem& p, const Plan& plan, const Stretch& stretch, const Walker& walker,
+                                const Segment& segment) {
+  Ownership own = {};
+  own.merge.item = walker.index;
+  own.merge.head = segment.head;
+  own.merge.rows = walker.item.rows;
+  int block = blockIdx.x;
+  if (plan.balanced) {
+    // A block cuts at most two (item, head): one goes on in it and one goes on after it.
+    own.slot = segment.first ? plan.blocks + block : block;
+    if (segment.first && !segment.last) {
+      int last_unit = walker.item_start + (segment.head + 1) * walker.item.tiles - 1;
+      own.merge.count = block_of_unit(stretch, last_unit) - block + 1;
+      own.merge.first_slot = plan.blocks + block;
+      own.merge.next_slot = block + 1;
+    }
+  } else {
+    own.slot = block;
+    if (segment.first && !segment.last) {
+      int splits = item_splits(plan, walker.item.tiles);
+      int per_split = (walker.item.tiles + splits - 1) / splits;
+      own.merge.count = (walker.item.tiles + per_split - 1) / per_split;
+      own.merge.first_slot = block;
+      own.merge.next_slot = block + 1;
+    }
+  }
+  return own;
+}
+
+// Leaves the record of this block; an empty one clears what an earlier call left in the same memory.
+PD_DEVICE void record_merge(const Plan& plan, const Merge& merge) {
+  if (threadIdx.x != 0) return;
+  if (plan.balanced) {
+    plan.merges[blockIdx.x] = merge;
+  } else {
+    int unit = plan.max_splits.divide(blockIdx.x);
+    if (unit * plan.max_splits.divisor == blockIdx.x) plan.merges[unit] = merge;
+  }
+}
+
+// fp8 queries give a bf16 output.
+PD_DEVICE DType output_dtype(const Problem& p) {
+  return p.q_dtype == DType::kFloat8E4M3 || p.q_dtype == DType::kFloat8E5M2 ? DType::kBFloat16 : p.q_dtype;
+}
+
+// Tokens of q past cu_seqlens_q[batch] belong to no request: out 0, lse -inf.
+PD_DEVICE void clear_unclaimed(const Problem& p) {
+  if (!p.cu_seqlens_q) return;
+  for (int64_t token = p.cu_seqlens_q[p.batch] + blockIdx.x; token < p.total_q; token += gridDim.x) {
+    for (int h = 0; h < p.q_heads; ++h) {
+      int64_t out = token * p.out_stride_token + h * p.out_stride_head;
+      for (int dim = threadIdx.x; dim < p.head_dim_v; dim += blockDim.x) store_float(p.out, output_dtype(p), out + dim, 0.f);
+      if (p.lse && threadIdx.x == 0) p.lse[h * p.lse_stride_head + token] = -INFINITY;
+    }
+  }
+}
+
+// Place of one row's result.
+struct RowTarget {
+  int64_t out, lse;  // element offsets
+  int q_head;
+};
+
+PD_DEVICE RowTarget row_target(const Problem& p, const Plan& plan, const Item& item, int head, int row) {
+  int token = plan.group.divide(item.first_row + row);
+  RowTarget target;
+  target.q_head = head * static_cast<int>(p.group) + item.first_row + row - token * static_cast<int>(p.group);
+  const int64_t b = item.b;
+  target.out = b * p.out_stride_batch + (item.q_begin + token) * p.out_stride_token + target.q_head * p.out_stride_head;
+  target.lse = b * p.lse_stride_batch + target.q_head * p.lse_stride_head + item.q_begin + token;
+  return target;
+}
+
+// Adds the sink and gives the factor from acc to the output; writes the lse when `write_lse`.
+PD_DEVICE float finish_row(const Problem& p, const RowTarget& target, int b, int head, float m, float l,
+                           bool write_lse) {
+  float factor = 1.f;
+  if (p.sinks) pd_add_sink(load_float(p.sinks, p.sinks_dtype, target.q_head), &m, &l, &factor);
+  if (write_lse && p.lse) p.lse[target.lse] = pd_lse(m, l);
+  const Cache& cache = p.cache;
+  float v_descale = cache.v_descale ? cache.v_descale[b * cache.v_descale_stride_batch + head * cache.v_descale_stride_head]
+                                    : 1.f;
+  return factor * pd_normalizer(l) * v_descale;
+}
+
+// The factor of q.k: softmax scale and the scales of quantised q and k.
+PD_DEVICE float score_scale(const Problem& p, int b, int head) {
+  const Cache& cache = p.cache;
+  float scale = p.scale;
+  if (cache.k_descale) scale *= cache.k_descale[b * cache.k_descale_stride_batch + head * cache.k_descale_stride_head];
+  if (p.q_descale) scale *= p.q_descale[b * p.q_descale_stride_batch + head * p.q_descale_stride_head];
+  return scale;
+}
+
+PD_DEVICE float row_slope(const Problem& p, int b, int q_head) {
+  return p.alibi_slopes ? p.alibi_slopes[b * p.alibi_stride_batch + q_head] : 0.f;
+}
+
+}  // namespace paged_attn
