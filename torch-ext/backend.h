@@ -17,4 +17,7 @@ void run_attention(const Problem& problem);
 // Writes problem.append into problem.cache; nothing is attended.
 void run_kv_write(const Problem& problem);
 
+// The instruction set that this process uses on the CPU; "" on other devices.
+std::string instruction_set();
+
 }  // namespace paged_attn

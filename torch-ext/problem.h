@@ -14,6 +14,10 @@
 
 namespace paged_attn {
 
+// The widest head_dim and head_dim_v of any supported pair (576 for MLA's joined keys).
+constexpr int64_t kMaxHeadDim = 576;
+constexpr int64_t kMaxHeadDimV = 512;
+
 enum class DType : int32_t { kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2 };
 
 PD_FN constexpr int64_t dtype_bytes(DType dtype) {

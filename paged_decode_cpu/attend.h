@@ -1,0 +1,441 @@
+// The attention loop, for every instruction set. For each tile of keys and each kv_head:
+// score, update the softmax, add the values. Features live in ranges.h (which keys), score.h (one
+// score) and partial.h (merge, sink, lse); this loop names none of them.
+//
+// All kv_heads of a block share one walk over the pages, so a page is read once and whole, and the
+// next tile is fetched while this one is worked on: a walk per head would read 256-byte pieces.
+#pragma once
+
+#include "kernel.h"
+#include "partial.h"
+#include "request.h"
+#include "rotary.h"
+#include "score.h"
+#include "ops_f32.h"
+#include "tile.h"
+
+namespace paged_attn {
+namespace {
+
+constexpr int64_t kMaxTile = 128;  // keys
+constexpr int64_t kPackedBlock = 24;  // rows between which packed keys and values stay in L1
+
+// From this many rows per kv_head on, laying keys and values out costs less than it saves.
+constexpr int64_t kMinPackedRows = 12;
+
+inline int64_t round_up(int64_t n, int64_t step) { return pd_ceil_div(n, step) * step; }
+
+inline int64_t tile_keys(const Problem& p, const Block& block) {
+  if (block.rows() >= kMinPackedRows) return kMaxTile;
+  // Two tiles of all heads, the current and the next, stay well inside L2.
+  int64_t slot_bytes = block.heads() * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
+  int64_t keys = (int64_t(128) << 10) / slot_bytes / 16 * 16;
+  return pd_min(pd_max(keys, 16), kMaxTile);
+}
+
+// Scratch memory of one block, carved from one allocation.
+template <class Ops>
+struct Scratch {
+  using Elem = typename Ops::Elem;
+  int64_t depth, width;  // head_dim and head_dim_v, filled to whole chunks
+  int64_t tile;
+  Elem *q, *qv;               // [heads, rows, depth], [heads, rows, width]
+  float *acc, *m, *l;         // [heads, rows, width], [heads, rows]
+  float* scores;              // [kPackedBlock, tile]
+  Elem* p;                    // [kPackedBlock, tile]
+  Elem *keys, *value_keys;    // packed: [depth / kDepth, tile], and [width / kDepth, tile] for qv
+  Elem* values;               // packed: [tile / kDepth, width]
+  KvRange* visible;           // [rows]
+  float* row;                 // one row of floats
+  int64_t bytes;
+
+  Scratch(const Problem& problem, const Block& block, char* base) {
+    depth = round_up(problem.head_dim, Ops::kChunk);
+    width = round_up(problem.head_dim_v, Ops::kChunk);
+    tile = tile_keys(problem, block);
+    const int64_t rows = block.heads() * block.rows();
+    const bool packed = block.rows() >= kMinPackedRows;
+    bytes = 0;
+    take(base, rows * depth, &q);
+    take(base, problem.qv ? rows * width : 0, &qv);
+    take(base, rows * width, &acc);
+    take(base, rows, &m);
+    take(base, rows, &l);
+    take(base, kPackedBlock * tile, &scores);
+    take(base, kPackedBlock * tile, &p);
+    take(base, packed ? depth * tile : 0, &keys);
+    take(base, packed && problem.qv ? width * tile : 0, &value_keys);
+    take(base, packed ? width * tile : 0, &values);
+    take(base, block.rows(), &visible);
+    take(base, depth > width ? depth : width, &row);
+  }
+
+ private:
+  template <typename T>
+  void take(char* base, int64_t count, T** field) {
+    *field = reinterpret_cast<T*>(base + bytes);
+    bytes += round_up(count * int64_t(sizeof(T)), 64);
+  }
+};
+
+// Addresses of the keys and values of a tile, at kv_head 0. Entries past n repeat the last one, so
+// that kernels may read whole groups of keys.
+struct TileRows {
+  int64_t begin, n;
+  const char *k[kMaxTile], *v[kMaxTile];
+
+  void locate(const Cache& cache, int64_t batch, int64_t key_begin, int64_t key_end, int64_t tile) {
+    begin = key_begin;
+    n = pd_max(0, pd_min(tile, key_end - key_begin));
+    const int64_t bytes = dtype_bytes(cache.dtype);
+    for (int64_t j = 0; j < n;) {
+      Slot s = slot_of_key(cache, batch, begin + j);
+      const char* k_row = static_cast<const char*>(cache.k) + (s.page * cache.k_stride_page + s.slot * cache.k_stride_slot) * bytes;
+      const char* v_row = static_cast<const char*>(cache.v) + (s.page * cache.v_stride_page + s.slot * cache.v_stride_slot) * bytes;
+      int64_t end = pd_min(n, j + (cache.block_table ? cache.page_size - s.slot : n));
+      for (; j < end; ++j, k_row += cache.k_stride_slot * bytes, v_row += cache.v_stride_slot * bytes) {
+        k[j] = k_row;
+        v[j] = v_row;
+      }
+    }
+    for (int64_t j = n; n > 0 && j < round_up(n, kLanes); ++j) {
+      k[j] = k[n - 1];
+      v[j] = v[n - 1];
+    }
+  }
+};
+
+inline void prefetch_bytes(const char* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+}
+
+// Fetches part `head` of `heads` of the next tile: whole slots where the heads of a slot lie side
+// by side, else the rows of that head.
+inline void prefetch_part(const Problem& p, const Block& block, const TileRows& next, int64_t head) {
+  const Cache& c = p.cache;
+  const int64_t bytes = dtype_bytes(c.dtype);
+  const int64_t heads = block.heads();
+  if (c.k_stride_head == p.head_dim && c.v_stride_head == p.head_dim_v) {
+    for (int64_t j = next.n * head / heads; j < next.n * (head + 1) / heads; ++j) {
+      prefetch_bytes(next.k[j] + block.kv_head_begin * c.k_stride_head * bytes, heads * p.head_dim * bytes);
+      prefetch_bytes(next.v[j] + block.kv_head_begin * c.v_stride_head * bytes, heads * p.head_dim_v * bytes);
+    }
+  } else {
+    for (int64_t j = 0; j < next.n; ++j) {
+      prefetch_bytes(next.k[j] + (block.kv_head_begin + head) * c.k_stride_head * bytes, p.head_dim * bytes);
+      prefetch_bytes(next.v[j] + (block.kv_head_begin + head) * c.v_stride_head * bytes, p.head_dim_v * bytes);
+    }
+  }
+}
+
+template <DType kType>
+inline void row_to_floats(const void* source, int64_t n, float* x) {
+  const char* p = static_cast<const char*>(source);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store<DType::kFloat32>(x + i, load<kType>(p + i * dtype_bytes(kType)));
+  if (i < n) store<DType::kFloat32>(x + i, load_tail<kType>(p + i * dtype_bytes(kType), n - i));
+}
+
+template <DType kType>
+inline void floats_to_row(const float* x, int64_t n, void* target) {
+  char* p = static_cast<char*>(target);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store<kType>(p + i * dtype_bytes(kType), load<DType::kFloat32>(x + i));
+  if (i < n) store_tail<kType>(p + i * dtype_bytes(kType), load_tail<DType::kFloat32>(x + i, n - i), n - i);
+}
+
+// Reads the query rows of one kind (q, or qv), rotated where asked, into out[heads, rows, stride].
+template <class Ops>
+void load_queries(const Problem& p, const Block& block, const Request& request, const void* source,
+                  int64_t stride_batch, int64_t stride_token, int64_t stride_head, int64_t n, bool rotated,
+                  int64_t stride, float* row, typename Ops::Elem* out) {
+  for (int64_t h = block.kv_head_begin; h < block.kv_head_end; ++h)
+    for (int64_t r = block.row_begin; r < block.row_end; ++r, out += stride) {
+      const int64_t token = r / p.group, head = h * p.group + r % p.group;
+      const int64_t offset = block.batch * stride_batch + (request.q_begin + token) * stride_token + head * stride_head;
+      const char* q = static_cast<const char*>(source) + offset * dtype_bytes(p.q_dtype);
+      switch (p.q_dtype) {
+        case DType::kFloat32: row_to_floats<DType::kFloat32>(q, n, row); break;
+        case DType::kFloat16: row_to_floats<DType::kFloat16>(q, n, row); break;
+        default: row_to_floats<DType::kBFloat16>(q, n, row); break;
+      }
+      for (int64_t i = n; i < stride; ++i) row[i] = 0.f;
+      if (rotated) rotate(p.rotary, p.q_dtype, rotary_query_position(p, request, block.batch, token), row);
+      for (int64_t i = 0; i < stride; i += kLanes) Ops::store_elems(out + i, load<DType::kFloat32>(row + i));
+    }
+}
+
+// The factors and positions that turn a product of one head into a score.
+struct ScoreOf {
+  float scale, softcap, slope;
+  bool plain;  // neither softcap nor slope: scale and the change to log2 units are one factor
+};
+
+// Turns the products of one row with n keys into probabilities relative to the new maximum of the
+// row, and brings l and acc to it. Keys outside [visible.begin, visible.end), counted from the start
+// of the tile, get probability 0.
+template <class Ops>
+inline void softmax_row(float* scores, int64_t n, KvRange visible, const ScoreOf& score, float q_pos,
+                        typename Ops::Elem* p, float* m, float* l, float* acc, int64_t width) {
+  static const i32v kLaneNumbers = lane_numbers(LaneIndices{});
+  f32v top = splat(-INFINITY);
+  for (int64_t j = 0; j < n; j += kLanes) {
+    f32v x = load<DType::kFloat32>(scores + j);
+    i32v key = kLaneNumbers + static_cast<int32_t>(j);
+    if (score.plain) {
+      x = x * (score.scale * PD_LOG2E);
+    } else {
+      f32v distance = splat(q_pos) - __builtin_convertvector(key, f32v);
+      distance = distance < splat(0.f) ? -distance : distance;
+      x = pd_score(x, score.scale, score.softcap, score.slope, distance) * PD_LOG2E;
+    }
+    if (j < visible.begin || j + kLanes > visible.end) {
+      x = key < i32v{} + static_cast<int32_t>(visible.begin) ? splat(-INFINITY) : x;
+      x = key >= i32v{} + static_cast<int32_t>(visible.end) ? splat(-INFINITY) : x;
+    }
+    store<DType::kFloat32>(scores + j, x);
+    top = max(top, x);
+  }
+  const float tile_m = max_lanes(top);
+  const float new_m = tile_m > *m ? tile_m : *m;
+  const float base = new_m == -INFINITY ? 0.f : new_m;
+  if (new_m != *m) {
+    const float factor = pd_rescale(*m, new_m);
+    *m = new_m;
+    *l *= factor;
+    for (int64_t d = 0; d < width; d += kLanes) store<DType::kFloat32>(acc + d, load<DType::kFloat32>(acc + d) * factor);
+  }
+  f32v sum = f32v{};
+  for (int64_t j = 0; j < n; j += kLanes) {
+    f32v x = exp2(load<DType::kFloat32>(scores + j) - base);
+    sum += x;
+    Ops::store_elems(p + j, x);
+  }
+  *l += add_lanes(sum);
+}
+
+// Writes one finished row: sink, normalisation, output type, lse.
+inline void write_row(const Problem& p, const Request& request, int64_t b, int64_t token, int64_t head, float m, float l,
+                      float* acc) {
+  float factor = 1.f;
+  if (p.sinks) pd_add_sink(load_scalar(p.sinks_dtype, p.sinks, head), &m, &l, &factor);
+  factor = l == 0.f ? 0.f : factor * pd_normalizer(l);
+  for (int64_t d = 0; d < p.head_dim_v; ++d) acc[d] = factor == 0.f ? 0.f : acc[d] * factor;
+  const int64_t offset = b * p.out_stride_batch + (request.q_begin + token) * p.out_stride_token + head * p.out_stride_head;
+  char* out = static_cast<char*>(p.out) + offset * dtype_bytes(p.q_dtype);
+  switch (p.q_dtype) {
+    case DType::kFloat32: floats_to_row<DType::kFloat32>(acc, p.head_dim_v, out); break;
+    case DType::kFloat16: floats_to_row<DType::kFloat16>(acc, p.head_dim_v, out); break;
+    default: floats_to_row<DType::kBFloat16>(acc, p.head_dim_v, out); break;
+  }
+  if (p.lse) p.lse[b * p.lse_stride_batch + head * p.lse_stride_head + request.q_begin + token] = pd_lse(m, l);
+}
+
+// The products of one tile, few rows: 4, 2 or 1 at a time, on the cache rows in place.
+template <class Ops>
+void dot_tile_scores(const Scratch<Ops>& s, int64_t rows, const typename Ops::Elem* q, int64_t q_stride,
+                     const char* const* k, int64_t offset, int64_t n, int64_t depth, const float* carry) {
+  if (rows == 4) {
+    dot_scores<Ops, 4>(q, q_stride, k, offset, n, depth, s.scores, s.tile, carry);
+  } else if (rows == 2) {
+    dot_scores<Ops, 2>(q, q_stride, k, offset, n, depth, s.scores, s.tile, carry);
+  } else {
+    dot_scores<Ops, 1>(q, q_stride, k, offset, n, depth, s.scores, s.tile, carry);
+  }
+}
+
+template <class Ops>
+void dot_tile_values(const Scratch<Ops>& s, int64_t rows, const char* const* v, int64_t offset, int64_t n,
+                     int64_t head_dim_v, float* acc) {
+  if (rows == 4) {
+    dot_values<Ops, 4>(s.p, s.tile, v, offset, n, head_dim_v, acc, s.width);
+  } else if (rows == 2) {
+    dot_values<Ops, 2>(s.p, s.tile, v, offset, n, head_dim_v, acc, s.width);
+  } else {
+    dot_values<Ops, 1>(s.p, s.tile, v, offset, n, head_dim_v, acc, s.width);
+  }
+}
+
+// The products of one tile, many rows: on keys and values that pack_tile laid out.
+template <class Ops>
+void pack_tile(const Problem& p, const Scratch<Ops>& s, const TileRows& tile, int64_t k_offset, int64_t v_offset) {
+  pack_keys<Ops>(tile.k, k_offset, tile.n, p.head_dim, s.tile, s.keys);
+  pack_values<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.width, s.values);
+  if (p.qv) pack_keys<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.tile, s.value_keys);
+}
+
+template <class Ops>
+void packed_tile_scores(const Scratch<Ops>& s, int64_t rows, const typename Ops::Elem* q, int64_t depth,
+                        const typename Ops::Elem* keys, int64_t n, const float* carry) {
+  matrix<Ops>(rows, q, depth, keys, s.tile * Ops::kDepth, depth / Ops::kDepth, round_up(n, kLanes), s.scores, s.tile,
+              carry);
+}
+
+template <class Ops>
+void packed_tile_values(const Scratch<Ops>& s, int64_t rows, int64_t n, float* acc) {
+  const float one = 1.f;
+  matrix<Ops>(rows, s.p, s.tile, s.values, s.width * Ops::kDepth, pd_ceil_div(n, Ops::kDepth), s.width, acc, s.width,
+              &one);
+}
+
+// One kv_head against one tile.
+template <class Ops>
+void attend_tile(const Problem& p, const Block& block, const Request& request, const Scratch<Ops>& s,
+                 const TileRows& tile, int64_t h) {
+  const Cache& c = p.cache;
+  const int64_t kv_head = block.kv_head_begin + h, rows = block.rows(), n = tile.n;
+  const int64_t k_offset = kv_head * c.k_stride_head * Ops::kBytes, v_offset = kv_head * c.v_stride_head * Ops::kBytes;
+  const float k_descale = descale_at(c.k_descale, c.k_descale_stride_batch, c.k_descale_stride_head, block.batch, kv_head);
+  const float v_descale = descale_at(c.v_descale, c.v_descale_stride_batch, c.v_descale_stride_head, block.batch, kv_head);
+  const float q_descale = descale_at(p.q_descale, p.q_descale_stride_batch, p.q_descale_stride_head, block.batch, kv_head);
+  // With qv: score = q.k * k_descale + qv.v * v_descale.
+  const bool with_qv = p.qv && v_descale != 0.f;
+  const float carry = k_descale / v_descale;
+  ScoreOf score;
+  score.scale = p.scale * q_descale * (with_qv ? v_descale : k_descale);
+  score.softcap = p.softcap;
+
+  const bool packed = rows >= kMinPackedRows;
+  if (packed) pack_tile(p, s, tile, k_offset, v_offset);
+  for (int64_t first = 0, count; first < rows; first += count) {
+    const int64_t left = rows - first;
+    count = packed ? pd_min(left, kPackedBlock) : left >= kMaxDotRows ? kMaxDotRows : left >= 2 ? 2 : 1;
+    KvRange seen = {n, 0};  // by any of these rows
+    for (int64_t r = first; r < first + count; ++r) {
+      if (s.visible[r].begin == s.visible[r].end) continue;
+      seen.begin = pd_min(seen.begin, s.visible[r].begin - tile.begin);
+      seen.end = pd_max(seen.end, s.visible[r].end - tile.begin);
+    }
+    if (seen.begin >= n || seen.end <= 0) continue;
+
+    // Score
+    const int64_t row = h * rows + first;
+    if (packed) {
+      packed_tile_scores<Ops>(s, count, s.q + row * s.depth, s.depth, s.keys, n, nullptr);
+      if (with_qv) packed_tile_scores<Ops>(s, count, s.qv + row * s.width, s.width, s.value_keys, n, &carry);
+    } else {
+      dot_tile_scores<Ops>(s, count, s.q + row * s.depth, s.depth, tile.k, k_offset, n, p.head_dim, nullptr);
+      if (with_qv) dot_tile_scores<Ops>(s, count, s.qv + row * s.width, s.width, tile.v, v_offset, n, p.head_dim_v, &carry);
+    }
+
+    // Update the softmax
+    for (int64_t r = first; r < first + count; ++r) {
+      const int64_t q_row = block.row_begin + r, i = h * rows + r;
+      score.slope = p.alibi_slopes ? p.alibi_slopes[block.batch * p.alibi_stride_batch + kv_head * p.group + q_row % p.group] : 0.f;
+      score.plain = score.softcap == 0.f && score.slope == 0.f;
+      const float q_pos = static_cast<float>(request.kv_len - request.q_len + q_row / p.group - tile.begin);
+      const KvRange visible = {pd_max(s.visible[r].begin - tile.begin, 0), pd_min(s.visible[r].end - tile.begin, n)};
+      softmax_row<Ops>(s.scores + (r - first) * s.tile, n, visible, score, q_pos, s.p + (r - first) * s.tile, &s.m[i],
+                       &s.l[i], s.acc + i * s.width, s.width);
+    }
+
+    // Add the values
+    if (packed) {
+      packed_tile_values<Ops>(s, count, n, s.acc + row * s.width);
+    } else {
+      dot_tile_values<Ops>(s, count, tile.v, v_offset, n, p.head_dim_v, s.acc + row * s.width);
+    }
+  }
+}
+
+template <class Ops>
+void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory, float* partial) {
+  const Request request = request_of(p, block.batch);
+  const Scratch<Ops> s(p, block, memory);
+  const int64_t rows = block.rows();
+
+  // Which keys
+  for (int64_t r = 0; r < rows; ++r) s.visible[r] = keys_of_token(p, request, (block.row_begin + r) / p.group);
+
+  // Load the query
+  load_queries<Ops>(p, block, request, p.q, p.q_stride_batch, p.q_stride_token, p.q_stride_head, p.head_dim,
+                    p.rotary.cos != nullptr, s.depth, s.row, s.q);
+  if (p.qv)
+    load_queries<Ops>(p, block, request, p.qv, p.qv_stride_batch, p.qv_stride_token, p.qv_stride_head, p.head_dim_v,
+                      false, s.width, s.row, s.qv);
+  for (int64_t i = 0; i < block.heads() * rows; ++i) {
+    s.m[i] = -INFINITY;
+    s.l[i] = 0.f;
+  }
+  memset(s.acc, 0, block.heads() * rows * s.width * sizeof(float));
+
+  // For each tile and kv_head: score, update, add; meanwhile fetch the next tile
+  TileRows tiles[2];
+  TileRows *tile = &tiles[0], *next = &tiles[1];
+  tile->locate(p.cache, block.batch, keys.begin, keys.end, s.tile);
+  while (tile->n > 0) {
+    next->locate(p.cache, block.batch, tile->begin + tile->n, keys.end, s.tile);
+    for (int64_t h = 0; h < block.heads(); ++h) {
+      prefetch_part(p, block, *next, h);
+      attend_tile<Ops>(p, block, request, s, *tile, h);
+    }
+    TileRows* done = tile;
+    tile = next;
+    next = done;
+  }
+
+  // Write the partial, or finish
+  constexpr int kChunkRegs = Ops::kRegs * Ops::kDepth;
+  for (int64_t h = 0; h < block.heads(); ++h) {
+    const Cache& c = p.cache;
+    const int64_t kv_head = block.kv_head_begin + h;
+    const float v_descale = descale_at(c.v_descale, c.v_descale_stride_batch, c.v_descale_stride_head, block.batch, kv_head);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t i = h * rows + r;
+      for (int64_t d = 0; d < s.width; d += Ops::kChunk) {
+        f32v chunk[kChunkRegs];
+        memcpy(chunk, s.acc + i * s.width + d, sizeof chunk);
+        Ops::in_order(chunk);
+        for (f32v& x : chunk) x *= v_descale;
+        memcpy(s.row + d, chunk, sizeof chunk);
+      }
+      if (partial) {
+        float* out = partial + i * (p.head_dim_v + 2);
+        memcpy(out, s.row, p.head_dim_v * sizeof(float));
+        out[p.head_dim_v] = s.m[i];
+        out[p.head_dim_v + 1] = s.l[i];
+      } else {
+        const int64_t q_row = block.row_begin + r;
+        write_row(p, request, block.batch, q_row / p.group, kv_head * p.group + q_row % p.group, s.m[i], s.l[i], s.row);
+      }
+    }
+  }
+}
+
+inline void merge_partials(const Problem& p, const Block& block, int64_t num_splits, const float* partials) {
+  const Request request = request_of(p, block.batch);
+  const int64_t width = p.head_dim_v, split_stride = partial_floats(block, width);
+  float acc[kMaxHeadDimV];
+  for (int64_t h = 0; h < block.heads(); ++h)
+    for (int64_t r = 0; r < block.rows(); ++r) {
+      const float* first = partials + (h * block.rows() + r) * (width + 2);
+      float m = -INFINITY, l = 0.f;
+      for (int64_t s = 0; s < num_splits; ++s) m = first[s * split_stride + width] > m ? first[s * split_stride + width] : m;
+      memset(acc, 0, width * sizeof(float));
+      for (int64_t s = 0; s < num_splits; ++s) {
+        const float* part = first + s * split_stride;
+        const float factor = pd_rescale(part[width], m);
+        l += part[width + 1] * factor;
+        for (int64_t d = 0; d < width; ++d) acc[d] += part[d] * factor;
+      }
+      const int64_t q_row = block.row_begin + r, kv_head = block.kv_head_begin + h;
+      write_row(p, request, block.batch, q_row / p.group, kv_head * p.group + q_row % p.group, m, l, acc);
+    }
+}
+
+inline int64_t scratch_bytes_f32(const Problem& p, const Block& block) {
+  return Scratch<OpsF32<DType::kFloat32>>(p, block, nullptr).bytes;
+}
+
+inline void attend_f32(const Problem& p, const Block& block, KvRange keys, char* memory, float* partial) {
+  switch (p.cache.dtype) {
+    case DType::kFloat32: return attend_as<OpsF32<DType::kFloat32>>(p, block, keys, memory, partial);
+    case DType::kFloat16: return attend_as<OpsF32<DType::kFloat16>>(p, block, keys, memory, partial);
+    case DType::kBFloat16: return attend_as<OpsF32<DType::kBFloat16>>(p, block, keys, memory, partial);
+    case DType::kFloat8E4M3: return attend_as<OpsF32<DType::kFloat8E4M3>>(p, block, keys, memory, partial);
+    case DType::kFloat8E5M2: return attend_as<OpsF32<DType::kFloat8E5M2>>(p, block, keys, memory, partial);
+  }
+}
+
+}  // namespace
+}  // namespace paged_attn

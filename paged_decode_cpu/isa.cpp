@@ -1,0 +1,45 @@
+#include "isa.h"
+
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace paged_attn {
+namespace {
+
+std::vector<const Kernel*> kernels_of_this_cpu() {
+  std::vector<const Kernel*> kernels;
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi"))
+    kernels.push_back(&kAvx512Bf16Kernel);
+  if (avx512) kernels.push_back(&kAvx512Kernel);
+  if (avx2) kernels.push_back(&kAvx2Kernel);
+#endif
+  kernels.push_back(&kPortableKernel);
+  return kernels;
+}
+
+const Kernel& choose() {
+  const std::vector<const Kernel*> kernels = kernels_of_this_cpu();
+  const char* wanted = std::getenv("PAGED_ATTN_CPU_ISA");
+  if (!wanted || !*wanted) return *kernels[0];
+  std::string names;
+  for (const Kernel* kernel : kernels) {
+    if (std::string(wanted) == kernel->name) return *kernel;
+    names += (names.empty() ? "" : ", ") + std::string(kernel->name);
+  }
+  throw std::runtime_error("PAGED_ATTN_CPU_ISA: expected one of " + names + " (what this processor runs), got " + wanted);
+}
+
+}  // namespace
+
+const Kernel& kernel_of_this_cpu() {
+  static const Kernel& kernel = choose();
+  return kernel;
+}
+
+}  // namespace paged_attn

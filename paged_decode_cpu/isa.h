@@ -1,0 +1,12 @@
+// The instruction set of this process: the first of the list that the processor has, or the one
+// that PAGED_ATTN_CPU_ISA names. Chosen once, at the first call.
+#pragma once
+
+#include "kernel.h"
+
+namespace paged_attn {
+
+// Throws when PAGED_ATTN_CPU_ISA names none that this processor can run.
+const Kernel& kernel_of_this_cpu();
+
+}  // namespace paged_attn

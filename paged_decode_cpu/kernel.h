@@ -1,0 +1,40 @@
+// What one instruction set offers to the host side: paged_decode_cpu.cpp cuts a problem into work
+// items and calls these from several threads. Each kernel_*.cpp is the same source (attend.h),
+// compiled with its own flags.
+#pragma once
+
+#include "problem.h"
+#include "ranges.h"
+
+namespace paged_attn {
+
+// Query rows that read the same keys. Row r of a kv_head is token r / group, head r % group of the group.
+struct Block {
+  int64_t batch;
+  int64_t kv_head_begin, kv_head_end;
+  int64_t row_begin, row_end;
+  KvRange keys;  // all keys that any of the rows may see
+
+  int64_t heads() const { return kv_head_end - kv_head_begin; }
+  int64_t rows() const { return row_end - row_begin; }
+};
+
+// A partial result of every row of a block: acc[width], m, l (partial.h), heads outermost.
+inline int64_t partial_floats(const Block& block, int64_t width) { return block.heads() * block.rows() * (width + 2); }
+
+struct Kernel {
+  const char* name;
+  // Bytes of scratch memory that attend() wants for a block; 64-byte aligned.
+  int64_t (*scratch_bytes)(const Problem& problem, const Block& block);
+  // Attends the rows of `block` to `keys`. With `partial` the result goes there, else it is final.
+  void (*attend)(const Problem& problem, const Block& block, KvRange keys, char* scratch, float* partial);
+  // Merges num_splits partial results that lie one after the other, and writes the final result.
+  void (*merge)(const Problem& problem, const Block& block, int64_t num_splits, const float* partials);
+};
+
+#if defined(__x86_64__)
+extern const Kernel kAvx512Bf16Kernel, kAvx512Kernel, kAvx2Kernel;
+#endif
+extern const Kernel kPortableKernel;
+
+}  // namespace paged_attn

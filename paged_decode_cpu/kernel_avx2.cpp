@@ -1,0 +1,11 @@
+// The attention loop for AVX2 with FMA and F16C.
+#if defined(__x86_64__)
+#define PD_LANES 8
+#include "attend.h"
+
+namespace paged_attn {
+
+const Kernel kAvx2Kernel = {"avx2", scratch_bytes_f32, attend_f32, merge_partials};
+
+}  // namespace paged_attn
+#endif

@@ -1,0 +1,11 @@
+// The attention loop for AVX-512 (F, BW, DQ, VL).
+#if defined(__x86_64__)
+#define PD_LANES 16
+#include "attend.h"
+
+namespace paged_attn {
+
+const Kernel kAvx512Kernel = {"avx512", scratch_bytes_f32, attend_f32, merge_partials};
+
+}  // namespace paged_attn
+#endif

@@ -1,0 +1,31 @@
+// The attention loop for AVX-512 with BF16 and VBMI: bfloat16 queries multiply in bfloat16 pairs,
+// everything else as in kernel_avx512.cpp.
+#if defined(__x86_64__)
+#define PD_LANES 16
+#include "attend.h"
+#include "ops_bf16.h"
+
+namespace paged_attn {
+namespace {
+
+int64_t scratch_bytes(const Problem& p, const Block& block) {
+  // Chunks of an 8-bit cache are wider than a register of floats, its elements narrower.
+  int64_t bf16 = Scratch<OpsBf16<DType::kFloat8E4M3>>(p, block, nullptr).bytes;
+  return pd_max(bf16, scratch_bytes_f32(p, block));
+}
+
+void attend(const Problem& p, const Block& block, KvRange keys, char* memory, float* partial) {
+  if (p.q_dtype != DType::kBFloat16) return attend_f32(p, block, keys, memory, partial);
+  switch (p.cache.dtype) {
+    case DType::kFloat8E4M3: return attend_as<OpsBf16<DType::kFloat8E4M3>>(p, block, keys, memory, partial);
+    case DType::kFloat8E5M2: return attend_as<OpsBf16<DType::kFloat8E5M2>>(p, block, keys, memory, partial);
+    default: return attend_as<OpsBf16<DType::kBFloat16>>(p, block, keys, memory, partial);
+  }
+}
+
+}  // namespace
+
+const Kernel kAvx512Bf16Kernel = {"avx512_bf16", scratch_bytes, attend, merge_partials};
+
+}  // namespace paged_attn
+#endif

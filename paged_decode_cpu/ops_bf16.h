@@ -1,0 +1,128 @@
+// How numbers are held while they are multiplied: as pairs of bfloat16, two products per lane and
+// instruction (vdpbf16ps). Queries are bfloat16; 8-bit caches are looked up into bfloat16, exactly.
+#pragma once
+
+#include "vec.h"
+
+namespace paged_attn {
+namespace {
+
+// bfloat16 of the 128 magnitudes of an 8-bit format, high and low bytes apart: vpermi2b looks 64
+// bytes up in 128 entries by the low 7 bits of each index.
+struct BfloatTable {
+  uint8_t high[128], low[128];
+};
+
+constexpr BfloatTable bfloat_table(const Fp8Values& values, int exponent_bits, int mantissa_bits, bool has_infinity) {
+  BfloatTable table{};
+  const int bias = (1 << (exponent_bits - 1)) - 1;
+  for (int i = 0; i < 128; ++i) {
+    int exponent = i >> mantissa_bits, mantissa = i & ((1 << mantissa_bits) - 1), bits = 0;
+    if (values.value[i] != values.value[i]) {
+      bits = 0x7fc0;
+    } else if (has_infinity && exponent == (1 << exponent_bits) - 1) {
+      bits = 0x7f80;
+    } else if (i != 0) {
+      if (exponent == 0) {  // subnormal: shift the leading one into place
+        for (exponent = 1; !(mantissa >> mantissa_bits); --exponent) mantissa <<= 1;
+        mantissa &= (1 << mantissa_bits) - 1;
+      }
+      bits = (exponent - bias + 127) << 7 | mantissa << (7 - mantissa_bits);
+    }
+    table.high[i] = bits >> 8;
+    table.low[i] = bits & 0xff;
+  }
+  return table;
+}
+
+alignas(64) constexpr BfloatTable kE4M3Bfloat = bfloat_table(kE4M3Values, 4, 3, false);
+alignas(64) constexpr BfloatTable kE5M2Bfloat = bfloat_table(kE5M2Values, 5, 2, true);
+
+template <DType kCacheType>
+struct OpsBf16 {
+  using Elem = uint16_t;
+  using Reg = __m512i;
+  static constexpr bool kFp8 = kCacheType != DType::kBFloat16;
+  static constexpr int kDepth = 2;
+  static constexpr int kRegs = kFp8 ? 2 : 1;
+  static constexpr int kChunk = 32 * kRegs;
+  static constexpr int kBytes = dtype_bytes(kCacheType);
+
+  static f32v dot(f32v acc, Reg a, Reg b) {
+    return bit_cast<f32v>(_mm512_dpbf16_ps(bit_cast<__m512>(acc), (__m512bh)a, (__m512bh)b));
+  }
+  static Reg broadcast(const Elem* p) {
+    int32_t pair;
+    memcpy(&pair, p, sizeof pair);
+    return _mm512_set1_epi32(pair);
+  }
+  static Reg load_elems(const Elem* p) { return _mm512_loadu_si512(p); }
+  static void store_elems(Elem* p, f32v x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(bit_cast<__m512>(x)));
+  }
+  static f32v as_f32(Reg r) { return bit_cast<f32v>(r); }
+  static Reg from_f32(f32v r) { return bit_cast<Reg>(r); }
+
+  static void decode(__m512i bytes, Reg* r) {
+    constexpr const BfloatTable& table = kCacheType == DType::kFloat8E4M3 ? kE4M3Bfloat : kE5M2Bfloat;
+    // Eight-byte groups 0 4 1 5 2 6 3 7: the unpacks below then leave the elements in order.
+    bytes = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), bytes);
+    __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(table.low), bytes, _mm512_load_si512(table.low + 64));
+    __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(table.high), bytes, _mm512_load_si512(table.high + 64));
+    // high | (bytes & 0x80)
+    high = _mm512_ternarylogic_epi32(high, bytes, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);
+    r[0] = _mm512_unpacklo_epi8(low, high);
+    r[1] = _mm512_unpackhi_epi8(low, high);
+  }
+
+  static void load_keys(const char* row, Reg* r) {
+    __m512i x = _mm512_loadu_si512(row);
+    if constexpr (kFp8) {
+      decode(x, r);
+    } else {
+      r[0] = x;
+    }
+  }
+  static void load_keys_tail(const char* row, int64_t n, Reg* r) {
+    if constexpr (kFp8) {
+      decode(_mm512_maskz_loadu_epi8((__mmask64(1) << n) - 1, row), r);
+    } else {
+      r[0] = _mm512_maskz_loadu_epi16((__mmask32(1) << n) - 1, row);
+    }
+  }
+
+  // Interleaves two keys element by element; each register of a row becomes two.
+  static void interleave(const Reg* a, const Reg* b, Reg* r) {
+    for (int i = 0; i < kRegs; ++i) {
+      r[2 * i] = _mm512_unpacklo_epi16(a[i], b[i]);
+      r[2 * i + 1] = _mm512_unpackhi_epi16(a[i], b[i]);
+    }
+  }
+  static void load_values(const char* const* rows, int64_t offset, Reg* r) {
+    Reg a[kRegs], b[kRegs];
+    load_keys(rows[0] + offset, a);
+    load_keys(rows[1] + offset, b);
+    interleave(a, b, r);
+  }
+  static void load_values_tail(const char* const* rows, int64_t offset, int64_t n, Reg* r) {
+    Reg a[kRegs], b[kRegs];
+    load_keys_tail(rows[0] + offset, n, a);
+    load_keys_tail(rows[1] + offset, n, b);
+    interleave(a, b, r);
+  }
+
+  // The unpacks work in groups of 128 bits: elements 0-3, 8-11, ... are in the even register and
+  // 4-7, 12-15, ... in the odd one.
+  static void in_order(f32v* r) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    for (int i = 0; i < 2 * kRegs; i += 2) {
+      __m512 even = bit_cast<__m512>(r[i]), odd = bit_cast<__m512>(r[i + 1]);
+      r[i] = bit_cast<f32v>(_mm512_permutex2var_ps(even, first, odd));
+      r[i + 1] = bit_cast<f32v>(_mm512_permutex2var_ps(even, second, odd));
+    }
+  }
+};
+
+}  // namespace
+}  // namespace paged_attn

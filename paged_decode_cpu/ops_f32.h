@@ -1,0 +1,39 @@
+// How numbers are held while they are multiplied: as float32, whatever is stored in the cache.
+#pragma once
+
+#include "vec.h"
+
+namespace paged_attn {
+namespace {
+
+template <DType kCacheType>
+struct OpsF32 {
+  using Elem = float;  // a query element or a probability in scratch memory
+  using Reg = f32v;
+  static constexpr int kDepth = 1;          // elements that one 32-bit lane multiplies at once
+  static constexpr int kRegs = 1;           // registers that one load of a cache row fills
+  static constexpr int kChunk = kLanes;     // elements of a row that one load reads
+  static constexpr int kBytes = dtype_bytes(kCacheType);
+
+  static f32v dot(f32v acc, Reg a, Reg b) { return acc + a * b; }
+  static Reg broadcast(const Elem* p) { return splat(*p); }
+  static Reg load_elems(const Elem* p) { return load<DType::kFloat32>(p); }
+  static void store_elems(Elem* p, f32v x) { store<DType::kFloat32>(p, x); }
+  static f32v as_f32(Reg r) { return r; }
+  static Reg from_f32(f32v r) { return r; }
+
+  static void load_keys(const char* row, Reg* r) { r[0] = load<kCacheType>(row); }
+  static void load_keys_tail(const char* row, int64_t n, Reg* r) { r[0] = load_tail<kCacheType>(row, n); }
+
+  // Values of kDepth keys, lane by lane, so that one dot() adds them weighted by kDepth probabilities.
+  static void load_values(const char* const* rows, int64_t offset, Reg* r) { r[0] = load<kCacheType>(rows[0] + offset); }
+  static void load_values_tail(const char* const* rows, int64_t offset, int64_t n, Reg* r) {
+    r[0] = load_tail<kCacheType>(rows[0] + offset, n);
+  }
+
+  // The kRegs registers of a chunk of accumulators, in the order of the elements.
+  static void in_order(f32v*) {}
+};
+
+}  // namespace
+}  // namespace paged_attn

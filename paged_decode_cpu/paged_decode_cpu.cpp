@@ -1,0 +1,197 @@
+// The CPU backend: cuts a problem into work items that keep all threads busy, even for one request,
+// and runs them with the kernel of this processor.
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "backend.h"
+#include "isa.h"
+#include "kv_write.h"
+#include "request.h"
+#include "values.h"
+
+namespace paged_attn {
+namespace {
+
+// Rows of one kv_head that walk over the keys together. Up to kSharedRows rows in all, the kv_heads
+// of a request share one walk over the pages (decode); beyond, each kv_head walks alone in blocks of
+// kBlockRows rows (prefill).
+constexpr int64_t kSharedRows = 256;
+constexpr int64_t kBlockRows = 240;
+constexpr int64_t kBlockFloats = int64_t(64) << 10;  // of accumulators in one block: a quarter of L2
+
+// Bytes of one slot, K and V, that one walk reads; more heads than that are shared out.
+constexpr int64_t kSlotBytes = int64_t(8) << 10;
+
+constexpr int64_t kSplitAlign = 16;             // keys; splits begin at multiples of it
+constexpr int64_t kMinSplitKeys = 256;          // a shorter split costs more to merge than it saves
+constexpr int64_t kDeterministicSplit = 1024;   // keys
+constexpr int64_t kItemsPerThread = 3;
+
+// A block of rows with the way its keys are split.
+struct Work {
+  Block block;
+  int64_t num_splits;
+  int64_t partial_offset;  // floats
+};
+
+struct Item {
+  int64_t work, split;
+  int64_t cost;  // key-row pairs
+};
+
+struct Plan {
+  std::vector<Work> works;
+  std::vector<Item> items;
+  int64_t partial_floats = 0;
+  int64_t scratch_bytes = 0;
+};
+
+KvRange keys_of_rows(const Problem& p, const Request& r, int64_t row_begin, int64_t row_end) {
+  KvRange all = {0, 0};
+  for (int64_t token = row_begin / p.group; token <= (row_end - 1) / p.group; ++token) {
+    const KvRange keys = keys_of_token(p, r, token);
+    if (keys.begin == keys.end) continue;
+    all = all.begin == all.end ? keys : KvRange{pd_min(all.begin, keys.begin), pd_max(all.end, keys.end)};
+  }
+  return all;
+}
+
+int64_t cost_of(const Block& b) { return (b.keys.end - b.keys.begin) * b.rows() * b.heads(); }
+
+void add_blocks(const Problem& p, int64_t b, std::vector<Work>& works) {
+  const Request r = request_of(p, b);
+  const int64_t rows = r.q_len * p.group;
+  if (rows == 0) return;
+  const bool shared = rows * p.kv_heads <= kSharedRows;
+  const int64_t head_bytes = (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
+  const int64_t heads = shared ? pd_max(1, kSlotBytes / head_bytes) : 1;
+  const int64_t block_rows = pd_max(24, pd_min(kBlockRows, kBlockFloats / p.head_dim_v / 24 * 24));
+  for (int64_t h = 0; h < p.kv_heads; h += heads)
+    // The last rows of a causal problem see the most keys: they go first.
+    for (int64_t end = rows; end > 0; end -= pd_min(end, block_rows)) {
+      Work work;
+      work.block.batch = b;
+      work.block.kv_head_begin = h;
+      work.block.kv_head_end = pd_min(p.kv_heads, h + heads);
+      work.block.row_begin = pd_max(0, end - block_rows);
+      work.block.row_end = end;
+      work.block.keys = keys_of_rows(p, r, work.block.row_begin, work.block.row_end);
+      works.push_back(work);
+    }
+}
+
+int64_t choose_splits(const Problem& p, const Block& block, int64_t item_cost) {
+  if (p.num_splits > 0) return p.num_splits;
+  const int64_t keys = block.keys.end - block.keys.begin;
+  if (p.deterministic) return pd_max(1, pd_ceil_div(keys, kDeterministicSplit));
+  return pd_max(1, pd_min(pd_ceil_div(cost_of(block), pd_max(item_cost, 1)), keys / kMinSplitKeys));
+}
+
+Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
+  Plan plan;
+  for (int64_t b = 0; b < p.batch; ++b) add_blocks(p, b, plan.works);
+  int64_t total = 0;
+  for (const Work& work : plan.works) total += cost_of(work.block);
+  const int64_t item_cost = threads > 1 ? total / (threads * kItemsPerThread) : total;
+  for (size_t w = 0; w < plan.works.size(); ++w) {
+    Work& work = plan.works[w];
+    work.num_splits = choose_splits(p, work.block, item_cost);
+    work.partial_offset = plan.partial_floats;
+    if (work.num_splits > 1) plan.partial_floats += work.num_splits * partial_floats(work.block, p.head_dim_v);
+    plan.scratch_bytes = pd_max(plan.scratch_bytes, kernel.scratch_bytes(p, work.block));
+    for (int64_t split = 0; split < work.num_splits; ++split)
+      plan.items.push_back({static_cast<int64_t>(w), split, cost_of(work.block) / work.num_splits});
+  }
+  // Longest first, so that no thread starts a long item when the others are done.
+  const auto longer = [](const Item& a, const Item& b) { return a.cost > b.cost; };
+  if (!std::is_sorted(plan.items.begin(), plan.items.end(), longer))
+    std::stable_sort(plan.items.begin(), plan.items.end(), longer);
+  return plan;
+}
+
+// 64-byte aligned memory that a thread keeps from call to call: fresh pages would cost more than
+// the work of a short call.
+char* thread_scratch(int64_t bytes) {
+  struct Free {
+    void operator()(char* p) const { std::free(p); }
+  };
+  thread_local std::unique_ptr<char, Free> memory;
+  thread_local int64_t size = 0;
+  if (size < bytes) {
+    size = pd_ceil_div(bytes, 4096) * 4096;
+    memory.reset(static_cast<char*>(std::aligned_alloc(64, size)));
+    if (!memory) {
+      size = 0;
+      throw std::bad_alloc();
+    }
+  }
+  return memory.get();
+}
+
+void run_plan(const Problem& p, const Kernel& kernel, const Plan& plan, int64_t threads) {
+  const std::unique_ptr<float[]> partials(new float[plan.partial_floats]);
+  const std::unique_ptr<std::atomic<int64_t>[]> left(new std::atomic<int64_t>[plan.works.size()]);
+  for (size_t w = 0; w < plan.works.size(); ++w) left[w] = plan.works[w].num_splits;
+  std::atomic<size_t> next_item{0};
+  const int64_t workers = pd_min(threads, static_cast<int64_t>(plan.items.size()));
+  torch::stable::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
+    char* scratch = thread_scratch(plan.scratch_bytes);
+    for (size_t i; (i = next_item++) < plan.items.size();) {
+      const Item& item = plan.items[i];
+      const Work& work = plan.works[item.work];
+      if (work.num_splits == 1) {
+        kernel.attend(p, work.block, work.block.keys, scratch, nullptr);
+        continue;
+      }
+      float* first = partials.get() + work.partial_offset;
+      kernel.attend(p, work.block, split_keys(work.block.keys, item.split, work.num_splits, kSplitAlign), scratch,
+                    first + item.split * partial_floats(work.block, p.head_dim_v));
+      // Whoever finishes the last split merges them, in their order: the result does not depend on it.
+      if (--left[item.work] == 0) kernel.merge(p, work.block, work.num_splits, first);
+    }
+  });
+}
+
+// Tokens of q that belong to no request (past cu_seqlens_q[batch]) attend to nothing: out 0, lse -inf.
+void clear_spare_tokens(const Problem& p) {
+  if (!p.cu_seqlens_q) return;
+  for (int64_t token = p.cu_seqlens_q[p.batch]; token < p.total_q; ++token)
+    for (int64_t head = 0; head < p.q_heads; ++head) {
+      char* out = static_cast<char*>(p.out) + (token * p.out_stride_token + head * p.out_stride_head) * dtype_bytes(p.q_dtype);
+      std::memset(out, 0, p.head_dim_v * dtype_bytes(p.q_dtype));
+      if (p.lse) p.lse[head * p.lse_stride_head + token] = -std::numeric_limits<float>::infinity();
+    }
+}
+
+}  // namespace
+
+std::string unsupported_reason(const Problem& p) {
+  if (dtype_bytes(p.q_dtype) == 1)
+    return "q: the CPU backend takes float32, float16 or bfloat16 (with caches of the same type or 8-bit ones), got an 8-bit q";
+  return "";
+}
+
+void run_attention(const Problem& p) {
+  const Kernel& kernel = kernel_of_this_cpu();
+  check_values(p);
+  if (p.append.k) write_tokens(p, place_tokens(p));
+  clear_spare_tokens(p);
+  const int64_t threads = torch::stable::get_num_threads();
+  run_plan(p, kernel, make_plan(p, kernel, threads), threads);
+}
+
+void run_kv_write(const Problem& p) {
+  check_values(p);
+  write_tokens(p, place_tokens(p));
+}
+
+std::string instruction_set() { return kernel_of_this_cpu().name; }
+
+}  // namespace paged_attn

@@ -1,0 +1,216 @@
+// The two products of one tile of keys, scores = queries x keys and acc += probabilities x values,
+// each in two forms:
+//   dot_*    few rows: reads the cache rows in place, every loaded register serves kRows rows
+//   packed_* many rows: keys and values are first laid out so that one matrix kernel serves both
+// Ops says how numbers are held (ops_f32.h, ops_bf16.h). "Row" is one query token and head.
+#pragma once
+
+#include "vec.h"
+
+namespace paged_attn {
+namespace {
+
+#if PD_LANES == 16 || defined(__aarch64__)
+constexpr int kVectorRegisters = 32;
+#else
+constexpr int kVectorRegisters = 16;
+#endif
+
+constexpr int kMaxDotRows = 4;
+constexpr int kPackedRows = 6;                               // rows of one step of the matrix kernel
+constexpr int kPackedRegs = kVectorRegisters == 32 ? 4 : 2;  // and its columns, in registers
+
+template <class Ops>
+struct ValueRegs {
+  static constexpr int kChunk = Ops::kRegs * Ops::kDepth;  // registers of one chunk of values
+};
+
+// Chunks that dot_values takes at a time: its accumulators fill half of the registers, at most 8 per row.
+constexpr int value_chunks(int rows, int chunk_regs) {
+  int regs = kVectorRegisters / 2 / rows;
+  if (regs > 8) regs = 8;
+  return regs > chunk_regs ? regs / chunk_regs : 1;
+}
+
+// scores[row][key] for kRows rows and n keys; k[] must hold valid rows up to the next multiple of
+// kLanes. With `carry` the products are added to scores * carry.
+template <class Ops, int kRows>
+void dot_scores(const typename Ops::Elem* q, int64_t q_stride, const char* const* k, int64_t offset, int64_t n,
+                int64_t depth, float* scores, int64_t scores_stride, const float* carry) {
+  constexpr int kKeys = kLanes / kRows;
+  constexpr int kRegElems = kLanes * Ops::kDepth;
+  for (int64_t j = 0; j < n; j += kKeys) {
+    f32v acc[kLanes];
+    for (f32v& a : acc) a = f32v{};
+    int64_t d = 0;
+    for (; d + Ops::kChunk <= depth; d += Ops::kChunk) {
+      typename Ops::Reg query[kRows][Ops::kRegs];
+      for (int r = 0; r < kRows; ++r)
+        for (int i = 0; i < Ops::kRegs; ++i) query[r][i] = Ops::load_elems(q + r * q_stride + d + i * kRegElems);
+      for (int c = 0; c < kKeys; ++c) {
+        typename Ops::Reg key[Ops::kRegs];
+        Ops::load_keys(k[j + c] + offset + d * Ops::kBytes, key);
+        for (int i = 0; i < Ops::kRegs; ++i)
+          for (int r = 0; r < kRows; ++r) acc[r * kKeys + c] = Ops::dot(acc[r * kKeys + c], key[i], query[r][i]);
+      }
+    }
+    if (d < depth) {
+      for (int c = 0; c < kKeys; ++c) {
+        typename Ops::Reg key[Ops::kRegs];
+        Ops::load_keys_tail(k[j + c] + offset + d * Ops::kBytes, depth - d, key);
+        for (int i = 0; i < Ops::kRegs; ++i)
+          for (int r = 0; r < kRows; ++r)
+            acc[r * kKeys + c] =
+                Ops::dot(acc[r * kKeys + c], key[i], Ops::load_elems(q + r * q_stride + d + i * kRegElems));
+      }
+    }
+    float sums[kLanes];
+    store<DType::kFloat32>(sums, sum_lanes(acc));
+    for (int r = 0; r < kRows; ++r) {
+      float* out = scores + r * scores_stride + j;
+      if (carry)
+        for (int c = 0; c < kKeys; ++c) sums[r * kKeys + c] += out[c] * *carry;
+      memcpy(out, sums + r * kKeys, kKeys * sizeof(float));
+    }
+  }
+}
+
+// acc[row] += sum over keys of p[row][key] * value[key], for one block of kBlock chunks of elements.
+template <class Ops, int kRows, int kBlock>
+inline void dot_values_block(const typename Ops::Elem* p, int64_t p_stride, const char* const* v, int64_t offset,
+                             int64_t n, float* acc, int64_t acc_stride) {
+  constexpr int kChunkRegs = ValueRegs<Ops>::kChunk;
+  f32v sum[kRows][kBlock * kChunkRegs];
+  for (int r = 0; r < kRows; ++r)
+    for (int i = 0; i < kBlock * kChunkRegs; ++i) sum[r][i] = load<DType::kFloat32>(acc + r * acc_stride + i * kLanes);
+  for (int64_t j = 0; j < n; j += Ops::kDepth) {
+    typename Ops::Reg value[kBlock * kChunkRegs];
+    for (int b = 0; b < kBlock; ++b)
+      Ops::load_values(v + j, offset + b * Ops::kChunk * Ops::kBytes, value + b * kChunkRegs);
+    for (int r = 0; r < kRows; ++r) {
+      typename Ops::Reg weight = Ops::broadcast(p + r * p_stride + j);
+      for (int i = 0; i < kBlock * kChunkRegs; ++i) sum[r][i] = Ops::dot(sum[r][i], value[i], weight);
+    }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int i = 0; i < kBlock * kChunkRegs; ++i) store<DType::kFloat32>(acc + r * acc_stride + i * kLanes, sum[r][i]);
+}
+
+template <class Ops, int kRows>
+void dot_values(const typename Ops::Elem* p, int64_t p_stride, const char* const* v, int64_t offset, int64_t n,
+                int64_t width, float* acc, int64_t acc_stride) {
+  constexpr int kChunkRegs = ValueRegs<Ops>::kChunk;
+  constexpr int kBlock = value_chunks(kRows, kChunkRegs);
+  int64_t d = 0;
+  for (; d + kBlock * Ops::kChunk <= width; d += kBlock * Ops::kChunk)
+    dot_values_block<Ops, kRows, kBlock>(p, p_stride, v, offset + d * Ops::kBytes, n, acc + d, acc_stride);
+  for (; d + Ops::kChunk <= width; d += Ops::kChunk)
+    dot_values_block<Ops, kRows, 1>(p, p_stride, v, offset + d * Ops::kBytes, n, acc + d, acc_stride);
+  if (d < width) {
+    for (int64_t j = 0; j < n; j += Ops::kDepth) {
+      typename Ops::Reg value[kChunkRegs];
+      Ops::load_values_tail(v + j, offset + d * Ops::kBytes, width - d, value);
+      for (int r = 0; r < kRows; ++r)
+        for (int i = 0; i < kChunkRegs; ++i) {
+          float* out = acc + r * acc_stride + d + i * kLanes;
+          store<DType::kFloat32>(out, Ops::dot(load<DType::kFloat32>(out), value[i], Ops::broadcast(p + r * p_stride + j)));
+        }
+    }
+  }
+}
+
+// keys[depth / kDepth][tile] units of kDepth elements: the transpose of n cache rows. k[] must hold
+// valid rows up to the next multiple of kLanes; depth is filled with 0 to a multiple of kChunk.
+template <class Ops>
+void pack_keys(const char* const* k, int64_t offset, int64_t n, int64_t depth, int64_t tile, typename Ops::Elem* keys) {
+  constexpr int kRegElems = kLanes * Ops::kDepth;
+  for (int64_t j = 0; j < n; j += kLanes)
+    for (int64_t d = 0; d < depth; d += Ops::kChunk) {
+      f32v block[Ops::kRegs][kLanes];
+      for (int c = 0; c < kLanes; ++c) {
+        typename Ops::Reg key[Ops::kRegs];
+        const char* row = k[j + c] + offset + d * Ops::kBytes;
+        if (d + Ops::kChunk <= depth) {
+          Ops::load_keys(row, key);
+        } else {
+          Ops::load_keys_tail(row, depth - d, key);
+        }
+        for (int i = 0; i < Ops::kRegs; ++i) block[i][c] = Ops::as_f32(key[i]);
+      }
+      for (int i = 0; i < Ops::kRegs; ++i) {
+        transpose(block[i]);
+        typename Ops::Elem* out = keys + (d + i * kRegElems) * tile + j * Ops::kDepth;
+        for (int c = 0; c < kLanes; ++c) memcpy(out + c * tile * Ops::kDepth, &block[i][c], sizeof(f32v));
+      }
+    }
+}
+
+// values[n / kDepth][stride] units of kDepth elements, width filled with 0 to a multiple of kChunk.
+// v[] must hold valid rows up to the next multiple of kDepth.
+template <class Ops>
+void pack_values(const char* const* v, int64_t offset, int64_t n, int64_t width, int64_t stride,
+                 typename Ops::Elem* values) {
+  constexpr int kChunkRegs = ValueRegs<Ops>::kChunk;
+  for (int64_t j = 0; j < n; j += Ops::kDepth)
+    for (int64_t d = 0; d < width; d += Ops::kChunk) {
+      typename Ops::Reg value[kChunkRegs];
+      if (d + Ops::kChunk <= width) {
+        Ops::load_values(v + j, offset + d * Ops::kBytes, value);
+      } else {
+        Ops::load_values_tail(v + j, offset + d * Ops::kBytes, width - d, value);
+      }
+      for (int i = 0; i < kChunkRegs; ++i) memcpy(values + j * stride + (d + i * kLanes) * Ops::kDepth, &value[i], sizeof(f32v));
+    }
+}
+
+// c[row][column] = (c * carry, or 0) + sum over steps of a[row][step] * b[step][column]; `a` is
+// read kDepth elements at a time, b_stride and a_stride count elements.
+template <class Ops, int kRows, int kRegs>
+inline void matrix_step(const typename Ops::Elem* a, int64_t a_stride, const typename Ops::Elem* b, int64_t b_stride,
+                        int64_t steps, float* c, int64_t c_stride, const float* carry) {
+  f32v sum[kRows][kRegs];
+  for (int r = 0; r < kRows; ++r)
+    for (int i = 0; i < kRegs; ++i)
+      sum[r][i] = carry ? load<DType::kFloat32>(c + r * c_stride + i * kLanes) * *carry : f32v{};
+  for (int64_t s = 0; s < steps; ++s) {
+    typename Ops::Reg right[kRegs];
+    for (int i = 0; i < kRegs; ++i) right[i] = Ops::load_elems(b + s * b_stride + i * kLanes * Ops::kDepth);
+    for (int r = 0; r < kRows; ++r) {
+      typename Ops::Reg left = Ops::broadcast(a + r * a_stride + s * Ops::kDepth);
+      for (int i = 0; i < kRegs; ++i) sum[r][i] = Ops::dot(sum[r][i], left, right[i]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int i = 0; i < kRegs; ++i) store<DType::kFloat32>(c + r * c_stride + i * kLanes, sum[r][i]);
+}
+
+template <class Ops, int kRows>
+void matrix_rows(int64_t rows, const typename Ops::Elem* a, int64_t a_stride, const typename Ops::Elem* b,
+                 int64_t b_stride, int64_t steps, int64_t columns, float* c, int64_t c_stride, const float* carry) {
+  constexpr int kBlock = kPackedRegs * kLanes;
+  int64_t column = 0;
+  for (; column + kBlock <= columns; column += kBlock)
+    for (int64_t r = 0; r + kRows <= rows; r += kRows)
+      matrix_step<Ops, kRows, kPackedRegs>(a + r * a_stride, a_stride, b + column * Ops::kDepth, b_stride, steps,
+                                           c + r * c_stride + column, c_stride, carry);
+  for (; column < columns; column += kLanes)
+    for (int64_t r = 0; r + kRows <= rows; r += kRows)
+      matrix_step<Ops, kRows, 1>(a + r * a_stride, a_stride, b + column * Ops::kDepth, b_stride, steps,
+                                 c + r * c_stride + column, c_stride, carry);
+  int64_t done = rows / kRows * kRows;
+  if constexpr (kRows > 1) {
+    if (done < rows)
+      matrix_rows<Ops, kRows / 2>(rows - done, a + done * a_stride, a_stride, b, b_stride, steps, columns,
+                                  c + done * c_stride, c_stride, carry);
+  }
+}
+
+// Columns is a multiple of kLanes.
+template <class Ops>
+void matrix(int64_t rows, const typename Ops::Elem* a, int64_t a_stride, const typename Ops::Elem* b, int64_t b_stride,
+            int64_t steps, int64_t columns, float* c, int64_t c_stride, const float* carry) {
+  matrix_rows<Ops, kPackedRows>(rows, a, a_stride, b, b_stride, steps, columns, c, c_stride, carry);
+}
+
+}  // namespace
+}  // namespace paged_attn

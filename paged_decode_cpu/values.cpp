@@ -1,0 +1,74 @@
+#include "values.h"
+
+#include "request.h"
+
+namespace paged_attn {
+namespace {
+
+void check_cu_seqlens(const char* name, const int32_t* cu_seqlens, int64_t batch, int64_t total) {
+  if (!cu_seqlens) return;
+  if (cu_seqlens[0] != 0) bad_value(name, 0, cu_seqlens[0], "0");
+  for (int64_t b = 0; b < batch; ++b)
+    if (cu_seqlens[b + 1] < cu_seqlens[b])
+      bad_value(name, b + 1, cu_seqlens[b + 1], "at least the entry before it, " + std::to_string(cu_seqlens[b]));
+  if (cu_seqlens[batch] > total)
+    bad_value(name, batch, cu_seqlens[batch], "at most the number of tokens, " + std::to_string(total));
+}
+
+// How many keys the place of request b can hold.
+int64_t capacity_of(const Cache& c, int64_t b) {
+  if (c.block_table) return c.max_pages * c.page_size;
+  if (c.cu_seqlens_k) return c.cu_seqlens_k[b + 1] - c.cu_seqlens_k[b];
+  return c.page_size;
+}
+
+void check_request(const Problem& p, int64_t b) {
+  const Cache& c = p.cache;
+  const Request r = request_of(p, b);
+  if (r.old_len < 0) bad_value("cache_seqlens", b, r.old_len, "at least 0");
+  if (r.leftpad < 0) bad_value("cache_leftpad", b, r.leftpad, "at least 0");
+
+  if (!c.cu_seqlens_k && !p.append.slot_mapping) {
+    const int64_t rows = c.block_table ? c.table_rows : c.num_pages, row = cache_row(c, b);
+    if (row < 0 || row >= rows)
+      bad_value(c.cache_batch_idx ? "cache_batch_idx" : "batch", b, row, "a row in [0, " + std::to_string(rows) + ")");
+  }
+  if (!p.append.slot_mapping && r.kv_len > capacity_of(c, b)) {
+    const std::string added = r.new_len ? " minus the " + std::to_string(r.new_len) + " new tokens" : "";
+    bad_value("cache_seqlens", b, r.old_len,
+              std::string("at most ") + (c.block_table ? "max_pages * page_size = " : "the cache's ") +
+                  std::to_string(capacity_of(c, b)) + added);
+  }
+  if (p.rotary.cos) {
+    if (p.rotary.seqlens && p.rotary.seqlens[b] < 0) bad_value("rotary_seqlens", b, p.rotary.seqlens[b], "at least 0");
+    const int64_t first = p.rotary.seqlens ? p.rotary.seqlens[b] : r.old_len;
+    const bool local = p.window_left >= 0 || p.window_right >= 0;
+    const int64_t last = first + pd_max(r.new_len, local ? r.q_len : pd_min(r.q_len, 1)) - 1;
+    if (last >= p.rotary.rotary_len && last >= first)
+      bad_value("rotary_cos", b, p.rotary.rotary_len, "at least " + std::to_string(last + 1) + " positions for this batch entry");
+  }
+}
+
+// Pages that hold a key which some query row sees. Others are never read, so they may be anything.
+void check_visible_pages(const Problem& p, int64_t b) {
+  const Cache& c = p.cache;
+  const Request r = request_of(p, b);
+  if (!c.block_table || r.q_len == 0) return;
+  const KvRange first = keys_of_token(p, r, 0), last = keys_of_token(p, r, r.q_len - 1);
+  const int64_t begin = pd_min(first.begin == first.end ? last.begin : first.begin, last.begin), end = pd_max(first.end, last.end);
+  for (int64_t key = begin / c.page_size * c.page_size; key < end; key += c.page_size)
+    check_page(c, b, key / c.page_size, slot_of_key(c, b, key).page);
+}
+
+}  // namespace
+
+void check_values(const Problem& p) {
+  check_cu_seqlens("cu_seqlens_q", p.cu_seqlens_q, p.batch, p.total_q);
+  check_cu_seqlens("cu_seqlens_k", p.cache.cu_seqlens_k, p.batch, p.cache.page_size);
+  check_cu_seqlens("cu_seqlens_k_new", p.append.cu_seqlens_k_new, p.batch, p.append.total_new);
+  for (int64_t b = 0; b < p.batch; ++b) check_request(p, b);
+  if (p.q)
+    for (int64_t b = 0; b < p.batch; ++b) check_visible_pages(p, b);
+}
+
+}  // namespace paged_attn

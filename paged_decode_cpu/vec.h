@@ -1,0 +1,250 @@
+// A register of kLanes floats, in the compiler's own vector types: one source for every instruction
+// set. The file that includes this defines PD_LANES. Everything here has internal linkage: a shared
+// inline function compiled once with AVX-512 could be the copy that the linker keeps for all.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "fp8.h"
+#include "problem.h"
+
+#if defined(__AVX512F__) || defined(__F16C__)
+// GCC warns of the undefined registers that its own intrinsics start from.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#endif
+
+namespace paged_attn {
+namespace {
+
+constexpr int kLanes = PD_LANES;
+
+typedef float f32v __attribute__((vector_size(4 * kLanes)));
+typedef int32_t i32v __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t u32v __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t u16v __attribute__((vector_size(2 * kLanes)));
+
+template <typename To, typename From>
+inline To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From), "bit_cast keeps the size");
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+inline f32v splat(float x) { return x - f32v{}; }
+
+template <int... kI>
+struct Indices {};
+template <int kN, int... kI>
+struct MakeIndices : MakeIndices<kN - 1, kN - 1, kI...> {};
+template <int... kI>
+struct MakeIndices<0, kI...> {
+  using type = Indices<kI...>;
+};
+using LaneIndices = typename MakeIndices<kLanes>::type;
+
+template <int... kI>
+inline i32v lane_numbers(Indices<kI...>) {
+  return i32v{kI...};
+}
+
+// Lanes with bit kW of their number clear from `a`, the others from `b`; swapped() reads lane ^ kW.
+template <int kW, int... kI>
+inline f32v blend(f32v a, f32v b, Indices<kI...>) {
+  return __builtin_shufflevector(a, b, (kI & kW ? kI + kLanes : kI)...);
+}
+template <int kW, int... kI>
+inline f32v swapped(f32v a, Indices<kI...>) {
+  return __builtin_shufflevector(a, a, (kI ^ kW)...);
+}
+
+// Sums across lanes of kLanes registers at once: lane i of the result is the sum of v[i].
+template <int kW = kLanes / 2>
+inline f32v sum_lanes(f32v* v) {
+  LaneIndices lanes;
+  for (int i = 0; i < kW; ++i) {
+    f32v kept = blend<kW>(v[i], v[i + kW], lanes);
+    f32v moved = blend<kW>(v[i + kW], v[i], lanes);
+    v[i] = kept + swapped<kW>(moved, lanes);
+  }
+  if constexpr (kW == 1) {
+    return v[0];
+  } else {
+    return sum_lanes<kW / 2>(v);
+  }
+}
+
+// Transposes kLanes x kLanes values of 32 bits in place.
+template <int kW = kLanes / 2>
+inline void transpose(f32v* v) {
+  LaneIndices lanes;
+  for (int base = 0; base < kLanes; base += 2 * kW) {
+    for (int i = base; i < base + kW; ++i) {
+      f32v moved = swapped<kW>(blend<kW>(v[i + kW], v[i], lanes), lanes);
+      f32v low = v[i], high = v[i + kW];
+      v[i] = blend<kW>(low, moved, lanes);
+      v[i + kW] = blend<kW>(moved, high, lanes);
+    }
+  }
+  if constexpr (kW > 1) transpose<kW / 2>(v);
+}
+
+inline f32v max(f32v a, f32v b) { return a > b ? a : b; }
+
+template <int kW = kLanes / 2>
+inline float max_lanes(f32v v) {
+  v = max(v, swapped<kW>(v, LaneIndices{}));
+  if constexpr (kW == 1) {
+    return v[0];
+  } else {
+    return max_lanes<kW / 2>(v);
+  }
+}
+
+template <int kW = kLanes / 2>
+inline float add_lanes(f32v v) {
+  v += swapped<kW>(v, LaneIndices{});
+  if constexpr (kW == 1) {
+    return v[0];
+  } else {
+    return add_lanes<kW / 2>(v);
+  }
+}
+
+// 2^x to about one unit in the last place; 0 below -127, NaN stays NaN. Callers keep x <= 0.
+inline f32v exp2(f32v x) {
+  // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum.
+  const f32v shift = splat(12582912.f);
+  x = x < splat(-127.f) ? splat(-127.f) : x;
+  f32v shifted = x + shift;
+  f32v f = x - (shifted - shift);
+  // Minimax polynomial of 2^f on [-0.5, 0.5], relative error 2e-9 before rounding.
+  f32v p = splat(1.53458118e-4f);
+  p = p * f + 1.33999312e-3f;
+  p = p * f + 9.61848896e-3f;
+  p = p * f + 5.55032878e-2f;
+  p = p * f + 0.240226469f;
+  p = p * f + 0.693147206f;
+  p = p * f + 1.f;
+  u32v exponent = (bit_cast<u32v>(shifted) + 127u) << 23;
+  return p * bit_cast<f32v>(exponent);
+}
+
+inline f32v pd_tanh(f32v x) {
+  f32v ax = x < splat(0.f) ? -x : x;
+  // Near 0 the quotient below cancels: there x + x^3 * (minimax polynomial in x^2), error 4e-9.
+  f32v z = x * x;
+  f32v p = splat(-5.71704495e-3f);
+  p = p * z + 2.06505872e-2f;
+  p = p * z - 5.37434981e-2f;
+  p = p * z + 0.133314913f;
+  p = p * z - 0.333332839f;
+  f32v small = x + x * z * p;
+  f32v e = exp2(ax * -2.8853900817779268f);  // exp(-2 |x|)
+  f32v large = (1.f - e) / (1.f + e);
+  large = x < splat(0.f) ? -large : large;
+  return ax < splat(0.625f) ? small : large;
+}
+
+// ---- stored numbers to floats and back. `load` reads kLanes elements, `load_tail` the first n of
+// ---- them (0 <= n < kLanes) and fills with 0.
+
+inline f32v half_to_float(u16v h) {
+#if defined(__AVX512F__)
+  return bit_cast<f32v>(_mm512_cvtph_ps(bit_cast<__m256i>(h)));
+#elif defined(__F16C__)
+  return bit_cast<f32v>(_mm256_cvtph_ps(bit_cast<__m128i>(h)));
+#else
+  u32v x = __builtin_convertvector(h, u32v);
+  u32v sign = (x & 0x8000u) << 16, magnitude = x & 0x7fffu;
+  u32v normal = (magnitude << 13) + (112u << 23);
+  u32v special = (magnitude << 13) | (255u << 23);
+  f32v subnormal = __builtin_convertvector(bit_cast<i32v>(magnitude), f32v) * 5.9604644775390625e-8f;  // 2^-24
+  u32v bits = magnitude >= 0x7c00u ? special : normal;
+  bits = magnitude < 0x400u ? bit_cast<u32v>(subnormal) : bits;
+  return bit_cast<f32v>(bits | sign);
+#endif
+}
+
+inline u16v float_to_half(f32v x) {
+#if defined(__AVX512F__)
+  return bit_cast<u16v>(_mm512_cvtps_ph(bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  return bit_cast<u16v>(_mm256_cvtps_ph(bit_cast<__m256>(x), _MM_FROUND_TO_NEAREST_INT));
+#else
+  u32v bits = bit_cast<u32v>(x);
+  u32v sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  u32v normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
+  // Below 2^-14: adding 0.5 leaves the value, rounded to the subnormal step, in the low bits.
+  u32v subnormal = bit_cast<u32v>(bit_cast<f32v>(magnitude) + 0.5f) - (126u << 23);
+  u32v half = magnitude < (113u << 23) ? subnormal : normal;
+  half = magnitude >= (143u << 23) - 0x1000u ? u32v{} + 0x7c00u : half;
+  half = magnitude > (255u << 23) ? u32v{} + 0x7e00u : half;
+  return __builtin_convertvector(half | sign, u16v);
+#endif
+}
+
+inline f32v bfloat_to_float(u16v b) { return bit_cast<f32v>(__builtin_convertvector(b, u32v) << 16); }
+
+inline u16v float_to_bfloat(f32v x) {
+  u32v bits = bit_cast<u32v>(x);
+  u32v rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  rounded = (bits & 0x7fffffffu) > (255u << 23) ? u32v{} + 0x7fc0u : rounded;
+  return __builtin_convertvector(rounded, u16v);
+}
+
+template <DType kType>
+inline f32v load(const void* source) {
+  if constexpr (kType == DType::kFloat32) {
+    f32v x;
+    memcpy(&x, source, sizeof x);
+    return x;
+  } else if constexpr (kType == DType::kFloat16 || kType == DType::kBFloat16) {
+    u16v x;
+    memcpy(&x, source, sizeof x);
+    return kType == DType::kFloat16 ? half_to_float(x) : bfloat_to_float(x);
+  } else {
+    const uint8_t* bytes = static_cast<const uint8_t*>(source);
+    const float* table = kType == DType::kFloat8E4M3 ? kE4M3Values.value : kE5M2Values.value;
+    f32v x;
+#if defined(__AVX512F__)
+    __m512i index = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+    x = bit_cast<f32v>(_mm512_i32gather_ps(index, table, 4));
+#else
+    for (int i = 0; i < kLanes; ++i) x[i] = table[bytes[i]];
+#endif
+    return x;
+  }
+}
+
+template <DType kType>
+inline f32v load_tail(const void* source, int64_t n) {
+  char padded[4 * kLanes] = {};
+  memcpy(padded, source, n * dtype_bytes(kType));
+  return load<kType>(padded);
+}
+
+template <DType kType>
+inline void store(void* target, f32v x) {
+  if constexpr (kType == DType::kFloat32) {
+    memcpy(target, &x, sizeof x);
+  } else {
+    u16v y = kType == DType::kFloat16 ? float_to_half(x) : float_to_bfloat(x);
+    memcpy(target, &y, sizeof y);
+  }
+}
+
+template <DType kType>
+inline void store_tail(void* target, f32v x, int64_t n) {
+  char padded[4 * kLanes];
+  store<kType>(padded, x);
+  memcpy(target, padded, n * dtype_bytes(kType));
+}
+
+}  // namespace
+}  // namespace paged_attn

@@ -1,0 +1,224 @@
+"""How close is close enough, said once, and `check`, which runs one case against the reference.
+
+The rule is FlashAttention's: the error against float64 may be at most twice that of a plain PyTorch computation with
+the same dtypes, plus two roundings of the output. Why: any kernel must read inputs of that dtype and may round the
+probabilities to it before the product with V (matrix units force this), so PyTorch doing just that shows what the
+dtype costs; the factor 2 covers another order of summation, the two roundings the output's own. Errors are measured
+per request, because lengths and scales differ between requests. In float32 a request of few keys is a small sample
+and PyTorch may be lucky in it, so every score may carry two roundings too (its sum, its factor), which adds nothing
+visible in 16 bits. fp8 gets no allowance: both sides start from the stored values times the descale. The lse has the
+same rule with ulps of float32, as it is never rounded further.
+"""
+
+import contextlib
+import math
+import random
+
+import cases
+import reference
+import torch
+
+SAMPLES = 2  # orders of summation tried in PyTorch
+NOT_SEMANTIC = ("out", "max_seqlen_q", "return_softmax_lse", "num_splits", "deterministic", "scheduler_metadata")
+
+
+def torch_attend(kwargs, k_cache, v_cache, seqlens_new, order):
+    """(out, lse, spread) by dense PyTorch: inputs as stored, scores and softmax in float32, probabilities rounded to q's dtype.
+
+    order 0 is the textbook. Every other order is a sample of what rounding does in a kernel: powers of 2, division
+    after the product with V, and sums in a random order. spread is how far out moves, at most, when every score moves
+    by the size of the numbers summed in it: sum over keys of p size (|v| + |out|).
+    """
+    q, cu_seqlens_q = kwargs["q"], kwargs.get("cu_seqlens_q")
+    q_heads, head_dim_v, dtype = q.shape[-2], v_cache.shape[-1], q.dtype
+    group = q_heads // k_cache.shape[2]
+    window_left, window_right = kwargs.get("window_size", (-1, -1))
+    window_right = 0 if kwargs.get("causal") else window_right
+    chunk, softcap, qv = kwargs.get("attention_chunk", 0), kwargs.get("softcap", 0.0), kwargs.get("qv")
+    scale = kwargs.get("softmax_scale")
+    scale = (q.shape[-1] + (head_dim_v if qv is not None else 0)) ** -0.5 if scale is None else scale
+    out, lse = torch.zeros(*q.shape[:-1], head_dim_v), torch.zeros(q.shape[:-1])
+    spread = torch.zeros_like(out)
+    outs, lses, spreads = (reference.per_request(x, cu_seqlens_q) for x in (out, lse, spread))
+    qvs = reference.per_request(qv, cu_seqlens_q) if qv is not None else None
+    for b, q_b in enumerate(reference.per_request(q, cu_seqlens_q)):
+        q_len, old_len = len(q_b), int(kwargs["cache_seqlens"][b])
+        if q_len == 0:
+            continue
+        kv_len, row = old_len + seqlens_new[b], int(kwargs["cache_batch_idx"][b]) if "cache_batch_idx" in kwargs else b
+        leftpad = int(kwargs["cache_leftpad"][b]) if "cache_leftpad" in kwargs else 0
+        rows = range(kv_len - q_len, kv_len)
+        seen = [reference.visible_keys(p, kv_len, leftpad, window_left, window_right, chunk) for p in rows]
+        keys, dims = sorted(set().union(*seen)), torch.arange(q_b.shape[-1])
+        if order:
+            keys, dims = random.Random(order).sample(keys, len(keys)), dims[torch.randperm(len(dims))]
+        mask = torch.tensor([[j in s for j in keys] for s in map(set, seen)], dtype=torch.bool).view(q_len, len(keys))
+        if "rotary_cos" in kwargs:
+            base = int(kwargs["rotary_seqlens"][b]) if "rotary_seqlens" in kwargs else old_len
+            moving = window_left >= 0 or window_right >= 0 or chunk > 0
+            positions = [base + t * moving for t in range(q_len)]
+            tables = (kwargs["rotary_cos"], kwargs["rotary_sin"], kwargs["rotary_interleaved"])
+            q_b = reference.rotate(q_b, positions, *tables).to(dtype)
+        table = kwargs.get("block_table")
+        k_scale, v_scale = (
+            kwargs[name][b].repeat_interleave(group) if name in kwargs else torch.ones(q_heads)
+            for name in ("k_descale", "v_descale")
+        )  # fmt: skip
+        key, value = (
+            reference.read(c, table, row, keys).float().repeat_interleave(group, 1) for c in (k_cache, v_cache)
+        )  # fmt: skip
+        s = torch.einsum("thd,nhd->htn", q_b.float()[..., dims], key[..., dims]) * k_scale[:, None, None]
+        size = torch.einsum("thd,nhd->htn", q_b.float() ** 2, key**2) * k_scale[:, None, None] ** 2  # of partial sums
+        if qvs is not None:
+            s = s + torch.einsum("thd,nhd->htn", qvs[b].float(), value) * v_scale[:, None, None]
+            size += torch.einsum("thd,nhd->htn", qvs[b].float() ** 2, value**2) * v_scale[:, None, None] ** 2
+        s, size = s * scale, size.sqrt() * scale
+        if softcap > 0:
+            s = softcap * torch.tanh(s / softcap)
+        if "alibi_slopes" in kwargs:
+            slope = kwargs["alibi_slopes"].expand(len(kwargs["cache_seqlens"]), q_heads)[b]
+            distance = (torch.tensor(list(rows))[:, None] - torch.tensor(keys, dtype=torch.int64)).abs()
+            s = s - slope[:, None, None] * distance
+        s = s.masked_fill(~mask, -torch.inf)
+        sink = kwargs["s_aux"].float() if "s_aux" in kwargs else torch.full((q_heads,), -torch.inf)
+        top = torch.cat([s, sink[:, None, None].expand(-1, q_len, 1)], 2).amax(2, keepdim=True).clamp(min=-1e30)
+        unit, power = (math.log2(math.e), torch.exp2) if order else (1.0, torch.exp)
+        p = power(s * unit - top * unit)
+        total = p.sum(2, keepdim=True) + power(sink[:, None, None] * unit - top * unit)
+        lses[b][:] = torch.where(total > 0, top + total.log(), -torch.inf)[..., 0].T
+        total = total.clamp(min=1e-37)
+        p = p.to(dtype).float() if order else (p / total).to(dtype).float()
+        result = torch.einsum("htn,nhd->thd", p, value) * v_scale[:, None]
+        outs[b][:] = (result / total.transpose(0, 1) if order else result).to(dtype).float()
+        weight = (p if not order else p / total) * (s.abs() + size).masked_fill(~mask, 0.0)
+        spreads[b][:] = torch.einsum("htn,nhd->thd", weight, value.abs()) * v_scale[:, None]
+        spreads[b] += weight.sum(2).T[..., None] * outs[b].abs()
+    return out, lse.transpose(-1, -2), spread
+
+
+def assert_within(name, actual, expected, bound):
+    """actual == expected up to bound, element by element; infinities and NaN must lie in the same places."""
+    actual = actual.detach().cpu().double()
+    assert actual.shape == expected.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    finite = torch.isfinite(expected)
+    wrong = (actual != expected) & ~finite | ~torch.isfinite(actual) & finite
+    wrong |= (torch.nan_to_num(actual) - torch.nan_to_num(expected)).abs() > torch.nan_to_num(bound)
+    if wrong.any():
+        excess = torch.where(wrong, torch.nan_to_num((actual - expected).abs() / bound, nan=torch.inf), -1.0)
+        worst = tuple(int(i) for i in torch.unravel_index(excess.argmax(), actual.shape))
+        raise AssertionError(
+            f"{name}: {int(wrong.sum())} of {wrong.numel()} wrong, worst at {worst}: got {actual[worst]:.9g}, "
+            f"expected {expected[worst]:.9g} +- {bound.expand(actual.shape)[worst]:.2g}"
+        )
+
+
+def assert_result(out, lse, kwargs, k_cache, v_cache, seqlens_new):
+    """The rule above. The caches hold the new tokens."""
+    options = {name: x for name, x in kwargs.items() if name not in (*NOT_SEMANTIC, "q", "k", "v", "cu_seqlens_k_new")}
+    expected, expected_lse = reference.attend(kwargs["q"], k_cache, v_cache, seqlens_new=seqlens_new, **options)
+    samples = [torch_attend(kwargs, k_cache, v_cache, seqlens_new, order) for order in range(SAMPLES)]
+    cu_seqlens_q = kwargs.get("cu_seqlens_q")
+
+    def worst_per_request(x, of):
+        """The largest error of the PyTorch samples in each request, spread over its elements."""
+        spread = torch.zeros_like(x)
+        error = torch.stack([torch.nan_to_num(sample - x).abs() for sample in of]).amax(0)
+        for into, err in zip(reference.per_request(spread, cu_seqlens_q), reference.per_request(error, cu_seqlens_q)):
+            into[:] = err.max() if err.numel() else 0.0
+        return spread
+
+    assert out.dtype == kwargs["q"].dtype, f"out is {out.dtype}"
+    rounding = torch.finfo(out.dtype)
+    bound = 2 * worst_per_request(expected, [out for out, _, _ in samples])
+    bound += rounding.eps * expected.abs() + rounding.tiny + torch.finfo(torch.float32).eps * samples[0][2]
+    assert_within("out", out, expected, bound)
+
+    assert lse.dtype == torch.float32, f"lse is {lse.dtype}"
+    swap = expected_lse.transpose(-1, -2).contiguous()
+    error = worst_per_request(swap, [lse.transpose(-1, -2) for _, lse, _ in samples]).transpose(-1, -2)
+    bound = 2 * error + 4 * torch.finfo(torch.float32).eps * expected_lse.abs().clamp(min=1)
+    assert_within("lse", lse, expected_lse, bound)
+
+
+def assert_same_bytes(name, actual, expected):
+    bits = reference.BITS[expected.itemsize]
+    wrong = actual.cpu().view(bits) != expected.view(bits)
+    if wrong.any():
+        first = tuple(int(i) for i in wrong.nonzero()[0])
+        raise AssertionError(
+            f"{name}: {int(wrong.sum())} of {wrong.numel()} elements changed or wrong, first at {first}: "
+            f"got {actual[first].item()}, expected {expected[first].item()}"
+        )
+
+
+def assert_caches(case, actual, before, kwargs):
+    """The storage holds the new tokens and is otherwise untouched, to the last guard byte.
+
+    Rotated keys may differ in the last place (products rounded in another order); every other byte is given.
+    """
+    expected = tuple(s.clone() for s in before.storage)
+    k_expected, v_expected = before.caches(expected)
+    if "k" in kwargs:
+        names = ("block_table", "cache_seqlens", "cu_seqlens_k_new", "cache_batch_idx", "rotary_cos", "rotary_sin",
+                 "rotary_interleaved", "rotary_seqlens", "k_descale", "v_descale")  # fmt: skip
+        options = {"block_table": None} | {name: kwargs[name] for name in names if name in kwargs}
+        reference.append(kwargs["k"], kwargs["v"], k_expected, v_expected, **options)
+    actual = tuple(s.cpu() for s in actual)
+    if case.rotary_dim:
+        k_actual = before.caches(actual)[0]
+        exact, got = k_expected.float().nan_to_num(), k_actual.float().nan_to_num()
+        size = exact.abs().amax(-1, keepdim=True)
+        info = torch.finfo(k_expected.dtype)
+        step = torch.maximum(info.eps * torch.maximum(exact.abs(), got.abs()), torch.tensor(info.tiny * info.eps))
+        near = (exact - got).abs() <= step + 4 * torch.finfo(torch.float32).eps * size
+        near &= k_expected.isnan() == k_actual.isnan()
+        bits = reference.BITS[k_expected.itemsize]
+        k_expected.view(bits)[near] = k_actual.view(bits)[near]
+    for name, s, e in zip(("storage of K", "storage of V"), actual, expected):
+        assert_same_bytes(name, s, e)
+
+
+@contextlib.contextmanager
+def one_thread():
+    """For the many small operations of the reference, which lose time when spread over threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(paged_attn, call, **overrides):
+    """(out, lse) of a call, the caches changed in place."""
+    k_cache, v_cache = call.caches()
+    return paged_attn.flash_attn_with_kvcache(k_cache=k_cache, v_cache=v_cache, **(call.kwargs | overrides))
+
+
+def with_tensor_lengths(call):
+    """The keyword arguments with cache_seqlens as a tensor, as the reference reads them."""
+    lens = call.kwargs["cache_seqlens"]
+    return call.kwargs | ({} if isinstance(lens, torch.Tensor) else {"cache_seqlens": torch.full((call.case.batch,), lens)})
+
+
+def check(paged_attn, case, device="cpu", **overrides):
+    """Runs a case and compares everything: output, lse, cache contents, untouched bytes."""
+    with one_thread():
+        before = cases.build(case)
+        call = cases.build(case).to(device)
+    out, lse = run(paged_attn, call, **overrides)
+    with one_thread():
+        judge(out, lse, call, before)
+
+
+def judge(out, lse, call, before):
+    """The results and the caches of a call, before being the same call not made."""
+    case = call.case
+    try:
+        if case.give_out:
+            assert out.data_ptr() == call.kwargs["out"].data_ptr(), "the result is not in the given out"
+        kwargs = with_tensor_lengths(before)
+        after = tuple(s.cpu() for s in call.storage)
+        assert_caches(case, after, before, kwargs)
+        # The attention is judged on the keys as written: a last place of a rotated key is no error of the attention.
+        assert_result(out, lse, kwargs, *before.caches(after), before.seqlens_new)
+    except AssertionError as error:
+        raise AssertionError(f"{case}: {error}") from None

@@ -1,0 +1,86 @@
+// Shape checks with symbolic sizes: a Dim takes the size it meets first and compares it from then
+// on, so one line is both the shape comment and the check.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <initializer_list>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace paged_attn {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+[[noreturn]] inline void fail(const std::string& message) { throw std::runtime_error(message); }
+
+inline std::string str(int64_t x) { return std::to_string(x); }
+
+inline const char* str(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float: return "float32";
+    case ScalarType::Half: return "float16";
+    case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Float8_e4m3fn: return "float8_e4m3fn";
+    case ScalarType::Float8_e5m2: return "float8_e5m2";
+    case ScalarType::Int: return "int32";
+    case ScalarType::Long: return "int64";
+    case ScalarType::Double: return "float64";
+    case ScalarType::Bool: return "bool";
+    case ScalarType::Byte: return "uint8";
+    case ScalarType::Char: return "int8";
+    case ScalarType::Short: return "int16";
+    default: return "another dtype";
+  }
+}
+
+inline std::string shape_str(const Tensor& t) {
+  std::string s = "[";
+  for (int64_t i = 0; i < t.dim(); ++i) s += (i ? ", " : "") + str(t.size(i));
+  return std::string(str(t.scalar_type())) + " " + s + "]";
+}
+
+struct Dim {
+  const char* name;
+  const char* origin = nullptr;  // the tensor that fixed the size; nullptr: still free
+  int64_t size = 0;
+
+  explicit Dim(const char* dim_name) : name(dim_name) {}
+  Dim(const char* dim_name, int64_t fixed, const char* from) : name(dim_name), origin(from), size(fixed) {}
+
+  std::string describe() const {
+    return origin ? std::string(name) + " = " + str(size) + " (from " + origin + ")" : std::string(name);
+  }
+};
+
+// Checks dtype, shape, a contiguous last dimension and the device. A stride-0 dimension is fine.
+inline void check(const Tensor& t, const char* name, std::initializer_list<ScalarType> dtypes,
+                  std::initializer_list<Dim*> shape, const Tensor& like) {
+  bool dtype_ok = false, shape_ok = t.dim() == static_cast<int64_t>(shape.size());
+  std::string expected;
+  for (ScalarType type : dtypes) {
+    dtype_ok |= t.scalar_type() == type;
+    expected += (expected.empty() ? "" : " or ") + std::string(str(type));
+  }
+  expected += " [";
+  int64_t i = 0;
+  for (Dim* dim : shape) {
+    if (shape_ok && !dim->origin) {
+      dim->origin = name;
+      dim->size = t.size(i);
+    }
+    shape_ok = shape_ok && t.size(i) == dim->size;
+    expected += (i ? ", " : "") + dim->describe();
+    ++i;
+  }
+  if (!dtype_ok || !shape_ok) fail(std::string(name) + ": expected " + expected + "], got " + shape_str(t));
+  if (t.dim() > 0 && t.numel() > 0 && t.size(t.dim() - 1) > 1 && t.stride(t.dim() - 1) != 1)
+    fail(std::string(name) + ": expected a contiguous last dimension (stride 1), got stride " + str(t.stride(t.dim() - 1)));
+  if (t.device() != like.device()) fail(std::string(name) + ": expected a tensor on the device of q, got one on another device");
+}
+
+}  // namespace paged_attn

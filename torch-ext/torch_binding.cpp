@@ -1,0 +1,43 @@
+// Schemas and registration, on torch's stable ABI.
+#include <torch/csrc/stable/library.h>
+
+#include "backend.h"
+#include "paged_attn_op.h"
+#include "registration.h"
+
+// One function under two schemas: only with new keys and values does it change the caches, and only
+// then may torch.compile treat them as changed (it would copy a cache to be safe).
+#define PAGED_ATTN_ARGUMENTS(CACHES, NEW)                                                                            \
+  "(Tensor q, " CACHES                                                                                               \
+  ", Tensor(c!) out, Tensor(d!)? lse, Tensor? cache_seqlens, Tensor? block_table, float softmax_scale, "             \
+  "int window_left, int window_right, float softcap, int num_splits, bool deterministic, " NEW                       \
+  ", Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, int max_seqlen_q=0, "      \
+  "Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None, Tensor? alibi_slopes=None, Tensor? sinks=None, "        \
+  "int attention_chunk=0, Tensor? qv=None, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, " \
+  "Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=True, Tensor? rotary_seqlens=None) -> ()"
+
+STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
+  ops.def("flash_attn_with_kvcache" PAGED_ATTN_ARGUMENTS("Tensor k_cache, Tensor v_cache", "Tensor? k=None, Tensor? v=None"));
+  ops.def("flash_attn_with_kvcache_append" PAGED_ATTN_ARGUMENTS("Tensor(a!) k_cache, Tensor(b!) v_cache", "Tensor? k, Tensor? v"));
+  ops.def(
+      "kv_paged_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? block_table, "
+      "Tensor? cache_seqlens, Tensor? cu_seqlens_k_new=None, Tensor? slot_mapping=None, Tensor? k_descale=None, "
+      "Tensor? v_descale=None) -> ()");
+  ops.def("instruction_set() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CompositeExplicitAutograd, ops) {
+  ops.impl("instruction_set", TORCH_BOX(&paged_attn::instruction_set));
+}
+
+#if defined(CPU_KERNEL)
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
+#elif defined(CUDA_KERNEL)
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
+#endif
+  ops.impl("flash_attn_with_kvcache", TORCH_BOX(&paged_attn::flash_attn_with_kvcache));
+  ops.impl("flash_attn_with_kvcache_append", TORCH_BOX(&paged_attn::flash_attn_with_kvcache));
+  ops.impl("kv_paged_write", TORCH_BOX(&paged_attn::kv_paged_write));
+}
+
+REGISTER_EXTENSION(TORCH_EXTENSION_NAME)
