@@ -3,9 +3,10 @@
 //
 // A warp takes a tile of keys of one (request, kv_head). Keys are the M side of both products, rows the N side:
 // S^T = K Q^T and O^T = V^T P^T, so 8 rows (a group of heads, several tokens) fill a matrix tile and one row wastes
-// nothing of the memory's time. The order of the terms of a product is free, so each lane copies exactly the 16-byte
-// pieces whose values it will multiply: its part of shared memory is a queue of its own, several tiles deep, read without
-// conflicts, barriers or address swizzles. The copies run ahead across the end of a segment into the next one.
+// nothing of the memory's time. The order of the terms of a product is free, so a lane's 16-byte pieces hold whole terms
+// and no value changes lanes on its way to the matrix unit. Each warp has a queue of its own in shared memory, several
+// tiles deep, which it fills by asynchronous copies of whole 128-byte lines (half lines cost a quarter of the bandwidth)
+// and reads without a barrier of the block. The copies run ahead across the end of a segment into the next one.
 //
 // Grid: plan.blocks thread blocks of `warps` warps; the warps of a block take the tiles of a segment in turns.
 // Shared memory: the queues, warp by warp; then accumulators and (m, l) for the merge of the warps.
@@ -27,9 +28,15 @@ struct DecodeShape {
   // Tiles of about 8 KiB: K and V of 16 keys, or 32 when a row is short.
   static constexpr int kTileKeys = kHeadDim * Kv::kBytes <= 128 ? 32 : 16;
   static constexpr int kSubTiles = kTileKeys / 16;
-  static constexpr int kStageBytesK = kSubTiles * kChunksK * 2 * kWarp * 16;
-  static constexpr int kStageBytes = kStageBytesK + kSubTiles * kChunksV * 4 * kWarp * kCopyBytesV;
+  // 16-byte pieces of a row of keys or values.
+  static constexpr int kPieces = kHeadDim * Kv::kBytes / 16;
+  static constexpr int kStageBytesK = kTileKeys * kPieces * 16;
+  static constexpr int kStageBytes = 2 * kStageBytesK;
   static constexpr int kStages = kStageBytes >= 8192 ? 3 : 6;
+  // Places of pieces in a row of shared memory, such that the 8 lanes that read at a time find them in different banks:
+  // of keys, 4 pieces of rows g and g + 1; of values, 2 pieces of rows 2t. Rows of 64 bytes have too few for that.
+  static PD_MEMBER int place_k(int row, int piece) { return kPieces < 8 ? piece : piece ^ (row % 2 * 4); }
+  static PD_MEMBER int place_v(int row, int piece) { return kPieces < 8 ? piece : piece ^ (row / 2 % 4 * 2); }
   static constexpr int kAccRegs = kHeadDim / 16 * 4 * kRowTiles;
   static constexpr bool kBf16 = IsBf16<Kv>::value;
   static constexpr bool kFp8 = Kv::kBytes == 1;
@@ -95,50 +102,43 @@ struct TileLoader {
     if (page >= p.cache.num_pages) page = -1;
   }
 
+  static constexpr uint32_t kNowhere = ~0u;
+
+  // All rows of a tile, 8 consecutive lanes to a line: the memory system takes 8 lanes of 16 bytes at a time.
+  template <bool kValues>
+  PD_MEMBER void copy_rows(uint32_t stage, const char* head, uint32_t place_of_key, int head_dim) {
+    constexpr int kLanes = Shape::kPieces < 8 ? Shape::kPieces : 8, kRows = kWarp / kLanes;
+    const int lane = threadIdx.x % kWarp, first_row = lane / kLanes, piece = lane % kLanes;
+    const uint32_t target = stage + (first_row * Shape::kPieces +
+                                     (kValues ? Shape::place_v(first_row, piece) : Shape::place_k(first_row, piece))) * 16;
+#pragma unroll
+    for (int row = 0; row < Shape::kTileKeys; row += kRows) {
+      uint32_t place = __shfl_sync(~0u, place_of_key, row + first_row);
+      const char* source = head + static_cast<uint64_t>(place == kNowhere ? 0 : place) * 16 + piece * 16;
+      // The place of a piece depends on its row modulo 8, and with 4 rows at a time that is one of two.
+      const uint32_t exchange = kValues && kRows == 4 && row % 8 != 0 ? 4 * 16 : 0;
+#pragma unroll
+      for (int c = 0; c < Shape::kPieces; c += kLanes) {
+        bool valid = place != kNowhere && (c + piece) * Shape::kVecK < head_dim;
+        copy_async<16>((target ^ exchange) + (row * Shape::kPieces + c) * 16, valid ? source + c * 16 : head, valid);
+      }
+    }
+  }
+
   // Starts the copies of one tile into a stage and moves on. Always one group, so that groups count tiles.
   PD_MEMBER void copy(const Problem& p, const Plan& plan, uint32_t stage) {
     if (live) {
       const Cache& cache = p.cache;
-      const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
       // In units of 16 bytes a cache of 64 GiB fits into 32 bits, half of the registers and shuffles of a pointer.
-      const uint32_t none = ~0u;
       const bool found = page >= 0;
       uint32_t k_place = found ? static_cast<uint32_t>((page * cache.k_stride_page + slot * cache.k_stride_slot) *
                                                         Kv::kBytes / 16)
-                               : none;
+                               : kNowhere;
       uint32_t v_place = found ? static_cast<uint32_t>((page * cache.v_stride_page + slot * cache.v_stride_slot) *
                                                         Kv::kBytes / 16)
-                               : none;
-      uint32_t target = stage + lane * 16;
-#pragma unroll
-      for (int sub = 0; sub < Shape::kSubTiles; ++sub) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          uint32_t place = __shfl_sync(~0u, k_place, sub * 16 + half * 8 + g);
-          const char* row = k_head + static_cast<uint64_t>(place == none ? 0 : place) * 16 + t * 16;
-#pragma unroll
-          for (int chunk = 0; chunk < Shape::kChunksK; ++chunk) {
-            bool valid = place != none && (chunk * 4 + t) * Shape::kVecK < p.head_dim;
-            copy_async<16>(target, valid ? row + chunk * 64 : k_head, valid);
-            target += kWarp * 16;
-          }
-        }
-      }
-      target = stage + Shape::kStageBytesK + lane * Shape::kCopyBytesV;
-#pragma unroll
-      for (int sub = 0; sub < Shape::kSubTiles; ++sub) {
-#pragma unroll
-        for (int quarter = 0; quarter < 4; ++quarter) {
-          uint32_t place = __shfl_sync(~0u, v_place, sub * 16 + t * 2 + quarter % 2 + quarter / 2 * 8);
-          const char* row = v_head + static_cast<uint64_t>(place == none ? 0 : place) * 16 + g * Shape::kCopyBytesV;
-#pragma unroll
-          for (int chunk = 0; chunk < Shape::kChunksV; ++chunk) {
-            bool valid = place != none && (chunk * 8 + g) * Shape::kVecV < p.head_dim_v;
-            copy_async<Shape::kCopyBytesV>(target, valid ? row + chunk * 8 * Shape::kCopyBytesV : v_head, valid);
-            target += kWarp * Shape::kCopyBytesV;
-          }
-        }
-      }
+                               : kNowhere;
+      copy_rows<false>(stage, k_head, k_place, static_cast<int>(p.head_dim));
+      copy_rows<true>(stage + Shape::kStageBytesK, v_head, v_place, static_cast<int>(p.head_dim_v));
       tile += blockDim.x / kWarp;
       if (tile < segment.tile_end) {
         find_pages(p, plan);
@@ -350,7 +350,8 @@ struct Rows {
   }
 
   PD_MEMBER void score_keys(uint32_t stage, float (&s)[Shape::kSubTiles][kRowTiles][4]) {
-    const uint32_t source = stage + threadIdx.x % kWarp * 16;
+    const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
+    const uint32_t source = stage + g * Shape::kPieces * 16;
 #pragma unroll
     for (int sub = 0; sub < Shape::kSubTiles; ++sub) {
 #pragma unroll
@@ -360,8 +361,9 @@ struct Rows {
 #pragma unroll
       for (int chunk = 0; chunk < Shape::kChunksK; ++chunk) {
         uint32_t low[4], high[4];  // keys g and g + 8
-        load_shared<16>(source + (sub * 2 * Shape::kChunksK + chunk) * kWarp * 16, low);
-        load_shared<16>(source + ((sub * 2 + 1) * Shape::kChunksK + chunk) * kWarp * 16, high);
+        const uint32_t piece = source + Shape::place_k(g, chunk * 4 + t) * 16;
+        load_shared<16>(piece + sub * 16 * Shape::kPieces * 16, low);
+        load_shared<16>(piece + (sub * 16 + 8) * Shape::kPieces * 16, high);
 #pragma unroll
         for (int step = 0; step < Shape::kVecK / 4; ++step)
 #pragma unroll
@@ -431,7 +433,8 @@ struct Rows {
   }
 
   PD_MEMBER void add_values(uint32_t stage, const float (&s)[Shape::kSubTiles][kRowTiles][4]) {
-    const uint32_t source = stage + Shape::kStageBytesK + threadIdx.x % kWarp * Shape::kCopyBytesV;
+    const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
+    const uint32_t source = stage + Shape::kStageBytesK + t * 2 * Shape::kPieces * 16;
 #pragma unroll
     for (int sub = 0; sub < Shape::kSubTiles; ++sub) {
       uint32_t probability[kRowTiles][2];
@@ -445,8 +448,12 @@ struct Rows {
         uint32_t v[4][Shape::kCopyBytesV / 4];  // keys 2t, 2t + 1, 2t + 8, 2t + 9
 #pragma unroll
         for (int quarter = 0; quarter < 4; ++quarter) {
-          load_shared<Shape::kCopyBytesV>(
-              source + ((sub * 4 + quarter) * Shape::kChunksV + chunk) * kWarp * Shape::kCopyBytesV, v[quarter]);
+          const uint32_t row = source + (sub * 16 + quarter / 2 * 8 + quarter % 2) * Shape::kPieces * 16;
+          if constexpr (Shape::kCopyBytesV == 16) {
+            load_shared<16>(row + Shape::place_v(2 * t, chunk * 8 + g) * 16, v[quarter]);
+          } else {
+            load_shared<8>(row + (chunk * 8 + g) * 8, v[quarter]);
+          }
         }
 #pragma unroll
         for (int j = 0; j < Shape::kVecV / 2; ++j) {
@@ -624,9 +631,14 @@ __global__ void __launch_bounds__(128, 1)
 
     // For each tile of this warp: copy a later one, attend
     for (int tile = segment.tile + warp; tile < segment.tile_end; tile += warps) {
+      // The tile has arrived for every lane, and every lane is done with the stage that is filled next.
+      copy_wait<Shape::kStages - 2>();
+      __syncwarp();
       loader.copy(p, plan, queue + copy_stage * Shape::kStageBytes);
       copy_stage = copy_stage + 1 == Shape::kStages ? 0 : copy_stage + 1;
-      copy_wait<Shape::kStages - 1>();
+#ifdef PA_NOCOMPUTE
+      if (p.batch < 0)
+#endif
       rows.attend(p, plan, walker.item, segment.head, queue + read_stage * Shape::kStageBytes, tile);
       read_stage = read_stage + 1 == Shape::kStages ? 0 : read_stage + 1;
     }

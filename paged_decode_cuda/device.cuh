@@ -26,6 +26,9 @@ PD_DEVICE float pd_tanh(float x) { return 1.f - 2.f / (exp2f(2.f * PD_LOG2E * x)
 
 namespace paged_attn {
 
+#ifndef PA_HINT
+#define PA_HINT ".L2::128B"
+#endif
 constexpr int kWarp = 32;
 
 PD_DEVICE float fast_exp2(float x) {
@@ -52,11 +55,11 @@ template <int kBytes>
 PD_DEVICE void copy_async(uint32_t shared, const void* global, bool valid) {
   int bytes = valid ? kBytes : 0;
   if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
+    asm volatile("cp.async.cg.shared.global" PA_HINT " [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
                  : "memory");
   } else {
     static_assert(kBytes == 8, "copies are 8 or 16 bytes wide");
-    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(bytes)
+    asm volatile("cp.async.ca.shared.global" PA_HINT " [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(bytes)
                  : "memory");
   }
 }

@@ -15,9 +15,17 @@
 #include "merge.cuh"
 #include "simt.cuh"
 
+// The header above declares it only where USE_CUDA is defined, which not every build does.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+
 namespace paged_attn {
 namespace {
 
+#ifdef PAGED_ATTN_TUNE
+int tune(const char* name, int value) { const char* t = getenv(name); return t ? atoi(t) : value; }
+#else
+constexpr int tune(const char*, int value) { return value; }
+#endif
 constexpr int kMaxWarps = 4;
 constexpr int kMaxSplits = 256;
 constexpr int kMaxBalancedItems = 1024;  // every block scans them all
@@ -94,7 +102,7 @@ void launch(const void* kernel, dim3 grid, int threads, int shared_bytes, cudaSt
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
-  config.numAttrs = device.capability >= 90 ? 1 : 0;
+  config.numAttrs = tune("PA_PDL", 1) && device.capability >= 90 ? 1 : 0;
   void* pointers[] = {&arguments...};
   check_cuda(cudaLaunchKernelExC(&config, kernel, pointers), "launch");
 }
@@ -195,15 +203,15 @@ void attend(const Problem& p, int device_index, const Device& device, cudaStream
   int warps = kSimtWarps, shared_bytes = 0;
   if (matrix) {
     auto bytes = [&](int w) { return w * decode.shared_bytes_per_warp + w / 2 * decode.shared_bytes_per_merge; };
-    warps = kMaxWarps;
+    warps = tune("PA_WARPS", kMaxWarps);
     while (warps > 1 && bytes(warps) > device.shared_per_block - 1024) warps /= 2;
     shared_bytes = bytes(warps);
-    const int per_processor = blocks_per_processor(kernel, device_index, warps * kWarp, shared_bytes);
+    const int per_processor = std::min(tune("PA_BPS", 8), blocks_per_processor(kernel, device_index, warps * kWarp, shared_bytes));
     const int64_t most_units = items * p.kv_heads * (capacity(p) / plan.tile_keys + 2);
     if (p.num_splits == 0 && !p.deterministic && items <= kMaxBalancedItems && most_units <= INT32_MAX) {
       plan.balanced = true;
       plan.blocks = device.processors * per_processor;
-      plan.min_units = 2 * warps;
+      plan.min_units = tune("PA_MINU", 2) * warps;
       plan.max_splits = FastDivisor(1);
     } else {
       plan_fixed_splits(p, 2048, p.deterministic && items <= kMaxBalancedItems ? 16 : 1, plan);
