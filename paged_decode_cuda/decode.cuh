@@ -8,8 +8,8 @@
 // tiles deep, which it fills by asynchronous copies of whole 128-byte lines (half lines cost a quarter of the bandwidth)
 // and reads without a barrier of the block. The copies run ahead across the end of a segment into the next one.
 //
-// Grid: plan.blocks thread blocks of `warps` warps; the warps of a block take the tiles of a segment in turns.
-// Shared memory: the queues, warp by warp; then accumulators and (m, l) for the merge of the warps.
+// Grid: plan.blocks thread blocks; the warps of a block take the tiles of a segment in turns.
+// Shared memory: the queues, warp by warp, whose free stages also carry the accumulators when the warps merge; then (m, l).
 #pragma once
 
 #include "work.cuh"
@@ -19,34 +19,42 @@ namespace paged_attn {
 template <typename Kv, int kHeadDim, int kRowTiles>
 struct DecodeShape {
   static constexpr int kRows = 8 * kRowTiles;
-  // Elements of a copy, of keys and of values: 8 lanes share a row of values.
+  // Elements of a 16-byte piece; of values a lane takes fewer when 8 lanes share a short row.
   static constexpr int kVecK = 16 / Kv::kBytes;
   static constexpr int kVecV = kVecK < kHeadDim / 8 ? kVecK : kHeadDim / 8;
-  static constexpr int kCopyBytesV = kVecV * Kv::kBytes;
   static constexpr int kChunksK = kHeadDim / (4 * kVecK);
   static constexpr int kChunksV = kHeadDim / (8 * kVecV);
-  // Tiles of about 8 KiB: K and V of 16 keys, or 32 when a row is short.
-  static constexpr int kTileKeys = kHeadDim * Kv::kBytes <= 128 ? 32 : 16;
+  static constexpr int kPieces = kHeadDim * Kv::kBytes / 16;  // of a row
+  // K and V of 16 keys are a tile, or of 32 when a row is short: 8 KiB mostly.
+  static constexpr int kTileShift = kHeadDim * Kv::kBytes <= 128 ? 5 : 4;
+  static constexpr int kTileKeys = 1 << kTileShift;
   static constexpr int kSubTiles = kTileKeys / 16;
-  // 16-byte pieces of a row of keys or values.
-  static constexpr int kPieces = kHeadDim * Kv::kBytes / 16;
   static constexpr int kStageBytesK = kTileKeys * kPieces * 16;
   static constexpr int kStageBytes = 2 * kStageBytesK;
-  static constexpr int kStages = kStageBytes >= 8192 ? 3 : 6;
+  // What fits beside each other on a multiprocessor: the registers of 16 rows allow two blocks, of 8 rows three.
+  static constexpr bool kWide = kStageBytes > 8192;
+  static constexpr int kWarps = kWide ? 3 : 4;
+  static constexpr int kBlocks = kWide || kRowTiles > 1 ? 2 : 3;
+  static constexpr int kStages = 227 * 1024 / kBlocks / (kWarps * kStageBytes) > 4 ? 4 : 227 * 1024 / kBlocks / (kWarps * kStageBytes);
+  static constexpr bool kBf16 = IsBf16<Kv>::value;
+  static constexpr bool kFp8 = Kv::kBytes == 1;
+
   // Places of pieces in a row of shared memory, such that the 8 lanes that read at a time find them in different banks:
   // of keys, 4 pieces of rows g and g + 1; of values, 2 pieces of rows 2t. Rows of 64 bytes have too few for that.
   static PD_MEMBER int place_k(int row, int piece) { return kPieces < 8 ? piece : piece ^ (row % 2 * 4); }
   static PD_MEMBER int place_v(int row, int piece) { return kPieces < 8 ? piece : piece ^ (row / 2 % 4 * 2); }
-  static constexpr int kAccRegs = kHeadDim / 16 * 4 * kRowTiles;
-  static constexpr bool kBf16 = IsBf16<Kv>::value;
-  static constexpr bool kFp8 = Kv::kBytes == 1;
+
+  // Queues of the warps, then (m, l) of their rows.
   static constexpr int kQueueBytes = kStages * kStageBytes;
+  static constexpr int kSharedBytes = kWarps * (kQueueBytes + kRows * static_cast<int>(sizeof(float2)));
+  static_assert(kStages >= 2 && kRows * kHeadDim * 4 <= kStageBytes, "a stage also holds the accumulators of a warp");
 };
 
 // Copies tiles into the queue of its warp, up to kStages - 1 tiles ahead of their use.
 template <typename Kv, int kHeadDim, int kRowTiles>
 struct TileLoader {
   using Shape = DecodeShape<Kv, kHeadDim, kRowTiles>;
+  static constexpr uint32_t kNowhere = ~0u;
 
   Walker walker;
   Segment segment;
@@ -57,96 +65,77 @@ struct TileLoader {
   int base_page, base_slot;  // of a request without a table
   const char *k_head, *v_head;
 
-  PD_MEMBER void start(const Problem& p, const Plan& plan, const Walker& first) {
+  PD_MEMBER void start(const Walker& first) {
     walker = first;
     tile = 0;
     segment.tile_end = 0;
-    find_tile(p, plan, threadIdx.x / kWarp);
-  }
-
-  // Moves to the next segment until this warp has a tile in it.
-  PD_MEMBER void find_tile(const Problem& p, const Plan& plan, int warp) {
     live = true;
-    while (tile >= segment.tile_end) {
-      if (!walker.next(p, plan, segment)) {
-        live = false;
-        return;
-      }
-      tile = segment.tile + warp;
-    }
-    const Cache& cache = p.cache;
-    k_head = static_cast<const char*>(cache.k) + segment.head * cache.k_stride_head * Kv::kBytes;
-    v_head = static_cast<const char*>(cache.v) + segment.head * cache.v_stride_head * Kv::kBytes;
-    int b = walker.item.b;
-    pages = cache.block_table ? cache.block_table + table_row(p, b) * cache.block_table_stride : nullptr;
-    base_page = cache.cu_seqlens_k ? 0 : table_row(p, b);
-    base_slot = cache.cu_seqlens_k ? cache.cu_seqlens_k[b] : 0;
-    find_pages(p, plan);
   }
 
-  // Looks up the pages of `tile`, one tile before they are needed.
-  PD_MEMBER void find_pages(const Problem& p, const Plan& plan) {
-    int key = tile * Shape::kTileKeys + threadIdx.x % Shape::kTileKeys;
+  // Moves to the next segment until this warp has a tile in it, and looks up its pages, one tile before they are needed.
+  PD_MEMBER void find_tile(const Problem& p, const Plan& plan) {
+    const Cache& cache = p.cache;
+    if (tile >= segment.tile_end) {
+      do {
+        live = walker.next(p, plan, segment);
+        if (!live) return;
+        tile = segment.tile + threadIdx.x / kWarp;
+      } while (tile >= segment.tile_end);
+      k_head = static_cast<const char*>(cache.k) + segment.head * cache.k_stride_head * Kv::kBytes;
+      v_head = static_cast<const char*>(cache.v) + segment.head * cache.v_stride_head * Kv::kBytes;
+      const int b = walker.item.b;
+      base_page = cache.cu_seqlens_k ? 0 : table_row(p, b);
+      base_slot = cache.cu_seqlens_k ? cache.cu_seqlens_k[b] : 0;
+      pages = cache.block_table ? cache.block_table + base_page * cache.block_table_stride : nullptr;
+    }
+    const int key = tile * Shape::kTileKeys + threadIdx.x % Shape::kTileKeys;
     page = -1;
-    slot = key;
     if (key < walker.item.key_begin || key >= walker.item.key_end) return;
     if (pages) {
-      int index = plan.page_size.divide(key);
+      const int index = plan.page_size.divide(key);
       slot = key - index * static_cast<int>(plan.page_size.divisor);
-      if (index < p.cache.max_pages) page = pages[index];
+      if (index < cache.max_pages) page = pages[index];
     } else {
-      page = base_page;
       slot = base_slot + key;
-      if (slot >= p.cache.page_size) page = -1;
-    }
-    if (page >= p.cache.num_pages) page = -1;
-  }
-
-  static constexpr uint32_t kNowhere = ~0u;
-
-  // All rows of a tile, 8 consecutive lanes to a line: the memory system takes 8 lanes of 16 bytes at a time.
-  template <bool kValues>
-  PD_MEMBER void copy_rows(uint32_t stage, const char* head, uint32_t place_of_key, int head_dim) {
-    constexpr int kLanes = Shape::kPieces < 8 ? Shape::kPieces : 8, kRows = kWarp / kLanes;
-    const int lane = threadIdx.x % kWarp, first_row = lane / kLanes, piece = lane % kLanes;
-    const uint32_t target = stage + (first_row * Shape::kPieces +
-                                     (kValues ? Shape::place_v(first_row, piece) : Shape::place_k(first_row, piece))) * 16;
-#pragma unroll
-    for (int row = 0; row < Shape::kTileKeys; row += kRows) {
-      uint32_t place = __shfl_sync(~0u, place_of_key, row + first_row);
-      const char* source = head + static_cast<uint64_t>(place == kNowhere ? 0 : place) * 16 + piece * 16;
-      // The place of a piece depends on its row modulo 8, and with 4 rows at a time that is one of two.
-      const uint32_t exchange = kValues && kRows == 4 && row % 8 != 0 ? 4 * 16 : 0;
-#pragma unroll
-      for (int c = 0; c < Shape::kPieces; c += kLanes) {
-        bool valid = place != kNowhere && (c + piece) * Shape::kVecK < head_dim;
-        copy_async<16>((target ^ exchange) + (row * Shape::kPieces + c) * 16, valid ? source + c * 16 : head, valid);
-      }
+      if (slot < cache.page_size) page = base_page;
     }
   }
 
   // Starts the copies of one tile into a stage and moves on. Always one group, so that groups count tiles.
   PD_MEMBER void copy(const Problem& p, const Plan& plan, uint32_t stage) {
     if (live) {
-      const Cache& cache = p.cache;
-      // In units of 16 bytes a cache of 64 GiB fits into 32 bits, half of the registers and shuffles of a pointer.
-      const bool found = page >= 0;
-      uint32_t k_place = found ? static_cast<uint32_t>((page * cache.k_stride_page + slot * cache.k_stride_slot) *
-                                                        Kv::kBytes / 16)
-                               : kNowhere;
-      uint32_t v_place = found ? static_cast<uint32_t>((page * cache.v_stride_page + slot * cache.v_stride_slot) *
-                                                        Kv::kBytes / 16)
-                               : kNowhere;
+      // In pieces of 16 bytes a cache of 64 GiB fits into 32 bits, half of the registers and shuffles of a pointer.
+      const bool found = static_cast<uint32_t>(page) < static_cast<uint32_t>(p.cache.num_pages);
+      const uint32_t k_place = found ? page * plan.k_page_pieces + slot * plan.k_slot_pieces : kNowhere;
+      const uint32_t v_place = found ? page * plan.v_page_pieces + slot * plan.v_slot_pieces : kNowhere;
       copy_rows<false>(stage, k_head, k_place, static_cast<int>(p.head_dim));
       copy_rows<true>(stage + Shape::kStageBytesK, v_head, v_place, static_cast<int>(p.head_dim_v));
-      tile += blockDim.x / kWarp;
-      if (tile < segment.tile_end) {
-        find_pages(p, plan);
-      } else {
-        find_tile(p, plan, threadIdx.x / kWarp);
-      }
+      tile += Shape::kWarps;
+      find_tile(p, plan);
     }
     copy_commit();
+  }
+
+  // All rows of a tile, 8 consecutive lanes to a line: the memory system takes 8 lanes of 16 bytes at a time.
+  template <bool kValues>
+  PD_MEMBER void copy_rows(uint32_t stage, const char* head, uint32_t place_of_key, int head_dim) {
+    constexpr int kLanes = Shape::kPieces < 8 ? Shape::kPieces : 8, kRows = kWarp / kLanes;
+    const int lane = threadIdx.x % kWarp, first_row = lane / kLanes, piece = lane % kLanes;
+    const int place = kValues ? Shape::place_v(first_row, piece) : Shape::place_k(first_row, piece);
+    const uint32_t target = stage + (first_row * Shape::kPieces + place) * 16;
+    head += piece * 16;
+#pragma unroll
+    for (int row = 0; row < Shape::kTileKeys; row += kRows) {
+      const uint32_t offset = __shfl_sync(~0u, place_of_key, row + first_row);
+      const char* source = head + static_cast<uint64_t>(offset == kNowhere ? 0 : offset) * 16;
+      // The place of a piece of values depends on its row modulo 8; four rows at a time make two cases.
+      const uint32_t exchange = kValues && kRows == 4 && row % 8 != 0 ? 4 * 16 : 0;
+#pragma unroll
+      for (int c = 0; c < Shape::kPieces; c += kLanes) {
+        copy_async((target ^ exchange) + (row * Shape::kPieces + c) * 16, source + c * 16,
+                   offset != kNowhere && (c + piece) * Shape::kVecK < head_dim);
+      }
+    }
   }
 };
 
@@ -160,7 +149,6 @@ struct Rows {
   float acc[Shape::kChunksV][Shape::kVecV / 2][kRowTiles][4];
   float m[kLaneRows], l[kLaneRows];
   float scale[Shape::kFp8 ? kLaneRows : 1];  // of q.k, natural units; per row when the queries were normalised
-  int all_begin, all_end;                    // keys that every row sees need no mask
 
   // Row of the tile that a lane's entry i stands for.
   static PD_MEMBER int lane_row(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
@@ -171,22 +159,10 @@ struct Rows {
 
   PD_MEMBER void start(const Problem& p, const Plan& plan, const Item& item, int head) {
     load_queries(p, plan, item, head);
-    all_begin = 0;
-    all_end = INT32_MAX;
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
       m[i] = -INFINITY;
       l[i] = 0.f;
-      if (lane_row(i) < item.rows) {
-        KvRange keys = row_keys(p, item, lane_token(plan, item, i));
-        all_begin = max(all_begin, static_cast<int>(keys.begin));
-        all_end = min(all_end, static_cast<int>(keys.end));
-      }
-    }
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-      all_begin = max(all_begin, __shfl_xor_sync(~0u, all_begin, step));
-      all_end = min(all_end, __shfl_xor_sync(~0u, all_end, step));
     }
 #pragma unroll
     for (int c = 0; c < Shape::kChunksV; ++c)
@@ -306,7 +282,7 @@ struct Rows {
   }
 
   // Scores, probabilities and output of one tile of keys.
-  PD_MEMBER void attend(const Problem& p, const Plan& plan, const Item& item, int head, uint32_t stage, int tile) {
+  PD_MEMBER void attend(const Problem& p, const Plan& plan, const Item& item, int head, const char* stage, int tile) {
     float s[Shape::kSubTiles][kRowTiles][4];
     score_keys(stage, s);
     if (p.softcap != 0.f || p.alibi_slopes) {
@@ -314,29 +290,34 @@ struct Rows {
     } else {
       scale_scores(s);
     }
-    if (tile * Shape::kTileKeys < all_begin || (tile + 1) * Shape::kTileKeys > all_end) mask_scores(p, plan, item, tile, s);
+    if (tile * Shape::kTileKeys < item.inner_begin || (tile + 1) * Shape::kTileKeys > item.inner_end) {
+      mask_scores(p, plan, item, tile, s);
+    }
 
     // Online softmax
+    float top[kLaneRows];
+    bool moved = false;
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
-      float top = m[i];
+      top[i] = m[i];
 #pragma unroll
-      for (int sub = 0; sub < Shape::kSubTiles; ++sub) top = fmaxf(top, fmaxf(s[sub][i / 2][i % 2], s[sub][i / 2][i % 2 + 2]));
-#pragma unroll
-      for (int step = 4; step < kWarp; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-      if (__any_sync(~0u, top != m[i])) {
-        float factor = pd_rescale(m[i], top);
-        m[i] = top;
-        l[i] *= factor;
-#pragma unroll
-        for (int c = 0; c < Shape::kChunksV; ++c)
-#pragma unroll
-          for (int j = 0; j < Shape::kVecV / 2; ++j) {
-            acc[c][j][i / 2][i % 2] *= factor;
-            acc[c][j][i / 2][i % 2 + 2] *= factor;
-          }
+      for (int sub = 0; sub < Shape::kSubTiles; ++sub) {
+        top[i] = fmaxf(top[i], fmaxf(s[sub][i / 2][i % 2], s[sub][i / 2][i % 2 + 2]));
       }
-      float base = top == -INFINITY ? 0.f : top;
+#pragma unroll
+      for (int step = 4; step < kWarp; step *= 2) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], step));
+      moved |= top[i] != m[i];
+    }
+    if (__any_sync(~0u, moved)) {
+#pragma unroll
+      for (int i = 0; i < kLaneRows; ++i) {
+        rescale(i, fast_rescale(m[i], top[i]));
+        m[i] = top[i];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+      const float base = m[i] == -INFINITY ? 0.f : m[i];
 #pragma unroll
       for (int sub = 0; sub < Shape::kSubTiles; ++sub)
 #pragma unroll
@@ -346,38 +327,53 @@ struct Rows {
           l[i] += x;
         }
     }
-    add_values(stage, s);
+    add_values(stage + Shape::kStageBytesK, s);
   }
 
-  PD_MEMBER void score_keys(uint32_t stage, float (&s)[Shape::kSubTiles][kRowTiles][4]) {
+  PD_MEMBER void rescale(int i, float factor) {
+    l[i] *= factor;
+#pragma unroll
+    for (int c = 0; c < Shape::kChunksV; ++c)
+#pragma unroll
+      for (int j = 0; j < Shape::kVecV / 2; ++j) {
+        acc[c][j][i / 2][i % 2] *= factor;
+        acc[c][j][i / 2][i % 2 + 2] *= factor;
+      }
+  }
+
+  PD_MEMBER void score_keys(const char* stage, float (&s)[Shape::kSubTiles][kRowTiles][4]) {
     const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
-    const uint32_t source = stage + g * Shape::kPieces * 16;
+    stage += g * Shape::kPieces * 16;
 #pragma unroll
     for (int sub = 0; sub < Shape::kSubTiles; ++sub) {
-#pragma unroll
-      for (int n = 0; n < kRowTiles; ++n)
-#pragma unroll
-        for (int r = 0; r < 4; ++r) s[sub][n][r] = 0.f;
+      // Two sums, as each product waits for the one before it.
+      float part[kRowTiles][2][4] = {};
 #pragma unroll
       for (int chunk = 0; chunk < Shape::kChunksK; ++chunk) {
-        uint32_t low[4], high[4];  // keys g and g + 8
-        const uint32_t piece = source + Shape::place_k(g, chunk * 4 + t) * 16;
-        load_shared<16>(piece + sub * 16 * Shape::kPieces * 16, low);
-        load_shared<16>(piece + (sub * 16 + 8) * Shape::kPieces * 16, high);
+        // The same as place_k(g, chunk * 4 + t), with the part that is known at compile time apart.
+        const int place = Shape::kPieces < 8 ? chunk * 4 + t : (chunk % 2 * 4 ^ g % 2 * 4) + t + chunk / 2 * 8;
+        const uint4 low = *reinterpret_cast<const uint4*>(stage + (sub * 16 * Shape::kPieces + place) * 16);
+        const uint4 high = *reinterpret_cast<const uint4*>(stage + ((sub * 16 + 8) * Shape::kPieces + place) * 16);
+        const uint32_t low_words[4] = {low.x, low.y, low.z, low.w}, high_words[4] = {high.x, high.y, high.z, high.w};
 #pragma unroll
         for (int step = 0; step < Shape::kVecK / 4; ++step)
 #pragma unroll
           for (int n = 0; n < kRowTiles; ++n) {
             if constexpr (Shape::kFp8) {
-              mma_16x8x16<false>(s[sub][n], fp8_pair_to_fp16<Kv, false>(low[step]),
-                                 fp8_pair_to_fp16<Kv, false>(high[step]), fp8_pair_to_fp16<Kv, true>(low[step]),
-                                 fp8_pair_to_fp16<Kv, true>(high[step]), q[chunk][step][n]);
+              mma_16x8x16<false>(part[n][step % 2], fp8_pair_to_fp16<Kv, false>(low_words[step]),
+                                 fp8_pair_to_fp16<Kv, false>(high_words[step]),
+                                 fp8_pair_to_fp16<Kv, true>(low_words[step]),
+                                 fp8_pair_to_fp16<Kv, true>(high_words[step]), q[chunk][step][n]);
             } else {
-              mma_16x8x16<Shape::kBf16>(s[sub][n], low[2 * step], high[2 * step], low[2 * step + 1], high[2 * step + 1],
-                                        q[chunk][step][n]);
+              mma_16x8x16<Shape::kBf16>(part[n][step % 2], low_words[2 * step], high_words[2 * step],
+                                        low_words[2 * step + 1], high_words[2 * step + 1], q[chunk][step][n]);
             }
           }
       }
+#pragma unroll
+      for (int n = 0; n < kRowTiles; ++n)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) s[sub][n][r] = part[n][0][r] + part[n][1][r];
     }
   }
 
@@ -432,9 +428,9 @@ struct Rows {
     }
   }
 
-  PD_MEMBER void add_values(uint32_t stage, const float (&s)[Shape::kSubTiles][kRowTiles][4]) {
+  PD_MEMBER void add_values(const char* stage, const float (&s)[Shape::kSubTiles][kRowTiles][4]) {
     const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
-    const uint32_t source = stage + Shape::kStageBytesK + t * 2 * Shape::kPieces * 16;
+    stage += t * 2 * Shape::kPieces * 16;
 #pragma unroll
     for (int sub = 0; sub < Shape::kSubTiles; ++sub) {
       uint32_t probability[kRowTiles][2];
@@ -445,14 +441,21 @@ struct Rows {
       }
 #pragma unroll
       for (int chunk = 0; chunk < Shape::kChunksV; ++chunk) {
-        uint32_t v[4][Shape::kCopyBytesV / 4];  // keys 2t, 2t + 1, 2t + 8, 2t + 9
+        uint32_t v[4][4];  // keys 2t, 2t + 1, 2t + 8, 2t + 9
 #pragma unroll
         for (int quarter = 0; quarter < 4; ++quarter) {
-          const uint32_t row = source + (sub * 16 + quarter / 2 * 8 + quarter % 2) * Shape::kPieces * 16;
-          if constexpr (Shape::kCopyBytesV == 16) {
-            load_shared<16>(row + Shape::place_v(2 * t, chunk * 8 + g) * 16, v[quarter]);
+          const char* row = stage + (sub * 16 + quarter / 2 * 8 + quarter % 2) * Shape::kPieces * 16;
+          if constexpr (Shape::kVecV == Shape::kVecK) {
+            // place_v(2t, chunk * 8 + g)
+            const uint4 words = *reinterpret_cast<const uint4*>(row + ((g ^ t * 2) + chunk * 8) * 16);
+            v[quarter][0] = words.x;
+            v[quarter][1] = words.y;
+            v[quarter][2] = words.z;
+            v[quarter][3] = words.w;
           } else {
-            load_shared<8>(row + (chunk * 8 + g) * 8, v[quarter]);
+            const uint2 words = *reinterpret_cast<const uint2*>(row + g * 8);
+            v[quarter][0] = words.x;
+            v[quarter][1] = words.y;
           }
         }
 #pragma unroll
@@ -481,125 +484,89 @@ struct Rows {
     }
   }
 
-  // Brings the sum over all warps into the first one.
-  PD_MEMBER void merge_warps(float* shared_acc, float2* shared_ml) {
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+  // Leaves (m, l) and the accumulators of this warp for write_rows: rows of float4 at places spread over the banks.
+  PD_MEMBER void publish(char* stage, float2* shared_ml) {
+    const int lane = threadIdx.x % kWarp, g = lane / 4;
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
 #pragma unroll
       for (int step = 4; step < kWarp; step *= 2) l[i] += __shfl_xor_sync(~0u, l[i], step);
-    }
-    if (warps == 1) return;
-    if (lane < 4) {
-#pragma unroll
-      for (int i = 0; i < kLaneRows; ++i) shared_ml[warp * Shape::kRows + lane_row(i)] = make_float2(m[i], l[i]);
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-      float top = -INFINITY, sum = 0.f;
-      for (int w = 0; w < warps; ++w) top = fmaxf(top, shared_ml[w * Shape::kRows + lane_row(i)].x);
-      for (int w = 0; w < warps; ++w) {
-        float2 other = shared_ml[w * Shape::kRows + lane_row(i)];
-        sum += other.y * pd_rescale(other.x, top);
-      }
-      float factor = pd_rescale(m[i], top);
-      m[i] = top;
-      l[i] = sum;
+      if (lane < 4) shared_ml[lane_row(i)] = make_float2(m[i], l[i]);
 #pragma unroll
       for (int c = 0; c < Shape::kChunksV; ++c)
 #pragma unroll
-        for (int j = 0; j < Shape::kVecV / 2; ++j) {
-          acc[c][j][i / 2][i % 2] *= factor;
-          acc[c][j][i / 2][i % 2 + 2] *= factor;
-        }
-    }
-    for (int half = warps / 2; half > 0; half /= 2) {
-      float* mine = shared_acc + warp % half * Shape::kAccRegs * kWarp + lane;
-      if (warp >= half && warp < 2 * half) exchange<true>(mine);
-      __syncthreads();
-      if (warp < half) exchange<false>(mine);
-      __syncthreads();
-    }
-  }
-
-  template <bool kStore>
-  PD_MEMBER void exchange(float* mine) {
-#pragma unroll
-    for (int c = 0; c < Shape::kChunksV; ++c)
-#pragma unroll
-      for (int j = 0; j < Shape::kVecV / 2; ++j)
-#pragma unroll
-        for (int n = 0; n < kRowTiles; ++n)
-#pragma unroll
-          for (int r = 0; r < 4; ++r) {
-            float& other = mine[(((c * (Shape::kVecV / 2) + j) * kRowTiles + n) * 4 + r) * kWarp];
-            if constexpr (kStore) {
-              other = acc[c][j][n][r];
-            } else {
-              acc[c][j][n][r] += other;
-            }
-          }
-  }
-
-  // The finished rows, when the block had all of their keys.
-  PD_MEMBER void write_output(const Problem& p, const Plan& plan, const Item& item, int head) {
-    const int g = threadIdx.x % kWarp / 4;
-    const DType out_dtype = output_dtype(p);
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-      if (lane_row(i) >= item.rows) continue;
-      RowTarget target = row_target(p, plan, item, head, lane_row(i));
-      float factor = finish_row(p, target, item.b, head, m[i], l[i], g == 0);
-#pragma unroll
-      for (int c = 0; c < Shape::kChunksV; ++c) {
-        int dim = (c * 8 + g) * Shape::kVecV;
-        if (dim >= p.head_dim_v) continue;
-#pragma unroll
-        for (int j = 0; j < Shape::kVecV / 2; j += 4) {
-          uint32_t words[4];
-#pragma unroll
-          for (int w = 0; w < 4; ++w) {
-            float low = acc[c][j + w][i / 2][i % 2] * factor, high = acc[c][j + w][i / 2][i % 2 + 2] * factor;
-            words[w] = out_dtype == DType::kBFloat16 ? pack_pair<true>(low, high) : pack_pair<false>(low, high);
-          }
-          uint16_t* out = static_cast<uint16_t*>(p.out) + target.out + dim + 2 * j;
-          *reinterpret_cast<uint4*>(out) = make_uint4(words[0], words[1], words[2], words[3]);
-        }
-      }
-    }
-  }
-
-  PD_MEMBER void write_partial(const Problem& p, const Plan& plan, const Item& item, int slot) {
-    const int g = threadIdx.x % kWarp / 4;
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-      int row = lane_row(i);
-      if (row >= item.rows) continue;
-      int64_t place = static_cast<int64_t>(slot) * plan.rows_per_tile + row;
-      if (g == 0) plan.partial_ml[place] = make_float2(m[i], l[i]);
-#pragma unroll
-      for (int c = 0; c < Shape::kChunksV; ++c) {
-        int dim = (c * 8 + g) * Shape::kVecV;
-        if (dim >= p.head_dim_v) continue;
-        float4* target = reinterpret_cast<float4*>(plan.partial_acc + place * plan.partial_stride + dim);
-#pragma unroll
         for (int j = 0; j < Shape::kVecV / 2; j += 2) {
-          target[j / 2] = make_float4(acc[c][j][i / 2][i % 2], acc[c][j][i / 2][i % 2 + 2],
-                                      acc[c][j + 1][i / 2][i % 2], acc[c][j + 1][i / 2][i % 2 + 2]);
+          const int quad = ((c * 8 + g) * Shape::kVecV + 2 * j) / 4;
+          *quad_of(stage, lane_row(i), quad) = make_float4(acc[c][j][i / 2][i % 2], acc[c][j][i / 2][i % 2 + 2],
+                                                           acc[c][j + 1][i / 2][i % 2], acc[c][j + 1][i / 2][i % 2 + 2]);
         }
-      }
     }
+  }
+
+  static PD_MEMBER float4* quad_of(char* stage, int row, int quad) {
+    return reinterpret_cast<float4*>(stage) + row * (kHeadDim / 4) + (quad ^ (row / 2 % 4 * 2));
   }
 };
 
+// Merges what the warps of a block published and writes the rows, or their partial when slot >= 0. A thread takes eight
+// dimensions of a row at a time. free_stage: offset of the accumulators in each warp's queue.
+template <typename Shape, typename Rows>
+PD_DEVICE void write_rows(const Problem& p, const Plan& plan, const Item& item, int head, char* queues,
+                          const int* free_stages, const float2* shared_ml, int slot) {
+  const DType out_dtype = output_dtype(p);
+  const int octets = static_cast<int>(p.head_dim_v) / 8;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < item.rows * octets; i += Shape::kWarps * kWarp) {
+    const int row = i / octets, octet = i - row * octets;
+    float m = -INFINITY, l = 0.f, acc[8] = {};
+#pragma unroll
+    for (int w = 0; w < Shape::kWarps; ++w) m = fmaxf(m, shared_ml[w * Shape::kRows + row].x);
+#pragma unroll
+    for (int w = 0; w < Shape::kWarps; ++w) {
+      const float2 ml = shared_ml[w * Shape::kRows + row];
+      const float weight = fast_rescale(ml.x, m);
+      char* stage = queues + w * Shape::kQueueBytes + free_stages[w] * Shape::kStageBytes;
+      const float4 low = *Rows::quad_of(stage, row, 2 * octet), high = *Rows::quad_of(stage, row, 2 * octet + 1);
+      l += ml.y * weight;
+      acc[0] += low.x * weight;
+      acc[1] += low.y * weight;
+      acc[2] += low.z * weight;
+      acc[3] += low.w * weight;
+      acc[4] += high.x * weight;
+      acc[5] += high.y * weight;
+      acc[6] += high.z * weight;
+      acc[7] += high.w * weight;
+    }
+    if (slot < 0) {
+      const RowTarget target = row_target(p, plan, item, head, row);
+      const float factor = finish_row(p, target, item.b, head, m, l, octet == 0);
+      uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float low = acc[2 * j] * factor, high = acc[2 * j + 1] * factor;
+        words[j] = out_dtype == DType::kBFloat16 ? pack_pair<true>(low, high) : pack_pair<false>(low, high);
+      }
+      uint16_t* out = static_cast<uint16_t*>(p.out) + target.out + octet * 8;
+      *reinterpret_cast<uint4*>(out) = make_uint4(words[0], words[1], words[2], words[3]);
+    } else {
+      const int64_t place = static_cast<int64_t>(slot) * plan.rows_per_tile + row;
+      if (octet == 0) plan.partial_ml[place] = make_float2(m, l);
+      float4* out = reinterpret_cast<float4*>(plan.partial_acc + place * plan.partial_stride) + 2 * octet;
+      out[0] = make_float4(acc[0], acc[1], acc[2], acc[3]);
+      out[1] = make_float4(acc[4], acc[5], acc[6], acc[7]);
+    }
+  }
+}
+
 template <typename Kv, int kHeadDim, int kRowTiles>
-__global__ void __launch_bounds__(128, 1)
+__global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kWarps * kWarp,
+                                  DecodeShape<Kv, kHeadDim, kRowTiles>::kBlocks)
     decode_kernel(const __grid_constant__ Problem p, const __grid_constant__ Plan plan) {
   using Shape = DecodeShape<Kv, kHeadDim, kRowTiles>;
-  extern __shared__ __align__(128) char shared[];
+  extern __shared__ __align__(128) char queues[];
   __shared__ ScanScratch scratch;
-  const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+  __shared__ int free_stages[Shape::kWarps];
+  const int warp = threadIdx.x / kWarp;
 
   wait_for_predecessor();
   let_successor_start();
@@ -614,15 +581,16 @@ __global__ void __launch_bounds__(128, 1)
   }
 
   // Start the copies
-  const uint32_t queue = static_cast<uint32_t>(__cvta_generic_to_shared(shared)) + warp * Shape::kStages * Shape::kStageBytes;
+  char* queue = queues + warp * Shape::kQueueBytes;
+  const uint32_t queue_address = static_cast<uint32_t>(__cvta_generic_to_shared(queue));
   TileLoader<Kv, kHeadDim, kRowTiles> loader;
-  loader.start(p, plan, walker);
-#pragma unroll
-  for (int stage = 0; stage < Shape::kStages - 1; ++stage) loader.copy(p, plan, queue + stage * Shape::kStageBytes);
-  int read_stage = 0, copy_stage = Shape::kStages - 1;
+  loader.start(walker);
+  loader.find_tile(p, plan);
+#pragma unroll 1
+  for (int stage = 0; stage < Shape::kStages - 1; ++stage) loader.copy(p, plan, queue_address + stage * Shape::kStageBytes);
+  int read_stage = 0, free_stage = Shape::kStages - 1;
 
-  float* shared_acc = reinterpret_cast<float*>(shared + warps * Shape::kStages * Shape::kStageBytes);
-  float2* shared_ml = reinterpret_cast<float2*>(shared_acc + warps / 2 * Shape::kAccRegs * kWarp);
+  float2* shared_ml = reinterpret_cast<float2*>(queues + Shape::kWarps * Shape::kQueueBytes);
   Merge merge = {};
   Segment segment;
   Rows<Kv, kHeadDim, kRowTiles> rows;
@@ -630,30 +598,30 @@ __global__ void __launch_bounds__(128, 1)
     rows.start(p, plan, walker.item, segment.head);
 
     // For each tile of this warp: copy a later one, attend
-    for (int tile = segment.tile + warp; tile < segment.tile_end; tile += warps) {
+#pragma unroll 1
+    for (int tile = segment.tile + warp; tile < segment.tile_end; tile += Shape::kWarps) {
       // The tile has arrived for every lane, and every lane is done with the stage that is filled next.
       copy_wait<Shape::kStages - 2>();
       __syncwarp();
-      loader.copy(p, plan, queue + copy_stage * Shape::kStageBytes);
-      copy_stage = copy_stage + 1 == Shape::kStages ? 0 : copy_stage + 1;
-#ifdef PA_NOCOMPUTE
-      if (p.batch < 0)
-#endif
+      loader.copy(p, plan, queue_address + free_stage * Shape::kStageBytes);
       rows.attend(p, plan, walker.item, segment.head, queue + read_stage * Shape::kStageBytes, tile);
+      free_stage = read_stage;
       read_stage = read_stage + 1 == Shape::kStages ? 0 : read_stage + 1;
     }
 
-    // Merge the warps, write the rows or their partial
-    rows.merge_warps(shared_acc, shared_ml);
-    if (warp == 0) {
-      if (segment.first && segment.last) {
-        rows.write_output(p, plan, walker.item, segment.head);
-      } else {
-        Ownership own = own_segment(p, plan, stretch, walker, segment);
-        rows.write_partial(p, plan, walker.item, own.slot);
-        if (own.merge.count > 0) merge = own.merge;
-      }
+    // Merge the warps through the stage that each has free, write the rows or their partial
+    __syncwarp();
+    rows.publish(queue + free_stage * Shape::kStageBytes, shared_ml + warp * Shape::kRows);
+    if (threadIdx.x % kWarp == 0) free_stages[warp] = free_stage;
+    __syncthreads();
+    int slot = -1;
+    if (!segment.first || !segment.last) {
+      const Ownership own = own_segment(p, plan, stretch, walker, segment);
+      slot = own.slot;
+      if (own.merge.count > 0) merge = own.merge;
     }
+    write_rows<Shape, Rows<Kv, kHeadDim, kRowTiles>>(p, plan, walker.item, segment.head, queues, free_stages, shared_ml, slot);
+    __syncthreads();
   }
   record_merge(plan, merge);
   clear_unclaimed(p);

@@ -12,9 +12,9 @@ DecodeKernel describe_decode_kernel() {
   DecodeKernel kernel = {};
   kernel.function = reinterpret_cast<const void*>(&decode_kernel<Kv, kHeadDim, kRowTiles>);
   kernel.rows = Shape::kRows;
-  kernel.tile_keys = Shape::kTileKeys;
-  kernel.shared_bytes_per_warp = Shape::kQueueBytes + Shape::kRows * sizeof(float2);
-  kernel.shared_bytes_per_merge = Shape::kAccRegs * kWarp * sizeof(float);
+  kernel.tile_shift = Shape::kTileShift;
+  kernel.threads = Shape::kWarps * kWarp;
+  kernel.shared_bytes = Shape::kSharedBytes;
   return kernel;
 }
 

@@ -8,6 +8,7 @@
 #include <stdint.h>
 
 #define PD_FN static __host__ __device__ __forceinline__
+#define PD_POSITION int32_t  // 64-bit positions cost registers; the backend refuses requests of 2^30 keys
 #include "partial.h"
 #include "problem.h"
 #include "ranges.h"
@@ -26,9 +27,6 @@ PD_DEVICE float pd_tanh(float x) { return 1.f - 2.f / (exp2f(2.f * PD_LOG2E * x)
 
 namespace paged_attn {
 
-#ifndef PA_HINT
-#define PA_HINT ".L2::128B"
-#endif
 constexpr int kWarp = 32;
 
 PD_DEVICE float fast_exp2(float x) {
@@ -36,6 +34,9 @@ PD_DEVICE float fast_exp2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+
+// pd_rescale with the fast exponential.
+PD_DEVICE float fast_rescale(float from, float to) { return from == to ? 1.f : fast_exp2(from - to); }
 
 // Programmatic dependent launch: a kernel may be resident before its predecessor ends, and touches no memory until then.
 PD_DEVICE void wait_for_predecessor() {
@@ -50,18 +51,10 @@ PD_DEVICE void let_successor_start() {
 #endif
 }
 
-// Asynchronous copy of kBytes into shared memory; copies nothing and writes zeros when `valid` is false.
-template <int kBytes>
+// Asynchronous copy of 16 bytes into shared memory; reads nothing and writes zeros when `valid` is false.
 PD_DEVICE void copy_async(uint32_t shared, const void* global, bool valid) {
-  int bytes = valid ? kBytes : 0;
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global" PA_HINT " [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
-                 : "memory");
-  } else {
-    static_assert(kBytes == 8, "copies are 8 or 16 bytes wide");
-    asm volatile("cp.async.ca.shared.global" PA_HINT " [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(bytes)
-                 : "memory");
-  }
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
+               : "memory");
 }
 
 PD_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -69,20 +62,6 @@ PD_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory
 template <int kPending>
 PD_DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// kBytes of shared memory into 32-bit words.
-template <int kBytes>
-PD_DEVICE void load_shared(uint32_t shared, uint32_t (&words)[kBytes / 4]) {
-  if constexpr (kBytes == 16) {
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(shared)
-                 : "memory");
-  } else {
-    static_assert(kBytes == 8, "copies are 8 or 16 bytes wide");
-    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(shared) : "memory");
-  }
 }
 
 // Transposes the 8x8 matrix of 16-bit values that a warp holds, two values per lane.

@@ -13,9 +13,7 @@ struct Plan;
 // A kernel and what its launch needs to know.
 struct DecodeKernel {
   const void* function;  // nullptr: no such instance
-  int rows, tile_keys;
-  int shared_bytes_per_warp;   // of the queue and (m, l)
-  int shared_bytes_per_merge;  // of each of the warps / 2 accumulators
+  int rows, tile_shift, threads, shared_bytes;
 };
 
 DecodeKernel decode_kernel_fp16(int head_dim, int row_tiles);

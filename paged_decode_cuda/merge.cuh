@@ -64,14 +64,14 @@ __global__ void __launch_bounds__(kMergeWarps * kWarp)
     float top = m;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) top = fmaxf(top, ml[i].x);
-    float factor = pd_rescale(m, top);
+    float factor = fast_rescale(m, top);
     m = top;
     l *= factor;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) scale(acc[v], factor);
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      float weight = pd_rescale(ml[i].x, top);
+      float weight = fast_rescale(ml[i].x, top);
       l += ml[i].y * weight;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) add(acc[v], other[i][v], weight);
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kMergeWarps * kWarp)
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) acc[v] = make_float4(0.f, 0.f, 0.f, 0.f);
   for (int w = 0; w < kMergeWarps; ++w) {
-    float weight = pd_rescale(shared_ml[w].x, top);
+    float weight = fast_rescale(shared_ml[w].x, top);
     sum += shared_ml[w].y * weight;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) add(acc[v], shared_acc[w][v][lane], weight);

@@ -26,8 +26,8 @@ int tune(const char* name, int value) { const char* t = getenv(name); return t ?
 #else
 constexpr int tune(const char*, int value) { return value; }
 #endif
-constexpr int kMaxWarps = 4;
 constexpr int kMaxSplits = 256;
+constexpr int64_t kMaxKeys = int64_t{1} << 30;
 constexpr int kMaxBalancedItems = 1024;  // every block scans them all
 
 [[noreturn]] void fail_cuda(cudaError_t error, const char* what) {
@@ -166,13 +166,13 @@ void plan_fixed_splits(const Problem& p, int split_keys, int limit, Plan& plan) 
   const int64_t keys = pd_max(capacity(p), 1);
   int64_t splits;
   if (p.num_splits > 0) {
-    splits = pd_min(pd_min(p.num_splits, kMaxSplits), pd_ceil_div(keys, plan.tile_keys));
+    splits = pd_min(pd_min(p.num_splits, kMaxSplits), pd_ceil_div(keys, int64_t{1} << plan.tile_shift));
     plan.num_splits = static_cast<int32_t>(splits);
   } else {
     splits = pd_min(pd_ceil_div(keys, split_keys), limit);
     plan.num_splits = 0;
   }
-  plan.split_keys = split_keys;
+  plan.split_tiles = split_keys >> plan.tile_shift;
   plan.balanced = false;
   plan.max_splits = FastDivisor(splits);
   plan.blocks = static_cast<int32_t>(plan.items * p.kv_heads * splits);
@@ -191,27 +191,31 @@ void attend(const Problem& p, int device_index, const Device& device, cudaStream
   const DecodeKernel decode = matrix ? decode_kernel_for(p) : DecodeKernel{};
   const void* kernel = matrix ? decode.function : simt_kernel_for(p);
   plan.rows_per_tile = matrix ? decode.rows : kSimtWarps;
-  plan.tile_keys = matrix ? decode.tile_keys : kSimtTileKeys;
+  plan.tile_shift = matrix ? decode.tile_shift : kSimtTileShift;
   plan.page_size = FastDivisor(p.cache.block_table ? p.cache.page_size : 1);
   plan.group = FastDivisor(p.group);
+  plan.kv_heads = FastDivisor(p.kv_heads);
   const int64_t row_tiles = pd_ceil_div(p.max_q_len * p.group, plan.rows_per_tile);
   const int64_t items = p.batch * row_tiles;
   plan.row_tiles = FastDivisor(row_tiles);
   plan.items = static_cast<int32_t>(items);
   plan.partial_stride = static_cast<int32_t>(pd_ceil_div(p.head_dim_v, 4) * 4);
 
-  int warps = kSimtWarps, shared_bytes = 0;
+  const int threads = matrix ? decode.threads : kSimtWarps * kWarp;
+  const int shared_bytes = matrix ? decode.shared_bytes : 0;
   if (matrix) {
-    auto bytes = [&](int w) { return w * decode.shared_bytes_per_warp + w / 2 * decode.shared_bytes_per_merge; };
-    warps = tune("PA_WARPS", kMaxWarps);
-    while (warps > 1 && bytes(warps) > device.shared_per_block - 1024) warps /= 2;
-    shared_bytes = bytes(warps);
-    const int per_processor = std::min(tune("PA_BPS", 8), blocks_per_processor(kernel, device_index, warps * kWarp, shared_bytes));
-    const int64_t most_units = items * p.kv_heads * (capacity(p) / plan.tile_keys + 2);
+    const Cache& c = p.cache;
+    const int64_t pieces = 16 / dtype_bytes(c.dtype);
+    plan.k_page_pieces = static_cast<uint32_t>(c.k_stride_page / pieces);
+    plan.k_slot_pieces = static_cast<uint32_t>(c.k_stride_slot / pieces);
+    plan.v_page_pieces = static_cast<uint32_t>(c.v_stride_page / pieces);
+    plan.v_slot_pieces = static_cast<uint32_t>(c.v_stride_slot / pieces);
+    const int per_processor = std::min(tune("PA_BPS", 8), blocks_per_processor(kernel, device_index, threads, shared_bytes));
+    const int64_t most_units = items * p.kv_heads * ((capacity(p) >> plan.tile_shift) + 2);
     if (p.num_splits == 0 && !p.deterministic && items <= kMaxBalancedItems && most_units <= INT32_MAX) {
       plan.balanced = true;
       plan.blocks = device.processors * per_processor;
-      plan.min_units = tune("PA_MINU", 2) * warps;
+      plan.min_units = tune("PA_MINU", 2) * threads / kWarp;
       plan.max_splits = FastDivisor(1);
     } else {
       plan_fixed_splits(p, 2048, p.deterministic && items <= kMaxBalancedItems ? 16 : 1, plan);
@@ -233,7 +237,7 @@ void attend(const Problem& p, int device_index, const Device& device, cudaStream
   plan.partial_ml = reinterpret_cast<float2*>(base + record_bytes);
   plan.partial_acc = reinterpret_cast<float*>(base + record_bytes + ml_bytes);
 
-  launch(kernel, dim3(plan.blocks), warps * kWarp, shared_bytes, stream, device, const_cast<Problem&>(p), plan);
+  launch(kernel, dim3(plan.blocks), threads, shared_bytes, stream, device, const_cast<Problem&>(p), plan);
   if (merging) {
     launch(merge_kernel_for(p.head_dim_v), dim3(static_cast<unsigned>(records), plan.rows_per_tile), kMergeWarps * kWarp,
            0, stream, device, const_cast<Problem&>(p), plan);
@@ -289,8 +293,8 @@ void append_tokens(const Problem& p, void* rotated_q, const Device& device, cuda
 }  // namespace
 
 std::string unsupported_reason(const Problem& p) {
-  if (p.batch > INT32_MAX || p.total_q * p.group > INT32_MAX || capacity(p) > INT32_MAX) {
-    return "cuda: expected sizes below 2^31 (batch, total_q * group, keys of one request), got " + std::to_string(p.batch) + ", " +
+  if (p.batch > INT32_MAX || p.total_q * p.group > INT32_MAX || capacity(p) >= kMaxKeys) {
+    return "cuda: expected sizes below 2^31 (batch, total_q * group) and of 2^30 (keys of one request), got " + std::to_string(p.batch) + ", " +
            std::to_string(p.total_q * p.group) + ", " + std::to_string(capacity(p));
   }
   return "";
@@ -298,6 +302,10 @@ std::string unsupported_reason(const Problem& p) {
 
 void run_attention(const Problem& problem) {
   Problem p = problem;
+  // Farther than any key, and sums of two still fit into 32 bits.
+  p.window_left = pd_min(p.window_left, kMaxKeys);
+  p.window_right = pd_min(p.window_right, kMaxKeys);
+  p.attention_chunk = pd_min(p.attention_chunk, kMaxKeys);
   const int device_index = current_device();
   const Device& device = device_properties(device_index);
   const cudaStream_t stream = current_stream(device_index);

@@ -10,7 +10,7 @@
 namespace paged_attn {
 
 constexpr int kSimtWarps = 4;
-constexpr int kSimtTileKeys = 16;
+constexpr int kSimtTileShift = 4;
 
 PD_DEVICE float widen(float x) { return x; }
 PD_DEVICE float widen(__half x) { return __half2float(x); }
@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(kSimtWarps * kWarp, 1)
   const int token = plan.group.divide(item.first_row + row);
   const RowTarget target = row_target(p, plan, item, head, row);
   const KvRange seen = row_keys(p, item, token);
-  const int begin = max(static_cast<int>(seen.begin), segment.tile * kSimtTileKeys);
-  const int end = min(static_cast<int>(seen.end), segment.tile_end * kSimtTileKeys);
+  const int begin = max(static_cast<int>(seen.begin), segment.tile << kSimtTileShift);
+  const int end = min(static_cast<int>(seen.end), segment.tile_end << kSimtTileShift);
   const int q_pos = item.kv_len - item.q_len + token;
   const float slope = row_slope(p, item.b, target.q_head);
   const float scale_all = score_scale(p, item.b, head);

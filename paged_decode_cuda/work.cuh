@@ -24,18 +24,20 @@ struct Merge {
 };
 
 struct Plan {
-  FastDivisor page_size, group, row_tiles, max_splits;
+  FastDivisor page_size, group, row_tiles, max_splits, kv_heads;
   int32_t rows_per_tile, items;
-  int32_t tile_keys;
-  int32_t blocks;         // balanced: stretches; fixed: items * kv_heads * max_splits
-  int32_t min_units;      // balanced: a shorter stretch is not worth another block
-  int32_t num_splits;     // fixed: parts asked for; 0: one for every split_keys, at most max_splits
-  int32_t split_keys;
+  int32_t tile_shift;      // log2 of the keys of a unit
+  int32_t blocks;          // balanced: stretches; fixed: items * kv_heads * max_splits
+  int32_t min_units;       // balanced: a shorter stretch is not worth another block
+  int32_t num_splits;      // fixed: parts asked for; 0: one for every split_tiles, at most max_splits
+  int32_t split_tiles;
+  uint32_t k_page_pieces, k_slot_pieces;  // strides of the cache in pieces of 16 bytes
+  uint32_t v_page_pieces, v_slot_pieces;
   bool balanced;
-  float* partial_acc;     // [slots, rows_per_tile, partial_stride]
-  float2* partial_ml;     // [slots, rows_per_tile]
-  int32_t partial_stride; // head_dim_v, rounded up to whole float4
-  Merge* merges;          // [blocks], or [items * kv_heads] when fixed
+  float* partial_acc;      // [slots, rows_per_tile, partial_stride]
+  float2* partial_ml;      // [slots, rows_per_tile]
+  int32_t partial_stride;  // head_dim_v, rounded up to whole float4
+  Merge* merges;           // [blocks], or [items * kv_heads] when fixed
 };
 
 PD_DEVICE int query_begin(const Problem& p, int b) { return p.cu_seqlens_q ? p.cu_seqlens_q[b] : 0; }
@@ -63,39 +65,41 @@ struct Item {
   int b;
   int first_row, rows;  // rows in the request's order, and how many of the tile exist
   int q_begin, q_len, kv_len, leftpad;
-  int key_begin, key_end;  // keys that some row sees
-  int first_tile, tiles;   // the tiles that hold them; at least one when there are rows, so that someone writes
+  int key_begin, key_end;      // keys that some row sees
+  int inner_begin, inner_end;  // keys that every row sees
+  int first_tile, tiles;       // tiles of the former; at least one when there are rows, so that someone writes
 };
 
 PD_DEVICE KvRange row_keys(const Problem& p, const Item& item, int token) {
-  return visible_keys(item.kv_len - item.q_len + token, item.kv_len, item.leftpad, p.window_left, p.window_right,
-                      p.attention_chunk);
+  return visible_keys(item.kv_len - item.q_len + token, item.kv_len, item.leftpad, static_cast<int>(p.window_left),
+                      static_cast<int>(p.window_right), static_cast<int>(p.attention_chunk));
 }
 
 PD_DEVICE Item load_item(const Problem& p, const Plan& plan, int index) {
   Item item;
   item.b = plan.row_tiles.divide(index);
-  int tile = index - item.b * static_cast<int>(plan.row_tiles.divisor);
+  const int tile = index - item.b * static_cast<int>(plan.row_tiles.divisor);
   item.q_begin = query_begin(p, item.b);
   item.q_len = query_length(p, item.b);
   item.kv_len = cached_length(p, item.b) + new_length(p, item.b);
   item.leftpad = p.cache_leftpad ? p.cache_leftpad[item.b] : 0;
   item.first_row = tile * plan.rows_per_tile;
-  item.rows = min(plan.rows_per_tile, item.q_len * static_cast<int>(p.group) - item.first_row);
-  if (item.rows <= 0) {
-    item.rows = item.key_begin = item.key_end = item.first_tile = item.tiles = 0;
-    return item;
-  }
+  item.rows = max(0, min(plan.rows_per_tile, item.q_len * static_cast<int>(p.group) - item.first_row));
   // Both ends of what a row sees grow with its token, so the first and the last row bound them all.
-  item.key_begin = static_cast<int>(row_keys(p, item, plan.group.divide(item.first_row)).begin);
-  item.key_end = static_cast<int>(row_keys(p, item, plan.group.divide(item.first_row + item.rows - 1)).end);
-  item.first_tile = item.key_begin / plan.tile_keys;
-  item.tiles = max(1, (item.key_end + plan.tile_keys - 1) / plan.tile_keys - item.first_tile);
+  const KvRange first = row_keys(p, item, plan.group.divide(item.first_row));
+  const KvRange last = row_keys(p, item, plan.group.divide(item.first_row + max(item.rows, 1) - 1));
+  item.key_begin = first.begin;
+  item.key_end = last.end;
+  item.inner_begin = last.begin;
+  item.inner_end = first.end;
+  item.first_tile = item.key_begin >> plan.tile_shift;
+  const int end_tile = (item.key_end + (1 << plan.tile_shift) - 1) >> plan.tile_shift;
+  item.tiles = item.rows == 0 ? 0 : max(1, end_tile - item.first_tile);
   return item;
 }
 
 PD_DEVICE int item_splits(const Plan& plan, int tiles) {
-  int splits = plan.num_splits > 0 ? plan.num_splits : (tiles * plan.tile_keys - 1) / plan.split_keys + 1;
+  int splits = plan.num_splits > 0 ? plan.num_splits : (tiles - 1) / plan.split_tiles + 1;
   return max(1, min(min(splits, static_cast<int>(plan.max_splits.divisor)), tiles));
 }
 
@@ -159,63 +163,71 @@ PD_DEVICE int exclusive_sum(int value, int* scratch, int& total) {
   return before + sum - value;
 }
 
+// The line and its equal stretches; the first `longer` of them have one unit more.
 struct Stretch {
-  int total;   // units of the whole line
-  int blocks;  // that share it
+  int total, blocks, units, longer;
 };
 
-PD_DEVICE int stretch_begin(const Stretch& s, int block) {
-  return static_cast<int>(static_cast<int64_t>(s.total) * block / s.blocks);
-}
+PD_DEVICE int stretch_begin(const Stretch& s, int block) { return block * s.units + min(block, s.longer); }
 
 PD_DEVICE int block_of_unit(const Stretch& s, int unit) {
-  return static_cast<int>((static_cast<int64_t>(unit + 1) * s.blocks - 1) / s.total);
+  const int in_longer = s.longer * (s.units + 1);
+  return unit < in_longer ? unit / (s.units + 1) : s.longer + (unit - in_longer) / s.units;
 }
 
 struct ScanScratch {
   int sums[8];  // one per warp
-  int item_start;
-  int index;
+  int item_start, index;
+  Item item;
 };
 
-// Finds this block's stretch of the balanced line. All threads of the block take part.
+// Finds this block's stretch of the balanced line. All threads of the block take part; one round covers the usual batch.
 PD_DEVICE Stretch find_stretch(const Problem& p, const Plan& plan, ScanScratch& scratch, Walker& walker) {
-  Stretch stretch;
-  auto units = [&](int index) {
-    return index < plan.items ? load_item(p, plan, index).tiles * static_cast<int>(p.kv_heads) : 0;
-  };
   const int threads = blockDim.x;
-  // One round covers the usual batch, and its sums are kept.
-  int round_total, mine = units(threadIdx.x);
-  int before = exclusive_sum(mine, scratch.sums, round_total);
-  const int first_total = round_total;
-  stretch.total = first_total;
-  for (int first = threads; first < plan.items; first += threads) {
-    exclusive_sum(units(first + threadIdx.x), scratch.sums, round_total);
+  Item item;
+  int mine, before, round_total;
+  auto scan_round = [&](int first) {
+    const int index = first + threadIdx.x;
+    mine = 0;
+    if (index < plan.items) {
+      item = load_item(p, plan, index);
+      mine = item.tiles * static_cast<int>(p.kv_heads);
+    }
+    before = exclusive_sum(mine, scratch.sums, round_total);
+  };
+
+  Stretch stretch;
+  stretch.total = 0;
+#pragma unroll 1
+  for (int first = 0; first < plan.items; first += threads) {
+    scan_round(first);
     stretch.total += round_total;
   }
   stretch.blocks = max(1, min(static_cast<int>(gridDim.x), (stretch.total + plan.min_units - 1) / plan.min_units));
+  stretch.units = stretch.total / stretch.blocks;
+  stretch.longer = stretch.total - stretch.units * stretch.blocks;
   walker.position = walker.end = 0;
   if (stretch.total == 0 || static_cast<int>(blockIdx.x) >= stretch.blocks) return stretch;
   walker.position = stretch_begin(stretch, blockIdx.x);
   walker.end = stretch_begin(stretch, blockIdx.x + 1);
 
   int base = 0;
-  for (int first = 0; first < plan.items && base <= walker.position; first += threads) {
-    if (first > 0) {
-      mine = units(first + threadIdx.x);
-      before = base + exclusive_sum(mine, scratch.sums, round_total);
-    }
-    if (before <= walker.position && walker.position < before + mine) {
+#pragma unroll 1
+  for (int first = 0;; first += threads) {
+    if (plan.items > threads) scan_round(first);
+    if (base + before <= walker.position && walker.position < base + before + mine) {
       scratch.index = first + threadIdx.x;
-      scratch.item_start = before;
+      scratch.item_start = base + before;
+      scratch.item = item;
     }
-    base += first == 0 ? first_total : round_total;
+    base += round_total;
+    if (base > walker.position) break;
   }
   __syncthreads();
   walker.index = scratch.index;
   walker.item_start = scratch.item_start;
-  walker.enter(p, plan);
+  walker.item = scratch.item;
+  walker.item_end = walker.item_start + walker.item.tiles * static_cast<int>(p.kv_heads);
   return stretch;
 }
 
@@ -223,7 +235,7 @@ PD_DEVICE Stretch find_stretch(const Problem& p, const Plan& plan, ScanScratch& 
 PD_DEVICE void find_split(const Problem& p, const Plan& plan, Walker& walker) {
   int unit = plan.max_splits.divide(blockIdx.x);
   int split = blockIdx.x - unit * static_cast<int>(plan.max_splits.divisor);
-  walker.index = unit / static_cast<int>(p.kv_heads);
+  walker.index = plan.kv_heads.divide(unit);
   int head = unit - walker.index * static_cast<int>(p.kv_heads);
   walker.item_start = 0;
   walker.position = walker.end = 0;
