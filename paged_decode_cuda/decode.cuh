@@ -12,7 +12,7 @@
 // Shared memory: the queues, warp by warp, whose free stages also carry the accumulators when the warps merge; then (m, l).
 #pragma once
 
-#include "work.cuh"
+#include "merge.cuh"
 
 namespace paged_attn {
 
@@ -31,10 +31,9 @@ struct DecodeShape {
   static constexpr int kSubTiles = kTileKeys / 16;
   static constexpr int kStageBytesK = kTileKeys * kPieces * 16;
   static constexpr int kStageBytes = 2 * kStageBytesK;
-  // What fits beside each other on a multiprocessor: the registers of 16 rows allow two blocks, of 8 rows three.
-  static constexpr bool kWide = kStageBytes > 8192;
-  static constexpr int kWarps = kWide ? 3 : 4;
-  static constexpr int kBlocks = kWide || kRowTiles > 1 ? 2 : 3;
+  // What fits beside each other on a multiprocessor: the registers of 16 rows or wide heads allow two blocks, else three.
+  static constexpr int kWarps = kStageBytes > 8192 ? 3 : 4;
+  static constexpr int kBlocks = kHeadDim > 128 || kRowTiles > 1 ? 2 : 3;
   static constexpr int kStages = 227 * 1024 / kBlocks / (kWarps * kStageBytes) > 4 ? 4 : 227 * 1024 / kBlocks / (kWarps * kStageBytes);
   static constexpr bool kBf16 = IsBf16<Kv>::value;
   static constexpr bool kFp8 = Kv::kBytes == 1;
@@ -565,65 +564,75 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kWarps *
   using Shape = DecodeShape<Kv, kHeadDim, kRowTiles>;
   extern __shared__ __align__(128) char queues[];
   __shared__ ScanScratch scratch;
-  __shared__ int free_stages[Shape::kWarps];
+  __shared__ int free_stages[Shape::kWarps], shared_number;
   const int warp = threadIdx.x / kWarp;
 
   wait_for_predecessor();
   let_successor_start();
 
-  // Which keys
-  Walker walker;
-  Stretch stretch = {};
-  if (plan.balanced) {
-    stretch = find_stretch(p, plan, scratch, walker);
-  } else {
-    find_split(p, plan, walker);
-  }
-
-  // Start the copies
   char* queue = queues + warp * Shape::kQueueBytes;
   const uint32_t queue_address = static_cast<uint32_t>(__cvta_generic_to_shared(queue));
-  TileLoader<Kv, kHeadDim, kRowTiles> loader;
-  loader.start(walker);
-  loader.find_tile(p, plan);
-#pragma unroll 1
-  for (int stage = 0; stage < Shape::kStages - 1; ++stage) loader.copy(p, plan, queue_address + stage * Shape::kStageBytes);
-  int read_stage = 0, free_stage = Shape::kStages - 1;
-
   float2* shared_ml = reinterpret_cast<float2*>(queues + Shape::kWarps * Shape::kQueueBytes);
-  Merge merge = {};
-  Segment segment;
+  Walker walker;
+  TileLoader<Kv, kHeadDim, kRowTiles> loader;
   Rows<Kv, kHeadDim, kRowTiles> rows;
-  while (walker.next(p, plan, segment)) {
-    rows.start(p, plan, walker.item, segment.head);
+  Stretches stretches = {};
+  walker.stretch = blockIdx.x;
+  for (bool more = true; more;) {
+    // Which keys
+    if (plan.balanced) {
+      stretches = find_stretch(p, plan, scratch, walker);
+    } else {
+      find_split(p, plan, walker);
+    }
 
-    // For each tile of this warp: copy a later one, attend
+    // Start the copies
+    loader.start(walker);
+    loader.find_tile(p, plan);
 #pragma unroll 1
-    for (int tile = segment.tile + warp; tile < segment.tile_end; tile += Shape::kWarps) {
-      // The tile has arrived for every lane, and every lane is done with the stage that is filled next.
-      copy_wait<Shape::kStages - 2>();
+    for (int stage = 0; stage < Shape::kStages - 1; ++stage) {
+      loader.copy(p, plan, queue_address + stage * Shape::kStageBytes);
+    }
+    if (walker.stretch == 0) clear_arrivals(plan);
+    int read_stage = 0, free_stage = Shape::kStages - 1;
+
+    Segment segment;
+    while (walker.next(p, plan, segment)) {
+      rows.start(p, plan, walker.item, segment.head);
+
+      // For each tile of this warp: copy a later one, attend
+#pragma unroll 1
+      for (int tile = segment.tile + warp; tile < segment.tile_end; tile += Shape::kWarps) {
+        // The tile has arrived for every lane, and every lane is done with the stage that is filled next.
+        copy_wait<Shape::kStages - 2>();
+        __syncwarp();
+        loader.copy(p, plan, queue_address + free_stage * Shape::kStageBytes);
+        rows.attend(p, plan, walker.item, segment.head, queue + read_stage * Shape::kStageBytes, tile);
+        free_stage = read_stage;
+        read_stage = read_stage + 1 == Shape::kStages ? 0 : read_stage + 1;
+      }
+
+      // Merge the warps through the stage that each has free, write the rows or their partial
       __syncwarp();
-      loader.copy(p, plan, queue_address + free_stage * Shape::kStageBytes);
-      rows.attend(p, plan, walker.item, segment.head, queue + read_stage * Shape::kStageBytes, tile);
-      free_stage = read_stage;
-      read_stage = read_stage + 1 == Shape::kStages ? 0 : read_stage + 1;
+      rows.publish(queue + free_stage * Shape::kStageBytes, shared_ml + warp * Shape::kRows);
+      if (threadIdx.x % kWarp == 0) free_stages[warp] = free_stage;
+      __syncthreads();
+      const bool whole = segment.first && segment.last;
+      Parts parts = {};
+      if (!whole) parts = find_parts(plan, stretches, walker, segment);
+      write_rows<Shape, Rows<Kv, kHeadDim, kRowTiles>>(p, plan, walker.item, segment.head, queues, free_stages, shared_ml,
+                                                       whole ? -1 : parts.slot);
+      if (!whole && arrive_last(plan, parts, &shared_number)) merge_parts(p, plan, walker.item, segment.head, parts);
+      __syncthreads();
     }
 
-    // Merge the warps through the stage that each has free, write the rows or their partial
-    __syncwarp();
-    rows.publish(queue + free_stage * Shape::kStageBytes, shared_ml + warp * Shape::kRows);
-    if (threadIdx.x % kWarp == 0) free_stages[warp] = free_stage;
-    __syncthreads();
-    int slot = -1;
-    if (!segment.first || !segment.last) {
-      const Ownership own = own_segment(p, plan, stretch, walker, segment);
-      slot = own.slot;
-      if (own.merge.count > 0) merge = own.merge;
+    // Another stretch, where there is more than one level of them
+    more = plan.balanced && stretches.total > stretches.length[0] * static_cast<int>(plan.level_blocks.divisor);
+    if (more) {
+      walker.stretch = take_stretch(plan, &shared_number);
+      more = stretch_begin(plan, stretches, walker.stretch) < stretches.total;
     }
-    write_rows<Shape, Rows<Kv, kHeadDim, kRowTiles>>(p, plan, walker.item, segment.head, queues, free_stages, shared_ml, slot);
-    __syncthreads();
   }
-  record_merge(plan, merge);
   clear_unclaimed(p);
 }
 

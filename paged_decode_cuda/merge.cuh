@@ -1,112 +1,112 @@
-// Merges the partials of rows whose keys were shared by several thread blocks, adds the sink, writes output and lse.
+// Merges the partials of rows whose keys were shared by several thread blocks, adds the sink, writes output and lse. Runs
+// in the block that is the last to leave its part.
 //
-// Grid: (merge records, rows_per_tile); most records are empty. The warps of a block share the partials of one row, the
-// lanes its dimensions, four each time. The order of the sums depends on the number of partials alone.
+// The counters of arrivals lie in a workspace that nobody clears before the launch: an extra launch would cost more than
+// the merge. Block 0 clears them and then publishes %gridid, the number of this launch, which also differs between the
+// replays of a graph; nobody counts before it is there. Block 0 waits for nobody, so this always ends.
 #pragma once
 
 #include "work.cuh"
 
 namespace paged_attn {
 
-constexpr int kMergeWarps = 4;
-
-PD_DEVICE void scale(float4& x, float factor) {
-  x.x *= factor;
-  x.y *= factor;
-  x.z *= factor;
-  x.w *= factor;
+PD_DEVICE unsigned long long launch_number() {
+  unsigned long long number;
+  asm volatile("mov.u64 %0, %%gridid;" : "=l"(number));
+  return number;
 }
 
-PD_DEVICE void add(float4& x, const float4& y, float weight) {
-  x.x += y.x * weight;
-  x.y += y.y * weight;
-  x.z += y.z * weight;
-  x.w += y.w * weight;
+// To be called by all threads of every block, early.
+PD_DEVICE void clear_arrivals(const Plan& plan) {
+  if (blockIdx.x != 0 || !plan.arrivals) return;
+  for (int i = threadIdx.x; i <= plan.stretches; i += blockDim.x) plan.arrivals[i] = 0;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    asm volatile("st.release.gpu.u64 [%0], %1;" ::"l"(plan.ready), "l"(launch_number()) : "memory");
+  }
 }
 
-template <int kVectors>  // float4 per lane: head_dim_v <= 128 * kVectors
-__global__ void __launch_bounds__(kMergeWarps * kWarp)
-    merge_kernel(const __grid_constant__ Problem p, const __grid_constant__ Plan plan) {
-  constexpr int kBatch = 4;  // partials in flight
-  __shared__ float4 shared_acc[kMergeWarps][kVectors][kWarp];
-  __shared__ float2 shared_ml[kMergeWarps];
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+// For one thread: the counters are cleared.
+PD_DEVICE void wait_until_cleared(const Plan& plan) {
+  unsigned long long number;
+  do {
+    asm volatile("ld.acquire.gpu.u64 %0, [%1];" : "=l"(number) : "l"(plan.ready) : "memory");
+  } while (number != launch_number());
+}
 
-  wait_for_predecessor();
-  let_successor_start();
-  const Merge merge = plan.merges[blockIdx.x];
-  const int row = blockIdx.y;
-  if (merge.count == 0 || row >= merge.rows) return;
+// The next stretch that nobody has taken. All threads of the block take part.
+PD_DEVICE int take_stretch(const Plan& plan, int* shared_number) {
+  if (threadIdx.x == 0) {
+    wait_until_cleared(plan);
+    *shared_number = atomicAdd(&plan.arrivals[plan.stretches], 1);
+  }
+  __syncthreads();
+  return static_cast<int>(plan.level_blocks.divisor) + *shared_number;
+}
 
-  // This warp's partials
-  float m = -INFINITY, l = 0.f;
-  float4 acc[kVectors] = {};
-  for (int first = warp; first < merge.count; first += kBatch * kMergeWarps) {
-    float2 ml[kBatch];
-    float4 other[kBatch][kVectors];
+// Tells that this block's partial is written. True in the block that finds all others written.
+PD_DEVICE bool arrive_last(const Plan& plan, const Parts& parts, int* shared_flag) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    wait_until_cleared(plan);
+    __threadfence();
+    *shared_flag = atomicAdd(&plan.arrivals[parts.first_stretch], 1) == parts.count - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  return *shared_flag != 0;
+}
+
+// All threads of the block take part; a thread takes four dimensions of a row at a time.
+PD_DEVICE void merge_parts(const Problem& p, const Plan& plan, const Item& item, int head, const Parts& parts) {
+  constexpr int kBatch = 8;  // partials in flight
+  const DType out_dtype = output_dtype(p);
+  const int quads = plan.partial_stride / 4;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < item.rows * quads; i += blockDim.x) {
+    const int row = i / quads, quad = i - row * quads;
+    float m = -INFINITY, l = 0.f, acc[4] = {};
+#pragma unroll 1
+    for (int first = 0; first < parts.count; first += kBatch) {
+      float2 ml[kBatch];
+      float4 other[kBatch];
+      float top = m;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      int index = first + i * kMergeWarps;
-      ml[i] = make_float2(-INFINITY, 0.f);
-      bool exists = index < merge.count;
-      int64_t slot = index == 0 ? merge.first_slot : merge.next_slot + index - 1;
-      int64_t place = slot * plan.rows_per_tile + row;
-      if (exists) ml[i] = plan.partial_ml[place];
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        int dim = (v * kWarp + lane) * 4;
-        other[i][v] = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (exists && dim < plan.partial_stride) {
-          other[i][v] = *reinterpret_cast<const float4*>(plan.partial_acc + place * plan.partial_stride + dim);
+      for (int j = 0; j < kBatch; ++j) {
+        const int index = first + j;
+        const int slot = index == 0 ? parts.first_slot : parts.first_stretch + index;
+        const int64_t place = static_cast<int64_t>(slot) * plan.rows_per_tile + row;
+        ml[j] = make_float2(-INFINITY, 0.f);
+        other[j] = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (index < parts.count) {
+          // Through L2: another multiprocessor wrote this during the launch.
+          ml[j] = __ldcg(&plan.partial_ml[place]);
+          other[j] = __ldcg(reinterpret_cast<const float4*>(plan.partial_acc + place * plan.partial_stride) + quad);
         }
       }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) top = fmaxf(top, ml[j].x);
+      const float factor = fast_rescale(m, top);
+      m = top;
+      l *= factor;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[e] *= factor;
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const float weight = fast_rescale(ml[j].x, top);
+        l += ml[j].y * weight;
+        acc[0] += other[j].x * weight;
+        acc[1] += other[j].y * weight;
+        acc[2] += other[j].z * weight;
+        acc[3] += other[j].w * weight;
+      }
     }
-    float top = m;
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) top = fmaxf(top, ml[i].x);
-    float factor = fast_rescale(m, top);
-    m = top;
-    l *= factor;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) scale(acc[v], factor);
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      float weight = fast_rescale(ml[i].x, top);
-      l += ml[i].y * weight;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) add(acc[v], other[i][v], weight);
-    }
-  }
-
-  // Merge the warps
-  if (lane == 0) shared_ml[warp] = make_float2(m, l);
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) shared_acc[warp][v][lane] = acc[v];
-  __syncthreads();
-  if (warp > 0) return;
-  float top = -INFINITY, sum = 0.f;
-  for (int w = 0; w < kMergeWarps; ++w) top = fmaxf(top, shared_ml[w].x);
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) acc[v] = make_float4(0.f, 0.f, 0.f, 0.f);
-  for (int w = 0; w < kMergeWarps; ++w) {
-    float weight = fast_rescale(shared_ml[w].x, top);
-    sum += shared_ml[w].y * weight;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) add(acc[v], shared_acc[w][v][lane], weight);
-  }
-
-  // Write the row
-  const Item item = load_item(p, plan, merge.item);
-  const RowTarget target = row_target(p, plan, item, merge.head, row);
-  const float factor = finish_row(p, target, item.b, merge.head, top, sum, lane == 0);
-  const DType out_dtype = output_dtype(p);
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    const float values[4] = {acc[v].x, acc[v].y, acc[v].z, acc[v].w};
+    const RowTarget target = row_target(p, plan, item, head, row);
+    const float factor = finish_row(p, target, item.b, head, m, l, quad == 0);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      int dim = (v * kWarp + lane) * 4 + e;
-      if (dim < p.head_dim_v) store_float(p.out, out_dtype, target.out + dim, values[e] * factor);
+      if (quad * 4 + e < p.head_dim_v) store_float(p.out, out_dtype, target.out + quad * 4 + e, acc[e] * factor);
     }
   }
 }

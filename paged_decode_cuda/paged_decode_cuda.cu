@@ -175,13 +175,7 @@ void plan_fixed_splits(const Problem& p, int split_keys, int limit, Plan& plan) 
   plan.split_tiles = split_keys >> plan.tile_shift;
   plan.balanced = false;
   plan.max_splits = FastDivisor(splits);
-  plan.blocks = static_cast<int32_t>(plan.items * p.kv_heads * splits);
-}
-
-const void* merge_kernel_for(int64_t head_dim_v) {
-  if (head_dim_v <= 128) return reinterpret_cast<const void*>(&merge_kernel<1>);
-  if (head_dim_v <= 256) return reinterpret_cast<const void*>(&merge_kernel<2>);
-  return reinterpret_cast<const void*>(&merge_kernel<4>);
+  plan.stretches = static_cast<int32_t>(plan.items * p.kv_heads * splits);
 }
 
 // Attention alone: the new tokens are in the cache, the queries rotated.
@@ -214,8 +208,11 @@ void attend(const Problem& p, int device_index, const Device& device, cudaStream
     const int64_t most_units = items * p.kv_heads * ((capacity(p) >> plan.tile_shift) + 2);
     if (p.num_splits == 0 && !p.deterministic && items <= kMaxBalancedItems && most_units <= INT32_MAX) {
       plan.balanced = true;
-      plan.blocks = device.processors * per_processor;
+      const int resident = device.processors * per_processor;
+      plan.stretches = kLevels * resident;
+      plan.level_blocks = FastDivisor(resident);
       plan.min_units = tune("PA_MINU", 2) * threads / kWarp;
+      plan.level_units = tune("PA_LEVELU", 16) * threads / kWarp;
       plan.max_splits = FastDivisor(1);
     } else {
       plan_fixed_splits(p, 2048, p.deterministic && items <= kMaxBalancedItems ? 16 : 1, plan);
@@ -224,24 +221,24 @@ void attend(const Problem& p, int device_index, const Device& device, cudaStream
     plan_fixed_splits(p, 512, 32, plan);
   }
 
-  // Workspace: merge records, (m, l), accumulators
-  const bool merging = plan.balanced || plan.max_splits.divisor > 1;
-  const int64_t records = plan.balanced ? plan.blocks : items * p.kv_heads;
-  const int64_t slots = !merging ? 0 : plan.balanced ? 2 * int64_t{plan.blocks} : plan.blocks;
-  const int64_t record_bytes = pd_ceil_div(records * sizeof(Merge), 256) * 256;
-  const int64_t ml_bytes = pd_ceil_div(slots * plan.rows_per_tile * sizeof(float2), 256) * 256;
-  const int64_t acc_bytes = slots * plan.rows_per_tile * plan.partial_stride * sizeof(float);
-  torch::stable::Tensor space = workspace(record_bytes + ml_bytes + acc_bytes, device_index);
-  char* base = static_cast<char*>(space.data_ptr());
-  plan.merges = reinterpret_cast<Merge*>(base);
-  plan.partial_ml = reinterpret_cast<float2*>(base + record_bytes);
-  plan.partial_acc = reinterpret_cast<float*>(base + record_bytes + ml_bytes);
-
-  launch(kernel, dim3(plan.blocks), threads, shared_bytes, stream, device, const_cast<Problem&>(p), plan);
-  if (merging) {
-    launch(merge_kernel_for(p.head_dim_v), dim3(static_cast<unsigned>(records), plan.rows_per_tile), kMergeWarps * kWarp,
-           0, stream, device, const_cast<Problem&>(p), plan);
+  // Workspace: ready, arrivals, (m, l), accumulators
+  const bool cutting = plan.balanced || plan.max_splits.divisor > 1;
+  std::optional<torch::stable::Tensor> space;
+  if (cutting) {
+    const int64_t slots = (plan.balanced ? 2 : 1) * int64_t{plan.stretches};
+    const int64_t arrival_bytes = pd_ceil_div(8 + (plan.stretches + 1) * sizeof(int32_t), 256) * 256;
+    const int64_t ml_bytes = pd_ceil_div(slots * plan.rows_per_tile * sizeof(float2), 256) * 256;
+    const int64_t acc_bytes = slots * plan.rows_per_tile * plan.partial_stride * sizeof(float);
+    space = workspace(arrival_bytes + ml_bytes + acc_bytes, device_index);
+    char* base = static_cast<char*>(space->data_ptr());
+    plan.ready = reinterpret_cast<unsigned long long*>(base);
+    plan.arrivals = reinterpret_cast<int32_t*>(base + 8);
+    plan.partial_ml = reinterpret_cast<float2*>(base + arrival_bytes);
+    plan.partial_acc = reinterpret_cast<float*>(base + arrival_bytes + ml_bytes);
   }
+
+  const int blocks = plan.balanced ? static_cast<int>(plan.level_blocks.divisor) : plan.stretches;
+  launch(kernel, dim3(blocks), threads, shared_bytes, stream, device, const_cast<Problem&>(p), plan);
 }
 
 // Whether rows move in 16-byte pieces, with no arithmetic but the conversion to fp8.

@@ -5,7 +5,7 @@
 // Grid: one block per (item, kv_head, split); the warps of a block are the rows of an item and share its keys in L1.
 #pragma once
 
-#include "work.cuh"
+#include "merge.cuh"
 
 namespace paged_attn {
 
@@ -29,30 +29,29 @@ template <typename T, int kDims, int kDimsV, bool kQv>
 __global__ void __launch_bounds__(kSimtWarps * kWarp, 1)
     simt_kernel(const __grid_constant__ Problem p, const __grid_constant__ Plan plan) {
   constexpr int kBatch = 4;  // keys in flight
+  __shared__ int last_flag;
   const int lane = threadIdx.x % kWarp, row = threadIdx.x / kWarp;
 
   wait_for_predecessor();
   let_successor_start();
   clear_unclaimed(p);
+  clear_arrivals(plan);
 
   // Which row, which keys
   Walker walker;
+  walker.stretch = blockIdx.x;
   find_split(p, plan, walker);
   Segment segment;
-  if (!walker.next(p, plan, segment)) {
-    record_merge(plan, Merge{});
-    return;
-  }
+  if (!walker.next(p, plan, segment)) return;
   const Item& item = walker.item;
-  const Ownership own = own_segment(p, plan, Stretch{}, walker, segment);
-  record_merge(plan, own.merge);
-  if (row >= item.rows) return;
+  // Warps without a row go through the motions with no keys, as the block meets again at its end.
+  const bool exists = row < item.rows;
   const int head = segment.head;
-  const int token = plan.group.divide(item.first_row + row);
-  const RowTarget target = row_target(p, plan, item, head, row);
+  const int token = plan.group.divide(item.first_row + (exists ? row : 0));
+  const RowTarget target = row_target(p, plan, item, head, exists ? row : 0);
   const KvRange seen = row_keys(p, item, token);
   const int begin = max(static_cast<int>(seen.begin), segment.tile << kSimtTileShift);
-  const int end = min(static_cast<int>(seen.end), segment.tile_end << kSimtTileShift);
+  const int end = exists ? min(static_cast<int>(seen.end), segment.tile_end << kSimtTileShift) : begin;
   const int q_pos = item.kv_len - item.q_len + token;
   const float slope = row_slope(p, item.b, target.q_head);
   const float scale_all = score_scale(p, item.b, head);
@@ -160,6 +159,7 @@ __global__ void __launch_bounds__(kSimtWarps * kWarp, 1)
 
   // Write the row or its partial
   if (segment.first && segment.last) {
+    if (!exists) return;
     float factor = finish_row(p, target, item.b, head, m, l, lane == 0);
     const DType out_dtype = output_dtype(p);
 #pragma unroll
@@ -167,8 +167,11 @@ __global__ void __launch_bounds__(kSimtWarps * kWarp, 1)
       int dim = d * kWarp + lane;
       if (dim < p.head_dim_v) store_float(p.out, out_dtype, target.out + dim, acc[d] * factor);
     }
-  } else {
-    int64_t place = static_cast<int64_t>(own.slot) * plan.rows_per_tile + row;
+    return;
+  }
+  const Parts parts = find_parts(plan, Stretches{}, walker, segment);
+  if (exists) {
+    int64_t place = static_cast<int64_t>(parts.slot) * plan.rows_per_tile + row;
     if (lane == 0) plan.partial_ml[place] = make_float2(m, l);
 #pragma unroll
     for (int d = 0; d < kDimsV; ++d) {
@@ -176,6 +179,7 @@ __global__ void __launch_bounds__(kSimtWarps * kWarp, 1)
       if (dim < p.head_dim_v) plan.partial_acc[place * plan.partial_stride + dim] = acc[d];
     }
   }
+  if (arrive_last(plan, parts, &last_flag)) merge_parts(p, plan, item, head, parts);
 }
 
 }  // namespace paged_attn

@@ -5,39 +5,45 @@
 //   unit      one tile of tile_keys keys of one (item, kv_head)
 //   segment   a run of units of one (item, kv_head) inside one thread block
 //
-// Balanced: all units form one line (item by item, head by head, key by key) and every block gets an equal stretch of
-// it. The blocks compute the line from the lengths themselves, so nothing depends on what the host knows, and a replayed
-// CUDA graph balances the lengths that it finds. Fixed: one block per (item, kv_head, split), where the cuts of a request
+// Balanced: all units form one line (item by item, head by head, key by key) and every block gets a stretch of it. The
+// blocks compute the line from the lengths themselves, so nothing depends on what the host knows, and a replayed CUDA
+// graph balances the lengths that it finds. Fixed: one block per (item, kv_head, split), where the cuts of a request
 // depend on its own length alone.
+//
+// Multiprocessors do not get equal shares of the bandwidth (blocks with equal work ended after 200 to 260 us on an H200).
+// So a long line is dealt in levels of ever shorter stretches: a block begins with its own of the first level and then
+// takes what is left, one stretch at a time.
+//
+// When a segment is only a part of its (item, kv_head), its block leaves a partial; the last of them to arrive merges all,
+// in the order of the keys, so that the sum does not depend on who is last.
 #pragma once
 
 #include "device.cuh"
 
 namespace paged_attn {
 
-// What a thread block leaves for the kernel that merges the parts of (item, head).
-struct Merge {
-  int32_t item, head, rows;
-  int32_t first_slot;  // partial of the first keys
-  int32_t next_slot;   // the others follow from here
-  int32_t count;       // partials in all; 0: nothing to merge
-};
+constexpr int kLevels = 5;
 
 struct Plan {
   FastDivisor page_size, group, row_tiles, max_splits, kv_heads;
+  FastDivisor level_blocks;  // balanced: stretches of a level, one for every block that fits on the device at a time
   int32_t rows_per_tile, items;
-  int32_t tile_shift;      // log2 of the keys of a unit
-  int32_t blocks;          // balanced: stretches; fixed: items * kv_heads * max_splits
-  int32_t min_units;       // balanced: a shorter stretch is not worth another block
-  int32_t num_splits;      // fixed: parts asked for; 0: one for every split_tiles, at most max_splits
+  int32_t tile_shift;        // log2 of the keys of a unit
+  int32_t stretches;         // balanced: kLevels * level_blocks; fixed: items * kv_heads * max_splits, one for each block
+  int32_t min_units;         // balanced: a shorter stretch is not worth a block
+  int32_t level_units;       // balanced: stretches below this length are not worth another level
+  int32_t num_splits;        // fixed: parts asked for; 0: one for every split_tiles, at most max_splits
   int32_t split_tiles;
   uint32_t k_page_pieces, k_slot_pieces;  // strides of the cache in pieces of 16 bytes
   uint32_t v_page_pieces, v_slot_pieces;
   bool balanced;
-  float* partial_acc;      // [slots, rows_per_tile, partial_stride]
-  float2* partial_ml;      // [slots, rows_per_tile]
-  int32_t partial_stride;  // head_dim_v, rounded up to whole float4
-  Merge* merges;           // [blocks], or [items * kv_heads] when fixed
+  // Workspace; nothing of it is set before the launch. nullptr when nothing is ever cut.
+  float* partial_acc;         // [slots, rows_per_tile, partial_stride]
+  float2* partial_ml;         // [slots, rows_per_tile]
+  int32_t partial_stride;     // head_dim_v, rounded up to whole float4
+  int32_t* arrivals;          // [stretches]: parts that are written, at the stretch of the first part; then one more
+                              // that counts the stretches taken beyond the first level
+  unsigned long long* ready;  // the number of this launch, once arrivals are 0
 };
 
 PD_DEVICE int query_begin(const Problem& p, int b) { return p.cu_seqlens_q ? p.cu_seqlens_q[b] : 0; }
@@ -111,6 +117,7 @@ struct Segment {
 
 // Steps through the segments of one thread block. Every warp holds copies, so stepping needs no barrier.
 struct Walker {
+  int stretch;
   int index;                      // of the item
   int item_start, item_end;       // the item's stretch of the line
   int position, end;              // this block's stretch
@@ -163,16 +170,51 @@ PD_DEVICE int exclusive_sum(int value, int* scratch, int& total) {
   return before + sum - value;
 }
 
-// The line and its equal stretches; the first `longer` of them have one unit more.
-struct Stretch {
-  int total, blocks, units, longer;
+// The line: the stretches of a level have one length.
+struct Stretches {
+  int total;
+  int length[kLevels];
 };
 
-PD_DEVICE int stretch_begin(const Stretch& s, int block) { return block * s.units + min(block, s.longer); }
+PD_DEVICE Stretches deal(const Plan& plan, int total) {
+  const int blocks = static_cast<int>(plan.level_blocks.divisor);
+  Stretches s;
+  s.total = total;
+  int rest = total;
+#pragma unroll
+  for (int level = 0; level < kLevels; ++level) {
+    int share = plan.level_blocks.divide(rest + blocks - 1);
+    // Half of what is left, unless that is too little to be dealt once more.
+    if (level + 1 < kLevels && share >= plan.level_units) share = (share + 1) / 2;
+    s.length[level] = max(share, plan.min_units);
+    rest = max(0, rest - s.length[level] * blocks);
+  }
+  return s;
+}
 
-PD_DEVICE int block_of_unit(const Stretch& s, int unit) {
-  const int in_longer = s.longer * (s.units + 1);
-  return unit < in_longer ? unit / (s.units + 1) : s.longer + (unit - in_longer) / s.units;
+PD_DEVICE int stretch_begin(const Plan& plan, const Stretches& s, int stretch) {
+  const int blocks = static_cast<int>(plan.level_blocks.divisor);
+  const int level_of_stretch = plan.level_blocks.divide(stretch);
+  int begin = 0;
+#pragma unroll
+  for (int level = 0; level < kLevels; ++level) {
+    if (level < level_of_stretch) begin += s.length[level] * blocks;
+    if (level == level_of_stretch) begin += s.length[level] * (stretch - level * blocks);
+  }
+  return min(begin, s.total);
+}
+
+PD_DEVICE int stretch_of_unit(const Plan& plan, const Stretches& s, int unit) {
+  const int blocks = static_cast<int>(plan.level_blocks.divisor);
+  int first = 0;
+#pragma unroll
+  for (int level = 0; level < kLevels; ++level) {
+    const int span = s.length[level] * blocks;
+    if (unit < span) return first + unit / s.length[level];
+    unit -= span;
+    first += blocks;
+  }
+  return first;
 }
 
 struct ScanScratch {
@@ -181,8 +223,8 @@ struct ScanScratch {
   Item item;
 };
 
-// Finds this block's stretch of the balanced line. All threads of the block take part; one round covers the usual batch.
-PD_DEVICE Stretch find_stretch(const Problem& p, const Plan& plan, ScanScratch& scratch, Walker& walker) {
+// Finds the beginning of walker.stretch. All threads of the block take part; one round covers the usual batch.
+PD_DEVICE Stretches find_stretch(const Problem& p, const Plan& plan, ScanScratch& scratch, Walker& walker) {
   const int threads = blockDim.x;
   Item item;
   int mine, before, round_total;
@@ -196,20 +238,16 @@ PD_DEVICE Stretch find_stretch(const Problem& p, const Plan& plan, ScanScratch& 
     before = exclusive_sum(mine, scratch.sums, round_total);
   };
 
-  Stretch stretch;
-  stretch.total = 0;
+  int total = 0;
 #pragma unroll 1
   for (int first = 0; first < plan.items; first += threads) {
     scan_round(first);
-    stretch.total += round_total;
+    total += round_total;
   }
-  stretch.blocks = max(1, min(static_cast<int>(gridDim.x), (stretch.total + plan.min_units - 1) / plan.min_units));
-  stretch.units = stretch.total / stretch.blocks;
-  stretch.longer = stretch.total - stretch.units * stretch.blocks;
-  walker.position = walker.end = 0;
-  if (stretch.total == 0 || static_cast<int>(blockIdx.x) >= stretch.blocks) return stretch;
-  walker.position = stretch_begin(stretch, blockIdx.x);
-  walker.end = stretch_begin(stretch, blockIdx.x + 1);
+  const Stretches stretches = deal(plan, total);
+  walker.position = stretch_begin(plan, stretches, walker.stretch);
+  walker.end = stretch_begin(plan, stretches, walker.stretch + 1);
+  if (walker.position >= walker.end) return stretches;
 
   int base = 0;
 #pragma unroll 1
@@ -228,13 +266,13 @@ PD_DEVICE Stretch find_stretch(const Problem& p, const Plan& plan, ScanScratch& 
   walker.item_start = scratch.item_start;
   walker.item = scratch.item;
   walker.item_end = walker.item_start + walker.item.tiles * static_cast<int>(p.kv_heads);
-  return stretch;
+  return stretches;
 }
 
 // This block's (item, head, split) when the cuts are fixed.
 PD_DEVICE void find_split(const Problem& p, const Plan& plan, Walker& walker) {
-  int unit = plan.max_splits.divide(blockIdx.x);
-  int split = blockIdx.x - unit * static_cast<int>(plan.max_splits.divisor);
+  int unit = plan.max_splits.divide(walker.stretch);
+  int split = walker.stretch - unit * static_cast<int>(plan.max_splits.divisor);
   walker.index = plan.kv_heads.divide(unit);
   int head = unit - walker.index * static_cast<int>(p.kv_heads);
   walker.item_start = 0;
@@ -248,50 +286,30 @@ PD_DEVICE void find_split(const Problem& p, const Plan& plan, Walker& walker) {
   walker.end = base + min(walker.item.tiles, (split + 1) * per_split);
 }
 
-// Where the partial of a segment goes, and what the merging kernel must know about it.
-struct Ownership {
-  int slot;
-  Merge merge;  // count 0 unless this segment is the first of several
+// The parts of the (item, kv_head) of a segment.
+struct Parts {
+  int first_stretch, count;
+  int slot;        // of the partial of this segment
+  int first_slot;  // of the partial with the first keys; those of the next stretches are at first_stretch + 1 and on
 };
 
-PD_DEVICE Ownership own_segment(const Problem& p, const Plan& plan, const Stretch& stretch, const Walker& walker,
-                                const Segment& segment) {
-  Ownership own = {};
-  own.merge.item = walker.index;
-  own.merge.head = segment.head;
-  own.merge.rows = walker.item.rows;
-  int block = blockIdx.x;
+PD_DEVICE Parts find_parts(const Plan& plan, const Stretches& stretches, const Walker& walker, const Segment& segment) {
+  Parts parts;
   if (plan.balanced) {
-    // A block cuts at most two (item, head): one goes on in it and one goes on after it.
-    own.slot = segment.first ? plan.blocks + block : block;
-    if (segment.first && !segment.last) {
-      int last_unit = walker.item_start + (segment.head + 1) * walker.item.tiles - 1;
-      own.merge.count = block_of_unit(stretch, last_unit) - block + 1;
-      own.merge.first_slot = plan.blocks + block;
-      own.merge.next_slot = block + 1;
-    }
+    // A stretch cuts at most two: one that goes on in it and one that goes on after it. The latter has slots of its own.
+    const int first_unit = walker.item_start + segment.head * walker.item.tiles;
+    parts.first_stretch = segment.first ? walker.stretch : stretch_of_unit(plan, stretches, first_unit);
+    parts.count = stretch_of_unit(plan, stretches, first_unit + walker.item.tiles - 1) - parts.first_stretch + 1;
+    parts.first_slot = plan.stretches + parts.first_stretch;
   } else {
-    own.slot = block;
-    if (segment.first && !segment.last) {
-      int splits = item_splits(plan, walker.item.tiles);
-      int per_split = (walker.item.tiles + splits - 1) / splits;
-      own.merge.count = (walker.item.tiles + per_split - 1) / per_split;
-      own.merge.first_slot = block;
-      own.merge.next_slot = block + 1;
-    }
+    const int splits = item_splits(plan, walker.item.tiles);
+    const int per_split = (walker.item.tiles + splits - 1) / splits;
+    parts.first_stretch = plan.max_splits.divide(walker.stretch) * static_cast<int>(plan.max_splits.divisor);
+    parts.count = (walker.item.tiles + per_split - 1) / per_split;
+    parts.first_slot = parts.first_stretch;
   }
-  return own;
-}
-
-// Leaves the record of this block; an empty one clears what an earlier call left in the same memory.
-PD_DEVICE void record_merge(const Plan& plan, const Merge& merge) {
-  if (threadIdx.x != 0) return;
-  if (plan.balanced) {
-    plan.merges[blockIdx.x] = merge;
-  } else {
-    int unit = plan.max_splits.divide(blockIdx.x);
-    if (unit * plan.max_splits.divisor == blockIdx.x) plan.merges[unit] = merge;
-  }
+  parts.slot = segment.first ? parts.first_slot : walker.stretch;
+  return parts;
 }
 
 // fp8 queries give a bf16 output.
