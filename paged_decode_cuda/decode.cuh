@@ -32,8 +32,16 @@ struct DecodeShape {
   static constexpr int kStageBytesK = kTileKeys * kPieces * 16;
   static constexpr int kStageBytes = 2 * kStageBytesK;
   // What fits beside each other on a multiprocessor: the registers of 16 rows or wide heads allow two blocks, else three.
+#ifdef PA_FAT
+  static constexpr int kWarps = (kHeadDim > 128 || kRowTiles > 1 ? 2 : 3) * (kStageBytes > 8192 ? 3 : 4);
+#else
   static constexpr int kWarps = kStageBytes > 8192 ? 3 : 4;
+#endif
+#ifdef PA_FAT
+  static constexpr int kBlocks = 1;
+#else
   static constexpr int kBlocks = kHeadDim > 128 || kRowTiles > 1 ? 2 : 3;
+#endif
   static constexpr int kStages = 227 * 1024 / kBlocks / (kWarps * kStageBytes) > 4 ? 4 : 227 * 1024 / kBlocks / (kWarps * kStageBytes);
   static constexpr bool kBf16 = IsBf16<Kv>::value;
   static constexpr bool kFp8 = Kv::kBytes == 1;
@@ -573,65 +581,54 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kWarps *
   char* queue = queues + warp * Shape::kQueueBytes;
   const uint32_t queue_address = static_cast<uint32_t>(__cvta_generic_to_shared(queue));
   float2* shared_ml = reinterpret_cast<float2*>(queues + Shape::kWarps * Shape::kQueueBytes);
+
+  // Which keys
   Walker walker;
+  int length = 0;
+  if (plan.balanced) {
+    length = find_stretch(p, plan, scratch, walker);
+  } else {
+    find_split(p, plan, walker);
+  }
+
+  // Start the copies
   TileLoader<Kv, kHeadDim, kRowTiles> loader;
+  loader.start(walker);
+  loader.find_tile(p, plan);
+#pragma unroll 1
+  for (int stage = 0; stage < Shape::kStages - 1; ++stage) loader.copy(p, plan, queue_address + stage * Shape::kStageBytes);
+  int read_stage = 0, free_stage = Shape::kStages - 1;
+  clear_arrivals(plan);
+
+  Segment segment;
   Rows<Kv, kHeadDim, kRowTiles> rows;
-  Stretches stretches = {};
-  walker.stretch = blockIdx.x;
-  for (bool more = true; more;) {
-    // Which keys
-    if (plan.balanced) {
-      stretches = find_stretch(p, plan, scratch, walker);
-    } else {
-      find_split(p, plan, walker);
-    }
+  while (walker.next(p, plan, segment)) {
+    rows.start(p, plan, walker.item, segment.head);
 
-    // Start the copies
-    loader.start(walker);
-    loader.find_tile(p, plan);
+    // For each tile of this warp: copy a later one, attend
 #pragma unroll 1
-    for (int stage = 0; stage < Shape::kStages - 1; ++stage) {
-      loader.copy(p, plan, queue_address + stage * Shape::kStageBytes);
-    }
-    if (walker.stretch == 0) clear_arrivals(plan);
-    int read_stage = 0, free_stage = Shape::kStages - 1;
-
-    Segment segment;
-    while (walker.next(p, plan, segment)) {
-      rows.start(p, plan, walker.item, segment.head);
-
-      // For each tile of this warp: copy a later one, attend
-#pragma unroll 1
-      for (int tile = segment.tile + warp; tile < segment.tile_end; tile += Shape::kWarps) {
-        // The tile has arrived for every lane, and every lane is done with the stage that is filled next.
-        copy_wait<Shape::kStages - 2>();
-        __syncwarp();
-        loader.copy(p, plan, queue_address + free_stage * Shape::kStageBytes);
-        rows.attend(p, plan, walker.item, segment.head, queue + read_stage * Shape::kStageBytes, tile);
-        free_stage = read_stage;
-        read_stage = read_stage + 1 == Shape::kStages ? 0 : read_stage + 1;
-      }
-
-      // Merge the warps through the stage that each has free, write the rows or their partial
+    for (int tile = segment.tile + warp; tile < segment.tile_end; tile += Shape::kWarps) {
+      // The tile has arrived for every lane, and every lane is done with the stage that is filled next.
+      copy_wait<Shape::kStages - 2>();
       __syncwarp();
-      rows.publish(queue + free_stage * Shape::kStageBytes, shared_ml + warp * Shape::kRows);
-      if (threadIdx.x % kWarp == 0) free_stages[warp] = free_stage;
-      __syncthreads();
-      const bool whole = segment.first && segment.last;
-      Parts parts = {};
-      if (!whole) parts = find_parts(plan, stretches, walker, segment);
-      write_rows<Shape, Rows<Kv, kHeadDim, kRowTiles>>(p, plan, walker.item, segment.head, queues, free_stages, shared_ml,
-                                                       whole ? -1 : parts.slot);
-      if (!whole && arrive_last(plan, parts, &shared_number)) merge_parts(p, plan, walker.item, segment.head, parts);
-      __syncthreads();
+      loader.copy(p, plan, queue_address + free_stage * Shape::kStageBytes);
+      rows.attend(p, plan, walker.item, segment.head, queue + read_stage * Shape::kStageBytes, tile);
+      free_stage = read_stage;
+      read_stage = read_stage + 1 == Shape::kStages ? 0 : read_stage + 1;
     }
 
-    // Another stretch, where there is more than one level of them
-    more = plan.balanced && stretches.total > stretches.length[0] * static_cast<int>(plan.level_blocks.divisor);
-    if (more) {
-      walker.stretch = take_stretch(plan, &shared_number);
-      more = stretch_begin(plan, stretches, walker.stretch) < stretches.total;
-    }
+    // Merge the warps through the stage that each has free, write the rows or their partial
+    __syncwarp();
+    rows.publish(queue + free_stage * Shape::kStageBytes, shared_ml + warp * Shape::kRows);
+    if (threadIdx.x % kWarp == 0) free_stages[warp] = free_stage;
+    __syncthreads();
+    const bool whole = segment.first && segment.last;
+    Parts parts = {};
+    if (!whole) parts = find_parts(plan, length, walker, segment);
+    write_rows<Shape, Rows<Kv, kHeadDim, kRowTiles>>(p, plan, walker.item, segment.head, queues, free_stages, shared_ml,
+                                                     whole ? -1 : parts.slot);
+    if (!whole && arrive_last(plan, parts, &shared_number)) merge_parts(p, plan, walker.item, segment.head, parts);
+    __syncthreads();
   }
   clear_unclaimed(p);
 }

@@ -19,7 +19,7 @@ PD_DEVICE unsigned long long launch_number() {
 // To be called by all threads of every block, early.
 PD_DEVICE void clear_arrivals(const Plan& plan) {
   if (blockIdx.x != 0 || !plan.arrivals) return;
-  for (int i = threadIdx.x; i <= plan.stretches; i += blockDim.x) plan.arrivals[i] = 0;
+  for (int i = threadIdx.x; i < static_cast<int>(plan.blocks.divisor); i += blockDim.x) plan.arrivals[i] = 0;
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
@@ -27,31 +27,16 @@ PD_DEVICE void clear_arrivals(const Plan& plan) {
   }
 }
 
-// For one thread: the counters are cleared.
-PD_DEVICE void wait_until_cleared(const Plan& plan) {
-  unsigned long long number;
-  do {
-    asm volatile("ld.acquire.gpu.u64 %0, [%1];" : "=l"(number) : "l"(plan.ready) : "memory");
-  } while (number != launch_number());
-}
-
-// The next stretch that nobody has taken. All threads of the block take part.
-PD_DEVICE int take_stretch(const Plan& plan, int* shared_number) {
-  if (threadIdx.x == 0) {
-    wait_until_cleared(plan);
-    *shared_number = atomicAdd(&plan.arrivals[plan.stretches], 1);
-  }
-  __syncthreads();
-  return static_cast<int>(plan.level_blocks.divisor) + *shared_number;
-}
-
 // Tells that this block's partial is written. True in the block that finds all others written.
 PD_DEVICE bool arrive_last(const Plan& plan, const Parts& parts, int* shared_flag) {
   __syncthreads();
   if (threadIdx.x == 0) {
-    wait_until_cleared(plan);
+    unsigned long long number;
+    do {
+      asm volatile("ld.acquire.gpu.u64 %0, [%1];" : "=l"(number) : "l"(plan.ready) : "memory");
+    } while (number != launch_number());
     __threadfence();
-    *shared_flag = atomicAdd(&plan.arrivals[parts.first_stretch], 1) == parts.count - 1;
+    *shared_flag = atomicAdd(&plan.arrivals[parts.first_block], 1) == parts.count - 1;
     __threadfence();
   }
   __syncthreads();
@@ -75,7 +60,7 @@ PD_DEVICE void merge_parts(const Problem& p, const Plan& plan, const Item& item,
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         const int index = first + j;
-        const int slot = index == 0 ? parts.first_slot : parts.first_stretch + index;
+        const int slot = index == 0 ? parts.first_slot : parts.first_block + index;
         const int64_t place = static_cast<int64_t>(slot) * plan.rows_per_tile + row;
         ml[j] = make_float2(-INFINITY, 0.f);
         other[j] = make_float4(0.f, 0.f, 0.f, 0.f);

@@ -175,7 +175,7 @@ void plan_fixed_splits(const Problem& p, int split_keys, int limit, Plan& plan) 
   plan.split_tiles = split_keys >> plan.tile_shift;
   plan.balanced = false;
   plan.max_splits = FastDivisor(splits);
-  plan.stretches = static_cast<int32_t>(plan.items * p.kv_heads * splits);
+  plan.blocks = FastDivisor(plan.items * p.kv_heads * splits);
 }
 
 // Attention alone: the new tokens are in the cache, the queries rotated.
@@ -208,11 +208,8 @@ void attend(const Problem& p, int device_index, const Device& device, cudaStream
     const int64_t most_units = items * p.kv_heads * ((capacity(p) >> plan.tile_shift) + 2);
     if (p.num_splits == 0 && !p.deterministic && items <= kMaxBalancedItems && most_units <= INT32_MAX) {
       plan.balanced = true;
-      const int resident = device.processors * per_processor;
-      plan.stretches = kLevels * resident;
-      plan.level_blocks = FastDivisor(resident);
+      plan.blocks = FastDivisor(device.processors * per_processor);
       plan.min_units = tune("PA_MINU", 2) * threads / kWarp;
-      plan.level_units = tune("PA_LEVELU", 16) * threads / kWarp;
       plan.max_splits = FastDivisor(1);
     } else {
       plan_fixed_splits(p, 2048, p.deterministic && items <= kMaxBalancedItems ? 16 : 1, plan);
@@ -223,10 +220,11 @@ void attend(const Problem& p, int device_index, const Device& device, cudaStream
 
   // Workspace: ready, arrivals, (m, l), accumulators
   const bool cutting = plan.balanced || plan.max_splits.divisor > 1;
+  const int64_t blocks = plan.blocks.divisor;
   std::optional<torch::stable::Tensor> space;
   if (cutting) {
-    const int64_t slots = (plan.balanced ? 2 : 1) * int64_t{plan.stretches};
-    const int64_t arrival_bytes = pd_ceil_div(8 + (plan.stretches + 1) * sizeof(int32_t), 256) * 256;
+    const int64_t slots = (plan.balanced ? 2 : 1) * blocks;
+    const int64_t arrival_bytes = pd_ceil_div(8 + blocks * sizeof(int32_t), 256) * 256;
     const int64_t ml_bytes = pd_ceil_div(slots * plan.rows_per_tile * sizeof(float2), 256) * 256;
     const int64_t acc_bytes = slots * plan.rows_per_tile * plan.partial_stride * sizeof(float);
     space = workspace(arrival_bytes + ml_bytes + acc_bytes, device_index);
@@ -237,8 +235,7 @@ void attend(const Problem& p, int device_index, const Device& device, cudaStream
     plan.partial_acc = reinterpret_cast<float*>(base + arrival_bytes + ml_bytes);
   }
 
-  const int blocks = plan.balanced ? static_cast<int>(plan.level_blocks.divisor) : plan.stretches;
-  launch(kernel, dim3(blocks), threads, shared_bytes, stream, device, const_cast<Problem&>(p), plan);
+  launch(kernel, dim3(static_cast<unsigned>(blocks)), threads, shared_bytes, stream, device, const_cast<Problem&>(p), plan);
 }
 
 // Whether rows move in 16-byte pieces, with no arithmetic but the conversion to fp8.

@@ -39,7 +39,6 @@ __global__ void __launch_bounds__(kSimtWarps * kWarp, 1)
 
   // Which row, which keys
   Walker walker;
-  walker.stretch = blockIdx.x;
   find_split(p, plan, walker);
   Segment segment;
   if (!walker.next(p, plan, segment)) return;
@@ -169,7 +168,7 @@ __global__ void __launch_bounds__(kSimtWarps * kWarp, 1)
     }
     return;
   }
-  const Parts parts = find_parts(plan, Stretches{}, walker, segment);
+  const Parts parts = find_parts(plan, 0, walker, segment);
   if (exists) {
     int64_t place = static_cast<int64_t>(parts.slot) * plan.rows_per_tile + row;
     if (lane == 0) plan.partial_ml[place] = make_float2(m, l);

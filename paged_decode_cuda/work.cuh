@@ -10,10 +10,6 @@
 // graph balances the lengths that it finds. Fixed: one block per (item, kv_head, split), where the cuts of a request
 // depend on its own length alone.
 //
-// Multiprocessors do not get equal shares of the bandwidth (blocks with equal work ended after 200 to 260 us on an H200).
-// So a long line is dealt in levels of ever shorter stretches: a block begins with its own of the first level and then
-// takes what is left, one stretch at a time.
-//
 // When a segment is only a part of its (item, kv_head), its block leaves a partial; the last of them to arrive merges all,
 // in the order of the keys, so that the sum does not depend on who is last.
 #pragma once
@@ -22,16 +18,12 @@
 
 namespace paged_attn {
 
-constexpr int kLevels = 5;
-
 struct Plan {
   FastDivisor page_size, group, row_tiles, max_splits, kv_heads;
-  FastDivisor level_blocks;  // balanced: stretches of a level, one for every block that fits on the device at a time
+  FastDivisor blocks;        // of the grid
   int32_t rows_per_tile, items;
   int32_t tile_shift;        // log2 of the keys of a unit
-  int32_t stretches;         // balanced: kLevels * level_blocks; fixed: items * kv_heads * max_splits, one for each block
   int32_t min_units;         // balanced: a shorter stretch is not worth a block
-  int32_t level_units;       // balanced: stretches below this length are not worth another level
   int32_t num_splits;        // fixed: parts asked for; 0: one for every split_tiles, at most max_splits
   int32_t split_tiles;
   uint32_t k_page_pieces, k_slot_pieces;  // strides of the cache in pieces of 16 bytes
@@ -41,8 +33,7 @@ struct Plan {
   float* partial_acc;         // [slots, rows_per_tile, partial_stride]
   float2* partial_ml;         // [slots, rows_per_tile]
   int32_t partial_stride;     // head_dim_v, rounded up to whole float4
-  int32_t* arrivals;          // [stretches]: parts that are written, at the stretch of the first part; then one more
-                              // that counts the stretches taken beyond the first level
+  int32_t* arrivals;          // [blocks]: parts that are written, at the block of the first part
   unsigned long long* ready;  // the number of this launch, once arrivals are 0
 };
 
@@ -117,7 +108,6 @@ struct Segment {
 
 // Steps through the segments of one thread block. Every warp holds copies, so stepping needs no barrier.
 struct Walker {
-  int stretch;
   int index;                      // of the item
   int item_start, item_end;       // the item's stretch of the line
   int position, end;              // this block's stretch
@@ -170,61 +160,16 @@ PD_DEVICE int exclusive_sum(int value, int* scratch, int& total) {
   return before + sum - value;
 }
 
-// The line: the stretches of a level have one length.
-struct Stretches {
-  int total;
-  int length[kLevels];
-};
-
-PD_DEVICE Stretches deal(const Plan& plan, int total) {
-  const int blocks = static_cast<int>(plan.level_blocks.divisor);
-  Stretches s;
-  s.total = total;
-  int rest = total;
-#pragma unroll
-  for (int level = 0; level < kLevels; ++level) {
-    int share = plan.level_blocks.divide(rest + blocks - 1);
-    // Half of what is left, unless that is too little to be dealt once more.
-    if (level + 1 < kLevels && share >= plan.level_units) share = (share + 1) / 2;
-    s.length[level] = max(share, plan.min_units);
-    rest = max(0, rest - s.length[level] * blocks);
-  }
-  return s;
-}
-
-PD_DEVICE int stretch_begin(const Plan& plan, const Stretches& s, int stretch) {
-  const int blocks = static_cast<int>(plan.level_blocks.divisor);
-  const int level_of_stretch = plan.level_blocks.divide(stretch);
-  int begin = 0;
-#pragma unroll
-  for (int level = 0; level < kLevels; ++level) {
-    if (level < level_of_stretch) begin += s.length[level] * blocks;
-    if (level == level_of_stretch) begin += s.length[level] * (stretch - level * blocks);
-  }
-  return min(begin, s.total);
-}
-
-PD_DEVICE int stretch_of_unit(const Plan& plan, const Stretches& s, int unit) {
-  const int blocks = static_cast<int>(plan.level_blocks.divisor);
-  int first = 0;
-#pragma unroll
-  for (int level = 0; level < kLevels; ++level) {
-    const int span = s.length[level] * blocks;
-    if (unit < span) return first + unit / s.length[level];
-    unit -= span;
-    first += blocks;
-  }
-  return first;
-}
+constexpr int kMaxWarps = 16;
 
 struct ScanScratch {
-  int sums[8];  // one per warp
+  int sums[kMaxWarps];
   int item_start, index;
   Item item;
 };
 
-// Finds the beginning of walker.stretch. All threads of the block take part; one round covers the usual batch.
-PD_DEVICE Stretches find_stretch(const Problem& p, const Plan& plan, ScanScratch& scratch, Walker& walker) {
+// Finds this block's stretch and returns the length of all. All threads take part; one round covers the usual batch.
+PD_DEVICE int find_stretch(const Problem& p, const Plan& plan, ScanScratch& scratch, Walker& walker) {
   const int threads = blockDim.x;
   Item item;
   int mine, before, round_total;
@@ -244,10 +189,11 @@ PD_DEVICE Stretches find_stretch(const Problem& p, const Plan& plan, ScanScratch
     scan_round(first);
     total += round_total;
   }
-  const Stretches stretches = deal(plan, total);
-  walker.position = stretch_begin(plan, stretches, walker.stretch);
-  walker.end = stretch_begin(plan, stretches, walker.stretch + 1);
-  if (walker.position >= walker.end) return stretches;
+  const int blocks = static_cast<int>(plan.blocks.divisor);
+  const int length = max(plan.min_units, plan.blocks.divide(total + blocks - 1));
+  walker.position = min(total, static_cast<int>(blockIdx.x) * length);
+  walker.end = min(total, walker.position + length);
+  if (walker.position >= walker.end) return length;
 
   int base = 0;
 #pragma unroll 1
@@ -266,13 +212,13 @@ PD_DEVICE Stretches find_stretch(const Problem& p, const Plan& plan, ScanScratch
   walker.item_start = scratch.item_start;
   walker.item = scratch.item;
   walker.item_end = walker.item_start + walker.item.tiles * static_cast<int>(p.kv_heads);
-  return stretches;
+  return length;
 }
 
 // This block's (item, head, split) when the cuts are fixed.
 PD_DEVICE void find_split(const Problem& p, const Plan& plan, Walker& walker) {
-  int unit = plan.max_splits.divide(walker.stretch);
-  int split = walker.stretch - unit * static_cast<int>(plan.max_splits.divisor);
+  int unit = plan.max_splits.divide(blockIdx.x);
+  int split = blockIdx.x - unit * static_cast<int>(plan.max_splits.divisor);
   walker.index = plan.kv_heads.divide(unit);
   int head = unit - walker.index * static_cast<int>(p.kv_heads);
   walker.item_start = 0;
@@ -288,27 +234,28 @@ PD_DEVICE void find_split(const Problem& p, const Plan& plan, Walker& walker) {
 
 // The parts of the (item, kv_head) of a segment.
 struct Parts {
-  int first_stretch, count;
+  int first_block, count;
   int slot;        // of the partial of this segment
-  int first_slot;  // of the partial with the first keys; those of the next stretches are at first_stretch + 1 and on
+  int first_slot;  // of the partial with the first keys; those of the next blocks are at first_block + 1 and on
 };
 
-PD_DEVICE Parts find_parts(const Plan& plan, const Stretches& stretches, const Walker& walker, const Segment& segment) {
+PD_DEVICE Parts find_parts(const Plan& plan, int length, const Walker& walker, const Segment& segment) {
   Parts parts;
+  const int block = blockIdx.x;
   if (plan.balanced) {
-    // A stretch cuts at most two: one that goes on in it and one that goes on after it. The latter has slots of its own.
+    // A block cuts at most two: one that goes on in it and one that goes on after it. The latter has slots of its own.
     const int first_unit = walker.item_start + segment.head * walker.item.tiles;
-    parts.first_stretch = segment.first ? walker.stretch : stretch_of_unit(plan, stretches, first_unit);
-    parts.count = stretch_of_unit(plan, stretches, first_unit + walker.item.tiles - 1) - parts.first_stretch + 1;
-    parts.first_slot = plan.stretches + parts.first_stretch;
+    parts.first_block = segment.first ? block : first_unit / length;
+    parts.count = (first_unit + walker.item.tiles - 1) / length - parts.first_block + 1;
+    parts.first_slot = static_cast<int>(plan.blocks.divisor) + parts.first_block;
   } else {
     const int splits = item_splits(plan, walker.item.tiles);
     const int per_split = (walker.item.tiles + splits - 1) / splits;
-    parts.first_stretch = plan.max_splits.divide(walker.stretch) * static_cast<int>(plan.max_splits.divisor);
+    parts.first_block = plan.max_splits.divide(block) * static_cast<int>(plan.max_splits.divisor);
     parts.count = (walker.item.tiles + per_split - 1) / per_split;
-    parts.first_slot = parts.first_stretch;
+    parts.first_slot = parts.first_block;
   }
-  parts.slot = segment.first ? parts.first_slot : walker.stretch;
+  parts.slot = segment.first ? parts.first_slot : block;
   return parts;
 }
 
