@@ -13,6 +13,10 @@ constexpr int kAppendThreads = 256;
 
 struct NewToken {
   int b, t;
+  bool exists;  // false past the last request
+};
+
+struct Place {
   int64_t page, slot;  // page -1: not written
 };
 
@@ -30,42 +34,48 @@ PD_DEVICE int find_request(const int32_t* cu, int batch, int64_t index) {
   return low;
 }
 
-// Token `index` of all new ones, and where it goes.
-PD_DEVICE NewToken find_new_token(const Problem& p, const FastDivisor& page_size, const FastDivisor& seqlen_new,
-                                  int64_t index) {
-  const Append& append = p.append;
-  const Cache& cache = p.cache;
-  NewToken token = {0, 0, -1, 0};
-  const int32_t* cu = append.cu_seqlens_k_new;
+// Token `index` of all new ones.
+PD_DEVICE NewToken find_new_token(const Problem& p, const FastDivisor& seqlen_new, int64_t index) {
+  NewToken token;
+  const int32_t* cu = p.append.cu_seqlens_k_new;
   if (cu) {
     token.b = find_request(cu, static_cast<int>(p.batch), index);
     token.t = static_cast<int>(index - cu[token.b]);
-    if (index < cu[0] || index >= cu[token.b + 1]) return token;  // before the first or after the last request
+    token.exists = index >= cu[0] && index < cu[token.b + 1];
   } else {
     token.b = seqlen_new.divide(static_cast<int>(index));
     token.t = static_cast<int>(index) - token.b * static_cast<int>(seqlen_new.divisor);
+    token.exists = index < p.append.total_new;
   }
-  if (append.slot_mapping) {
-    int64_t slot = append.slot_mapping[index];
-    if (slot < 0) return token;
-    token.page = slot / cache.page_size;
-    token.slot = slot - token.page * cache.page_size;
+  return token;
+}
+
+// Where it goes.
+PD_DEVICE Place find_place(const Problem& p, const FastDivisor& page_size, const NewToken& token, int64_t index) {
+  const Cache& cache = p.cache;
+  const Place nowhere = {-1, 0};
+  if (!token.exists) return nowhere;
+  Place place;
+  if (p.append.slot_mapping) {
+    const int64_t slot = p.append.slot_mapping[index];
+    if (slot < 0) return nowhere;
+    place.page = slot <= INT32_MAX ? page_size.divide(static_cast<int>(slot)) : slot / cache.page_size;
+    place.slot = slot - place.page * cache.page_size;
   } else {
-    int64_t position = static_cast<int64_t>(cached_length(p, token.b)) + token.t;
-    if (position < 0 || position > INT32_MAX) return token;
-    int64_t row = table_row(p, token.b);
+    const int64_t position = static_cast<int64_t>(cached_length(p, token.b)) + token.t;
+    if (position < 0 || position > INT32_MAX) return nowhere;
+    const int64_t row = table_row(p, token.b);
     if (cache.block_table) {
-      int entry = page_size.divide(static_cast<int>(position));
-      if (entry >= cache.max_pages) return token;
-      token.page = cache.block_table[row * cache.block_table_stride + entry];
-      token.slot = position - static_cast<int64_t>(entry) * cache.page_size;
+      const int entry = page_size.divide(static_cast<int>(position));
+      if (entry >= cache.max_pages) return nowhere;
+      place.page = cache.block_table[row * cache.block_table_stride + entry];
+      place.slot = position - static_cast<int64_t>(entry) * cache.page_size;
     } else {
-      token.page = row;
-      token.slot = position;
+      place.page = row;
+      place.slot = position;
     }
   }
-  if (token.page < 0 || token.page >= cache.num_pages || token.slot >= cache.page_size) token.page = -1;
-  return token;
+  return place.page < 0 || place.page >= cache.num_pages || place.slot >= cache.page_size ? nowhere : place;
 }
 
 struct AppendPlan {
@@ -121,11 +131,10 @@ __global__ void __launch_bounds__(kAppendThreads)
   const int target_bytes = static_cast<int>(dtype_bytes(cache.dtype));
 
   NewToken tokens[kTokens];
+  Place places[kTokens];
 #pragma unroll
   for (int u = 0; u < kTokens; ++u) {
-    int64_t index = static_cast<int64_t>(blockIdx.x) * kTokens + u;
-    tokens[u] = {0, 0, -1, 0};
-    if (index < plan.total_new) tokens[u] = find_new_token(p, plan.page_size, plan.seqlen_new, index);
+    tokens[u] = find_new_token(p, plan.seqlen_new, static_cast<int64_t>(blockIdx.x) * kTokens + u);
   }
   for (int i = threadIdx.x; i < pieces_k + pieces_v; i += blockDim.x) {
     const bool value = i >= pieces_k;
@@ -139,26 +148,33 @@ __global__ void __launch_bounds__(kAppendThreads)
     uint4 words[kTokens];
 #pragma unroll
     for (int u = 0; u < kTokens; ++u) {
-      if (tokens[u].page < 0) continue;
-      int64_t offset = source_offset(append, tokens[u], static_cast<int64_t>(blockIdx.x) * kTokens + u,
-                                     value ? append.v_stride_batch : append.k_stride_batch,
-                                     value ? append.v_stride_token : append.k_stride_token);
-      words[u] = *reinterpret_cast<const uint4*>(source + (offset + source_head) * source_bytes);
+      words[u] = make_uint4(0, 0, 0, 0);
+      const int64_t offset = source_offset(append, tokens[u], static_cast<int64_t>(blockIdx.x) * kTokens + u,
+                                           value ? append.v_stride_batch : append.k_stride_batch,
+                                           value ? append.v_stride_token : append.k_stride_token);
+      if (tokens[u].exists) words[u] = *reinterpret_cast<const uint4*>(source + (offset + source_head) * source_bytes);
+    }
+    // Looked up while the first pieces are on their way.
+    if (i == threadIdx.x) {
+#pragma unroll
+      for (int u = 0; u < kTokens; ++u) {
+        places[u] = find_place(p, plan.page_size, tokens[u], static_cast<int64_t>(blockIdx.x) * kTokens + u);
+      }
     }
 #pragma unroll
     for (int u = 0; u < kTokens; ++u) {
-      if (tokens[u].page < 0) continue;
-      int64_t offset = tokens[u].page * (value ? cache.v_stride_page : cache.k_stride_page) +
-                       tokens[u].slot * (value ? cache.v_stride_slot : cache.k_stride_slot);
-      char* place = target + (offset + target_head) * target_bytes;
+      if (places[u].page < 0) continue;
+      const int64_t offset = places[u].page * (value ? cache.v_stride_page : cache.k_stride_page) +
+                             places[u].slot * (value ? cache.v_stride_slot : cache.k_stride_slot);
+      char* to = target + (offset + target_head) * target_bytes;
       if constexpr (kFp8) {
         float scale = value ? cache_scale(cache.v_descale, cache.v_descale_stride_batch, cache.v_descale_stride_head,
                                           tokens[u].b, head)
                             : cache_scale(cache.k_descale, cache.k_descale_stride_batch, cache.k_descale_stride_head,
                                           tokens[u].b, head);
-        *reinterpret_cast<uint2*>(place) = narrow(words[u], append.dtype, cache.dtype, scale);
+        *reinterpret_cast<uint2*>(to) = narrow(words[u], append.dtype, cache.dtype, scale);
       } else {
-        *reinterpret_cast<uint4*>(place) = words[u];
+        *reinterpret_cast<uint4*>(to) = words[u];
       }
     }
   }
@@ -214,14 +230,15 @@ __global__ void __launch_bounds__(kAppendThreads)
 
   const Append& append = p.append;
   const Cache& cache = p.cache;
-  const NewToken token = find_new_token(p, plan.page_size, plan.seqlen_new, blockIdx.x);
-  if (token.page < 0) return;
+  const NewToken token = find_new_token(p, plan.seqlen_new, blockIdx.x);
+  const Place place = find_place(p, plan.page_size, token, blockIdx.x);
+  if (place.page < 0) return;
   const int64_t position = p.rotary.cos ? rotary_start(p, token.b) + token.t : 0;
   const bool fp8 = dtype_bytes(cache.dtype) == 1;
 
   const int head_dim = static_cast<int>(p.head_dim), head_dim_v = static_cast<int>(p.head_dim_v);
   const int64_t k_source = source_offset(append, token, blockIdx.x, append.k_stride_batch, append.k_stride_token);
-  const int64_t k_target = token.page * cache.k_stride_page + token.slot * cache.k_stride_slot;
+  const int64_t k_target = place.page * cache.k_stride_page + place.slot * cache.k_stride_slot;
   for (int i = threadIdx.x; i < p.kv_heads * head_dim; i += blockDim.x) {
     int head = i / head_dim, dim = i - head * head_dim;
     float x = rotated(p, append.k, append.dtype, k_source + head * append.k_stride_head, dim, position);
@@ -229,7 +246,7 @@ __global__ void __launch_bounds__(kAppendThreads)
     store_float(cache.k, cache.dtype, k_target + head * cache.k_stride_head + dim, x);
   }
   const int64_t v_source = source_offset(append, token, blockIdx.x, append.v_stride_batch, append.v_stride_token);
-  const int64_t v_target = token.page * cache.v_stride_page + token.slot * cache.v_stride_slot;
+  const int64_t v_target = place.page * cache.v_stride_page + place.slot * cache.v_stride_slot;
   for (int i = threadIdx.x; i < p.kv_heads * head_dim_v; i += blockDim.x) {
     int head = i / head_dim_v, dim = i - head * head_dim_v;
     float x = load_float(append.v, append.dtype, v_source + head * append.v_stride_head + dim);

@@ -32,17 +32,10 @@ struct DecodeShape {
   static constexpr int kStageBytesK = kTileKeys * kPieces * 16;
   static constexpr int kStageBytes = 2 * kStageBytesK;
   // What fits beside each other on a multiprocessor: the registers of 16 rows or wide heads allow two blocks, else three.
-#ifdef PA_FAT
-  static constexpr int kWarps = (kHeadDim > 128 || kRowTiles > 1 ? 2 : 3) * (kStageBytes > 8192 ? 3 : 4);
-#else
   static constexpr int kWarps = kStageBytes > 8192 ? 3 : 4;
-#endif
-#ifdef PA_FAT
-  static constexpr int kBlocks = 1;
-#else
   static constexpr int kBlocks = kHeadDim > 128 || kRowTiles > 1 ? 2 : 3;
-#endif
-  static constexpr int kStages = 227 * 1024 / kBlocks / (kWarps * kStageBytes) > 4 ? 4 : 227 * 1024 / kBlocks / (kWarps * kStageBytes);
+  static constexpr int kStagesThatFit = 227 * 1024 / kBlocks / (kWarps * kStageBytes);
+  static constexpr int kStages = kStagesThatFit < 4 ? kStagesThatFit : 4;
   static constexpr bool kBf16 = IsBf16<Kv>::value;
   static constexpr bool kFp8 = Kv::kBytes == 1;
 
@@ -288,10 +281,9 @@ struct Rows {
     return exponent;
   }
 
-  // Scores, probabilities and output of one tile of keys.
-  PD_MEMBER void attend(const Problem& p, const Plan& plan, const Item& item, int head, const char* stage, int tile) {
-    float s[Shape::kSubTiles][kRowTiles][4];
-    score_keys(stage, s);
+  // Probabilities and output of one tile of keys, from its q.k.
+  PD_MEMBER void attend(const Problem& p, const Plan& plan, const Item& item, int head, const char* stage, int tile,
+                        float (&s)[Shape::kSubTiles][kRowTiles][4]) {
     if (p.softcap != 0.f || p.alibi_slopes) {
       modify_scores(p, plan, item, head, tile, s);
     } else {
@@ -575,6 +567,8 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kWarps *
   __shared__ int free_stages[Shape::kWarps], shared_number;
   const int warp = threadIdx.x / kWarp;
 
+  touch(p);
+  touch(plan);
   wait_for_predecessor();
   let_successor_start();
 
@@ -611,8 +605,11 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kWarps *
       // The tile has arrived for every lane, and every lane is done with the stage that is filled next.
       copy_wait<Shape::kStages - 2>();
       __syncwarp();
+      float s[Shape::kSubTiles][kRowTiles][4];
+      // Reads of shared memory queue behind copies, so the keys are read before the next copies start.
+      rows.score_keys(queue + read_stage * Shape::kStageBytes, s);
       loader.copy(p, plan, queue_address + free_stage * Shape::kStageBytes);
-      rows.attend(p, plan, walker.item, segment.head, queue + read_stage * Shape::kStageBytes, tile);
+      rows.attend(p, plan, walker.item, segment.head, queue + read_stage * Shape::kStageBytes, tile, s);
       free_stage = read_stage;
       read_stage = read_stage + 1 == Shape::kStages ? 0 : read_stage + 1;
     }

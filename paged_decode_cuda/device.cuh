@@ -45,6 +45,15 @@ PD_DEVICE void wait_for_predecessor() {
 #endif
 }
 
+// Brings the arguments of the kernel into the constant cache, a line at a time.
+template <typename T>
+PD_DEVICE void touch(const T& argument) {
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(T) / 8); i += 8) {
+    asm volatile("" ::"l"(reinterpret_cast<const int64_t*>(&argument)[i]));
+  }
+}
+
 PD_DEVICE void let_successor_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -258,7 +258,7 @@ bool fits_copy_kernel(const Problem& p) {
 // Writes the new tokens; with a rotary table also puts the rotated queries into rotated_q.
 void append_tokens(const Problem& p, void* rotated_q, const Device& device, cudaStream_t stream) {
   AppendPlan plan = {};
-  plan.page_size = FastDivisor(p.cache.block_table ? p.cache.page_size : 1);
+  plan.page_size = FastDivisor(pd_max(p.cache.page_size, 1));
   plan.seqlen_new = FastDivisor(pd_max(p.append.seqlen_new, 1));
   plan.total_new = p.append.total_new;
   plan.rotated_q = rotated_q;

@@ -148,7 +148,6 @@ PD_DEVICE int exclusive_sum(int value, int* scratch, int& total) {
     int other = __shfl_up_sync(~0u, sum, step);
     if (lane >= step) sum += other;
   }
-  __syncthreads();
   if (lane == kWarp - 1) scratch[warp] = sum;
   __syncthreads();
   int before = 0;
@@ -163,7 +162,7 @@ PD_DEVICE int exclusive_sum(int value, int* scratch, int& total) {
 constexpr int kMaxWarps = 16;
 
 struct ScanScratch {
-  int sums[kMaxWarps];
+  int sums[2][kMaxWarps];
   int item_start, index;
   Item item;
 };
@@ -172,7 +171,7 @@ struct ScanScratch {
 PD_DEVICE int find_stretch(const Problem& p, const Plan& plan, ScanScratch& scratch, Walker& walker) {
   const int threads = blockDim.x;
   Item item;
-  int mine, before, round_total;
+  int mine, before, round_total, round = 0;
   auto scan_round = [&](int first) {
     const int index = first + threadIdx.x;
     mine = 0;
@@ -180,7 +179,8 @@ PD_DEVICE int find_stretch(const Problem& p, const Plan& plan, ScanScratch& scra
       item = load_item(p, plan, index);
       mine = item.tiles * static_cast<int>(p.kv_heads);
     }
-    before = exclusive_sum(mine, scratch.sums, round_total);
+    // Two sets of sums, so that one barrier a round is enough.
+    before = exclusive_sum(mine, scratch.sums[round++ % 2], round_total);
   };
 
   int total = 0;
