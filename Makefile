@@ -45,7 +45,7 @@ test-sanitize: $(STAMP)
 	LOCAL_KERNELS=org/paged-attn=$(CURDIR)/build-sanitize/$(VARIANT) \
 	LD_PRELOAD="$(call runtime,libasan.so) $(call runtime,libubsan.so) $(call runtime,libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	$(BIN)/python -m pytest tests $(PYTEST)
+	$(BIN)/python -m pytest tests -m sanitize $(PYTEST)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

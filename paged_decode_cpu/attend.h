@@ -29,8 +29,26 @@ inline int64_t tile_keys(const Problem& p, const Block& block) {
   if (block.rows() >= kMinPackedRows) return kMaxTile;
   // Two tiles of all heads, the current and the next, stay well inside L2.
   int64_t slot_bytes = block.heads() * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
-  int64_t keys = (int64_t(128) << 10) / slot_bytes / 16 * 16;
+  int64_t keys = (int64_t(64) << 10) / slot_bytes / 16 * 16;
   return pd_min(pd_max(keys, 16), kMaxTile);
+}
+
+// The factors of one kv_head.
+struct HeadScale {
+  float score;     // turns a product into a score
+  float qv_carry;  // brings q.k to the scale of qv.v before that is added
+  bool with_qv;
+  float v_descale;
+};
+
+inline HeadScale head_scale(const Problem& p, int64_t b, int64_t kv_head) {
+  const Cache& c = p.cache;
+  const float k_descale = descale_at(c.k_descale, c.k_descale_stride_batch, c.k_descale_stride_head, b, kv_head);
+  const float v_descale = descale_at(c.v_descale, c.v_descale_stride_batch, c.v_descale_stride_head, b, kv_head);
+  const float q_descale = descale_at(p.q_descale, p.q_descale_stride_batch, p.q_descale_stride_head, b, kv_head);
+  // With qv: score = q.k * k_descale + qv.v * v_descale.
+  const bool with_qv = p.qv && v_descale != 0.f;
+  return {p.scale * q_descale * (with_qv ? v_descale : k_descale), k_descale / v_descale, with_qv, v_descale};
 }
 
 // Scratch memory of one block, carved from one allocation.
@@ -40,12 +58,14 @@ struct Scratch {
   int64_t depth, width;  // head_dim and head_dim_v, filled to whole chunks
   int64_t tile;
   Elem *q, *qv;               // [heads, rows, depth], [heads, rows, width]
-  float *acc, *m, *l;         // [heads, rows, width], [heads, rows]
+  float *acc, *m, *l;         // [heads, rows, width], [heads, rows], [heads, rows, kLanes] (its sum counts)
   float* scores;              // [kPackedBlock, tile]
   Elem* p;                    // [kPackedBlock, tile]
-  Elem *keys, *value_keys;    // packed: [depth / kDepth, tile], and [width / kDepth, tile] for qv
-  Elem* values;               // packed: [tile / kDepth, width]
+  Elem *keys, *value_keys;    // panels of [depth, tile], and of [width, tile] for qv
+  Elem* values;               // panels of [tile, width]
   KvRange* visible;           // [rows]
+  float* q_pos;               // [rows]
+  HeadScale* scales;          // [heads]
   float* row;                 // one row of floats
   int64_t bytes;
 
@@ -60,13 +80,15 @@ struct Scratch {
     take(base, problem.qv ? rows * width : 0, &qv);
     take(base, rows * width, &acc);
     take(base, rows, &m);
-    take(base, rows, &l);
+    take(base, rows * kLanes, &l);
     take(base, kPackedBlock * tile, &scores);
     take(base, kPackedBlock * tile, &p);
     take(base, packed ? depth * tile : 0, &keys);
     take(base, packed && problem.qv ? width * tile : 0, &value_keys);
-    take(base, packed ? width * tile : 0, &values);
+    take(base, packed ? round_up(width, kPanel) * tile : 0, &values);
     take(base, block.rows(), &visible);
+    take(base, block.rows(), &q_pos);
+    take(base, block.heads(), &scales);
     take(base, depth > width ? depth : width, &row);
   }
 
@@ -105,28 +127,21 @@ struct TileRows {
   }
 };
 
-inline void prefetch_bytes(const char* p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
-}
+// What to fetch of the next tile, keys and values apart. Where the heads of a slot lie side by side
+// whole slots are fetched in the order of memory, else the rows of the head at hand.
+struct NextTile {
+  Prefetcher k, v;
 
-// Fetches part `head` of `heads` of the next tile: whole slots where the heads of a slot lie side
-// by side, else the rows of that head.
-inline void prefetch_part(const Problem& p, const Block& block, const TileRows& next, int64_t head) {
-  const Cache& c = p.cache;
-  const int64_t bytes = dtype_bytes(c.dtype);
-  const int64_t heads = block.heads();
-  if (c.k_stride_head == p.head_dim && c.v_stride_head == p.head_dim_v) {
-    for (int64_t j = next.n * head / heads; j < next.n * (head + 1) / heads; ++j) {
-      prefetch_bytes(next.k[j] + block.kv_head_begin * c.k_stride_head * bytes, heads * p.head_dim * bytes);
-      prefetch_bytes(next.v[j] + block.kv_head_begin * c.v_stride_head * bytes, heads * p.head_dim_v * bytes);
-    }
-  } else {
-    for (int64_t j = 0; j < next.n; ++j) {
-      prefetch_bytes(next.k[j] + (block.kv_head_begin + head) * c.k_stride_head * bytes, p.head_dim * bytes);
-      prefetch_bytes(next.v[j] + (block.kv_head_begin + head) * c.v_stride_head * bytes, p.head_dim_v * bytes);
-    }
+  void start(const Problem& p, const Block& block, const TileRows& next, int64_t h) {
+    const Cache& c = p.cache;
+    const int64_t bytes = dtype_bytes(c.dtype);
+    const bool together = c.k_stride_head == p.head_dim && c.v_stride_head == p.head_dim_v;
+    if (together && h > 0) return;
+    const int64_t heads = together ? block.heads() : 1;
+    k.start(next.k, next.n, (block.kv_head_begin + h) * c.k_stride_head * bytes, heads * p.head_dim * bytes);
+    v.start(next.v, next.n, (block.kv_head_begin + h) * c.v_stride_head * bytes, heads * p.head_dim_v * bytes);
   }
-}
+};
 
 template <DType kType>
 inline void row_to_floats(const void* source, int64_t n, float* x) {
@@ -165,27 +180,28 @@ void load_queries(const Problem& p, const Block& block, const Request& request, 
     }
 }
 
-// The factors and positions that turn a product of one head into a score.
+// What turns the products of one row into scores.
 struct ScoreOf {
   float scale, softcap, slope;
-  bool plain;  // neither softcap nor slope: scale and the change to log2 units are one factor
+  float q_pos;  // counted from the start of the tile
 };
 
-// Turns the products of one row with n keys into probabilities relative to the new maximum of the
-// row, and brings l and acc to it. Keys outside [visible.begin, visible.end), counted from the start
-// of the tile, get probability 0.
+// Turns the products of one row with n keys into probabilities relative to the largest score of the
+// row so far, and brings l and acc to it. Keys outside [visible.begin, visible.end), counted from
+// the start of the tile, get probability 0.
 template <class Ops>
-inline void softmax_row(float* scores, int64_t n, KvRange visible, const ScoreOf& score, float q_pos,
-                        typename Ops::Elem* p, float* m, float* l, float* acc, int64_t width) {
+inline void softmax_row(float* scores, int64_t n, KvRange visible, const ScoreOf& score, typename Ops::Elem* p,
+                        float* m, float* l, float* acc, int64_t width) {
   static const i32v kLaneNumbers = lane_numbers(LaneIndices{});
+  const bool plain = score.softcap == 0.f && score.slope == 0.f;
   f32v top = splat(-INFINITY);
   for (int64_t j = 0; j < n; j += kLanes) {
     f32v x = load<DType::kFloat32>(scores + j);
     i32v key = kLaneNumbers + static_cast<int32_t>(j);
-    if (score.plain) {
+    if (plain) {
       x = x * (score.scale * PD_LOG2E);
     } else {
-      f32v distance = splat(q_pos) - __builtin_convertvector(key, f32v);
+      f32v distance = score.q_pos - __builtin_convertvector(key, f32v);
       distance = distance < splat(0.f) ? -distance : distance;
       x = pd_score(x, score.scale, score.softcap, score.slope, distance) * PD_LOG2E;
     }
@@ -196,22 +212,20 @@ inline void softmax_row(float* scores, int64_t n, KvRange visible, const ScoreOf
     store<DType::kFloat32>(scores + j, x);
     top = max(top, x);
   }
-  const float tile_m = max_lanes(top);
-  const float new_m = tile_m > *m ? tile_m : *m;
-  const float base = new_m == -INFINITY ? 0.f : new_m;
-  if (new_m != *m) {
-    const float factor = pd_rescale(*m, new_m);
+  f32v sum = load<DType::kFloat32>(l);
+  if (any_above(top, splat(*m))) {
+    const float new_m = max_lanes(top), factor = pd_rescale(*m, new_m);
     *m = new_m;
-    *l *= factor;
+    sum *= factor;
     for (int64_t d = 0; d < width; d += kLanes) store<DType::kFloat32>(acc + d, load<DType::kFloat32>(acc + d) * factor);
   }
-  f32v sum = f32v{};
+  const float base = *m == -INFINITY ? 0.f : *m;
   for (int64_t j = 0; j < n; j += kLanes) {
     f32v x = exp2(load<DType::kFloat32>(scores + j) - base);
     sum += x;
     Ops::store_elems(p + j, x);
   }
-  *l += add_lanes(sum);
+  store<DType::kFloat32>(l, sum);
 }
 
 // Writes one finished row: sink, normalisation, output type, lse.
@@ -234,106 +248,104 @@ inline void write_row(const Problem& p, const Request& request, int64_t b, int64
 // The products of one tile, few rows: 4, 2 or 1 at a time, on the cache rows in place.
 template <class Ops>
 void dot_tile_scores(const Scratch<Ops>& s, int64_t rows, const typename Ops::Elem* q, int64_t q_stride,
-                     const char* const* k, int64_t offset, int64_t n, int64_t depth, const float* carry) {
+                     const char* const* k, int64_t offset, int64_t n, int64_t depth, const float* carry,
+                     Prefetcher& next) {
   if (rows == 4) {
-    dot_scores<Ops, 4>(q, q_stride, k, offset, n, depth, s.scores, s.tile, carry);
+    dot_scores<Ops, 4>(q, q_stride, k, offset, n, depth, s.scores, s.tile, carry, next);
   } else if (rows == 2) {
-    dot_scores<Ops, 2>(q, q_stride, k, offset, n, depth, s.scores, s.tile, carry);
+    dot_scores<Ops, 2>(q, q_stride, k, offset, n, depth, s.scores, s.tile, carry, next);
   } else {
-    dot_scores<Ops, 1>(q, q_stride, k, offset, n, depth, s.scores, s.tile, carry);
+    dot_scores<Ops, 1>(q, q_stride, k, offset, n, depth, s.scores, s.tile, carry, next);
   }
 }
 
 template <class Ops>
 void dot_tile_values(const Scratch<Ops>& s, int64_t rows, const char* const* v, int64_t offset, int64_t n,
-                     int64_t head_dim_v, float* acc) {
+                     int64_t head_dim_v, float* acc, Prefetcher& next) {
   if (rows == 4) {
-    dot_values<Ops, 4>(s.p, s.tile, v, offset, n, head_dim_v, acc, s.width);
+    dot_values<Ops, 4>(s.p, s.tile, v, offset, n, head_dim_v, acc, s.width, next);
   } else if (rows == 2) {
-    dot_values<Ops, 2>(s.p, s.tile, v, offset, n, head_dim_v, acc, s.width);
+    dot_values<Ops, 2>(s.p, s.tile, v, offset, n, head_dim_v, acc, s.width, next);
   } else {
-    dot_values<Ops, 1>(s.p, s.tile, v, offset, n, head_dim_v, acc, s.width);
+    dot_values<Ops, 1>(s.p, s.tile, v, offset, n, head_dim_v, acc, s.width, next);
   }
 }
 
 // The products of one tile, many rows: on keys and values that pack_tile laid out.
 template <class Ops>
-void pack_tile(const Problem& p, const Scratch<Ops>& s, const TileRows& tile, int64_t k_offset, int64_t v_offset) {
-  pack_keys<Ops>(tile.k, k_offset, tile.n, p.head_dim, s.tile, s.keys);
-  pack_values<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.width, s.values);
-  if (p.qv) pack_keys<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.tile, s.value_keys);
+void pack_tile(const Problem& p, const Scratch<Ops>& s, const TileRows& tile, int64_t k_offset, int64_t v_offset,
+               NextTile& next) {
+  pack_keys<Ops>(tile.k, k_offset, tile.n, p.head_dim, s.depth / Ops::kDepth, s.keys, next.k);
+  pack_values<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.tile / Ops::kDepth, s.values, next.v);
+  if (p.qv) pack_keys<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.width / Ops::kDepth, s.value_keys, next.v);
 }
 
+// `from` is a multiple of kPanel.
 template <class Ops>
 void packed_tile_scores(const Scratch<Ops>& s, int64_t rows, const typename Ops::Elem* q, int64_t depth,
-                        const typename Ops::Elem* keys, int64_t n, const float* carry) {
-  matrix<Ops>(rows, q, depth, keys, s.tile * Ops::kDepth, depth / Ops::kDepth, round_up(n, kLanes), s.scores, s.tile,
-              carry);
+                        const typename Ops::Elem* keys, int64_t from, int64_t n, const float* carry) {
+  const int64_t steps = depth / Ops::kDepth;
+  matrix<Ops>(rows, q, depth, keys + from * depth, steps, steps, round_up(n, kLanes), s.scores, s.tile, carry);
 }
 
 template <class Ops>
-void packed_tile_values(const Scratch<Ops>& s, int64_t rows, int64_t n, float* acc) {
+void packed_tile_values(const Scratch<Ops>& s, int64_t rows, int64_t from, int64_t n, float* acc) {
   const float one = 1.f;
-  matrix<Ops>(rows, s.p, s.tile, s.values, s.width * Ops::kDepth, pd_ceil_div(n, Ops::kDepth), s.width, acc, s.width,
-              &one);
+  matrix<Ops>(rows, s.p, s.tile, s.values + from * kPanel, s.tile / Ops::kDepth, pd_ceil_div(n, Ops::kDepth), s.width,
+              acc, s.width, &one);
 }
 
 // One kv_head against one tile.
 template <class Ops>
-void attend_tile(const Problem& p, const Block& block, const Request& request, const Scratch<Ops>& s,
-                 const TileRows& tile, int64_t h) {
+void attend_tile(const Problem& p, const Block& block, const Scratch<Ops>& s, const TileRows& tile, int64_t h, NextTile& next) {
   const Cache& c = p.cache;
   const int64_t kv_head = block.kv_head_begin + h, rows = block.rows(), n = tile.n;
   const int64_t k_offset = kv_head * c.k_stride_head * Ops::kBytes, v_offset = kv_head * c.v_stride_head * Ops::kBytes;
-  const float k_descale = descale_at(c.k_descale, c.k_descale_stride_batch, c.k_descale_stride_head, block.batch, kv_head);
-  const float v_descale = descale_at(c.v_descale, c.v_descale_stride_batch, c.v_descale_stride_head, block.batch, kv_head);
-  const float q_descale = descale_at(p.q_descale, p.q_descale_stride_batch, p.q_descale_stride_head, block.batch, kv_head);
-  // With qv: score = q.k * k_descale + qv.v * v_descale.
-  const bool with_qv = p.qv && v_descale != 0.f;
-  const float carry = k_descale / v_descale;
-  ScoreOf score;
-  score.scale = p.scale * q_descale * (with_qv ? v_descale : k_descale);
-  score.softcap = p.softcap;
-
+  const HeadScale& scale = s.scales[h];
   const bool packed = rows >= kMinPackedRows;
-  if (packed) pack_tile(p, s, tile, k_offset, v_offset);
+  if (packed) pack_tile(p, s, tile, k_offset, v_offset, next);
   for (int64_t first = 0, count; first < rows; first += count) {
     const int64_t left = rows - first;
     count = packed ? pd_min(left, kPackedBlock) : left >= kMaxDotRows ? kMaxDotRows : left >= 2 ? 2 : 1;
-    KvRange seen = {n, 0};  // by any of these rows
+    KvRange seen = {n, 0};  // by any of these rows, counted from the start of the tile
     for (int64_t r = first; r < first + count; ++r) {
       if (s.visible[r].begin == s.visible[r].end) continue;
       seen.begin = pd_min(seen.begin, s.visible[r].begin - tile.begin);
       seen.end = pd_max(seen.end, s.visible[r].end - tile.begin);
     }
-    if (seen.begin >= n || seen.end <= 0) continue;
+    const int64_t align = packed ? kPanel : kLanes;
+    const int64_t from = pd_max(seen.begin, 0) / align * align, keys = pd_min(seen.end, n) - from;
+    if (keys <= 0) continue;
 
     // Score
     const int64_t row = h * rows + first;
     if (packed) {
-      packed_tile_scores<Ops>(s, count, s.q + row * s.depth, s.depth, s.keys, n, nullptr);
-      if (with_qv) packed_tile_scores<Ops>(s, count, s.qv + row * s.width, s.width, s.value_keys, n, &carry);
+      packed_tile_scores<Ops>(s, count, s.q + row * s.depth, s.depth, s.keys, from, keys, nullptr);
+      if (scale.with_qv)
+        packed_tile_scores<Ops>(s, count, s.qv + row * s.width, s.width, s.value_keys, from, keys, &scale.qv_carry);
     } else {
-      dot_tile_scores<Ops>(s, count, s.q + row * s.depth, s.depth, tile.k, k_offset, n, p.head_dim, nullptr);
-      if (with_qv) dot_tile_scores<Ops>(s, count, s.qv + row * s.width, s.width, tile.v, v_offset, n, p.head_dim_v, &carry);
+      dot_tile_scores<Ops>(s, count, s.q + row * s.depth, s.depth, tile.k + from, k_offset, keys, p.head_dim, nullptr, next.k);
+      if (scale.with_qv)
+        dot_tile_scores<Ops>(s, count, s.qv + row * s.width, s.width, tile.v + from, v_offset, keys, p.head_dim_v,
+                             &scale.qv_carry, next.v);
     }
 
     // Update the softmax
     for (int64_t r = first; r < first + count; ++r) {
-      const int64_t q_row = block.row_begin + r, i = h * rows + r;
-      score.slope = p.alibi_slopes ? p.alibi_slopes[block.batch * p.alibi_stride_batch + kv_head * p.group + q_row % p.group] : 0.f;
-      score.plain = score.softcap == 0.f && score.slope == 0.f;
-      const float q_pos = static_cast<float>(request.kv_len - request.q_len + q_row / p.group - tile.begin);
-      const KvRange visible = {pd_max(s.visible[r].begin - tile.begin, 0), pd_min(s.visible[r].end - tile.begin, n)};
-      softmax_row<Ops>(s.scores + (r - first) * s.tile, n, visible, score, q_pos, s.p + (r - first) * s.tile, &s.m[i],
-                       &s.l[i], s.acc + i * s.width, s.width);
+      const int64_t i = h * rows + r, begin = tile.begin + from;
+      ScoreOf score = {scale.score, p.softcap, 0.f, s.q_pos[r] - static_cast<float>(begin)};
+      if (p.alibi_slopes)
+        score.slope = p.alibi_slopes[block.batch * p.alibi_stride_batch + kv_head * p.group + (block.row_begin + r) % p.group];
+      const KvRange visible = {pd_max(s.visible[r].begin - begin, 0), pd_min(s.visible[r].end - begin, keys)};
+      softmax_row<Ops>(s.scores + (r - first) * s.tile, keys, visible, score, s.p + (r - first) * s.tile, &s.m[i],
+                       s.l + i * kLanes, s.acc + i * s.width, s.width);
     }
 
     // Add the values
     if (packed) {
-      packed_tile_values<Ops>(s, count, n, s.acc + row * s.width);
+      packed_tile_values<Ops>(s, count, from, keys, s.acc + row * s.width);
     } else {
-      dot_tile_values<Ops>(s, count, tile.v, v_offset, n, p.head_dim_v, s.acc + row * s.width);
+      dot_tile_values<Ops>(s, count, tile.v + from, v_offset, keys, p.head_dim_v, s.acc + row * s.width, next.v);
     }
   }
 }
@@ -345,7 +357,12 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
   const int64_t rows = block.rows();
 
   // Which keys
-  for (int64_t r = 0; r < rows; ++r) s.visible[r] = keys_of_token(p, request, (block.row_begin + r) / p.group);
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t token = (block.row_begin + r) / p.group;
+    s.visible[r] = keys_of_token(p, request, token);
+    s.q_pos[r] = static_cast<float>(request.kv_len - request.q_len + token);
+  }
+  for (int64_t h = 0; h < block.heads(); ++h) s.scales[h] = head_scale(p, block.batch, block.kv_head_begin + h);
 
   // Load the query
   load_queries<Ops>(p, block, request, p.q, p.q_stride_batch, p.q_stride_token, p.q_stride_head, p.head_dim,
@@ -353,21 +370,20 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
   if (p.qv)
     load_queries<Ops>(p, block, request, p.qv, p.qv_stride_batch, p.qv_stride_token, p.qv_stride_head, p.head_dim_v,
                       false, s.width, s.row, s.qv);
-  for (int64_t i = 0; i < block.heads() * rows; ++i) {
-    s.m[i] = -INFINITY;
-    s.l[i] = 0.f;
-  }
+  for (int64_t i = 0; i < block.heads() * rows; ++i) s.m[i] = -INFINITY;
+  memset(s.l, 0, block.heads() * rows * kLanes * sizeof(float));
   memset(s.acc, 0, block.heads() * rows * s.width * sizeof(float));
 
   // For each tile and kv_head: score, update, add; meanwhile fetch the next tile
   TileRows tiles[2];
   TileRows *tile = &tiles[0], *next = &tiles[1];
+  NextTile fetched;
   tile->locate(p.cache, block.batch, keys.begin, keys.end, s.tile);
   while (tile->n > 0) {
     next->locate(p.cache, block.batch, tile->begin + tile->n, keys.end, s.tile);
     for (int64_t h = 0; h < block.heads(); ++h) {
-      prefetch_part(p, block, *next, h);
-      attend_tile<Ops>(p, block, request, s, *tile, h);
+      fetched.start(p, block, *next, h);
+      attend_tile<Ops>(p, block, s, *tile, h, fetched);
     }
     TileRows* done = tile;
     tile = next;
@@ -377,26 +393,25 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
   // Write the partial, or finish
   constexpr int kChunkRegs = Ops::kRegs * Ops::kDepth;
   for (int64_t h = 0; h < block.heads(); ++h) {
-    const Cache& c = p.cache;
     const int64_t kv_head = block.kv_head_begin + h;
-    const float v_descale = descale_at(c.v_descale, c.v_descale_stride_batch, c.v_descale_stride_head, block.batch, kv_head);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t i = h * rows + r;
+      const float l = add_lanes(load<DType::kFloat32>(s.l + i * kLanes));
       for (int64_t d = 0; d < s.width; d += Ops::kChunk) {
         f32v chunk[kChunkRegs];
         memcpy(chunk, s.acc + i * s.width + d, sizeof chunk);
         Ops::in_order(chunk);
-        for (f32v& x : chunk) x *= v_descale;
+        for (f32v& x : chunk) x *= s.scales[h].v_descale;
         memcpy(s.row + d, chunk, sizeof chunk);
       }
       if (partial) {
         float* out = partial + i * (p.head_dim_v + 2);
         memcpy(out, s.row, p.head_dim_v * sizeof(float));
         out[p.head_dim_v] = s.m[i];
-        out[p.head_dim_v + 1] = s.l[i];
+        out[p.head_dim_v + 1] = l;
       } else {
         const int64_t q_row = block.row_begin + r;
-        write_row(p, request, block.batch, q_row / p.group, kv_head * p.group + q_row % p.group, s.m[i], s.l[i], s.row);
+        write_row(p, request, block.batch, q_row / p.group, kv_head * p.group + q_row % p.group, s.m[i], l, s.row);
       }
     }
   }

@@ -53,16 +53,6 @@ struct Plan {
   int64_t scratch_bytes = 0;
 };
 
-KvRange keys_of_rows(const Problem& p, const Request& r, int64_t row_begin, int64_t row_end) {
-  KvRange all = {0, 0};
-  for (int64_t token = row_begin / p.group; token <= (row_end - 1) / p.group; ++token) {
-    const KvRange keys = keys_of_token(p, r, token);
-    if (keys.begin == keys.end) continue;
-    all = all.begin == all.end ? keys : KvRange{pd_min(all.begin, keys.begin), pd_max(all.end, keys.end)};
-  }
-  return all;
-}
-
 int64_t cost_of(const Block& b) { return (b.keys.end - b.keys.begin) * b.rows() * b.heads(); }
 
 void add_blocks(const Problem& p, int64_t b, std::vector<Work>& works) {
@@ -82,7 +72,7 @@ void add_blocks(const Problem& p, int64_t b, std::vector<Work>& works) {
       work.block.kv_head_end = pd_min(p.kv_heads, h + heads);
       work.block.row_begin = pd_max(0, end - block_rows);
       work.block.row_end = end;
-      work.block.keys = keys_of_rows(p, r, work.block.row_begin, work.block.row_end);
+      work.block.keys = keys_of_tokens(p, r, work.block.row_begin / p.group, pd_ceil_div(end, p.group));
       works.push_back(work);
     }
 }

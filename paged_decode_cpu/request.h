@@ -35,8 +35,22 @@ inline Request request_of(const Problem& p, int64_t b) {
   return r;
 }
 
+// Whether a position matters to what a query sees: causal, windowed or chunked.
+inline bool is_local(const Problem& p) { return p.window_left >= 0 || p.window_right >= 0 || p.attention_chunk > 0; }
+
 inline KvRange keys_of_token(const Problem& p, const Request& r, int64_t token) {
   return visible_keys(r.kv_len - r.q_len + token, r.kv_len, r.leftpad, p.window_left, p.window_right, p.attention_chunk);
+}
+
+// All keys that any of the tokens [begin, end) sees. Single tokens may see none.
+inline KvRange keys_of_tokens(const Problem& p, const Request& r, int64_t begin, int64_t end) {
+  KvRange all = {0, 0};
+  for (int64_t token = begin; token < end; ++token) {
+    const KvRange keys = keys_of_token(p, r, token);
+    if (keys.begin == keys.end) continue;
+    all = all.begin == all.end ? keys : KvRange{pd_min(all.begin, keys.begin), pd_max(all.end, keys.end)};
+  }
+  return all;
 }
 
 inline int64_t cache_row(const Cache& c, int64_t b) { return c.cache_batch_idx ? c.cache_batch_idx[b] : b; }

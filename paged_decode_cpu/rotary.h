@@ -13,10 +13,9 @@ inline int64_t rotary_key_position(const Problem& p, const Request& r, int64_t b
   return (p.rotary.seqlens ? p.rotary.seqlens[b] : r.old_len) + token;
 }
 
-// Queries move along only when causal or windowed (the rule of flash-attn).
+// Queries move along only where positions matter (the rule of flash-attn); else all are at the first.
 inline int64_t rotary_query_position(const Problem& p, const Request& r, int64_t b, int64_t token) {
-  bool local = p.window_left >= 0 || p.window_right >= 0;
-  return rotary_key_position(p, r, b, local ? token : 0);
+  return rotary_key_position(p, r, b, is_local(p) ? token : 0);
 }
 
 inline float load_scalar(DType dtype, const void* base, int64_t index) {

@@ -19,6 +19,35 @@ constexpr int kVectorRegisters = 16;
 constexpr int kMaxDotRows = 4;
 constexpr int kPackedRows = 6;                               // rows of one step of the matrix kernel
 constexpr int kPackedRegs = kVectorRegisters == 32 ? 4 : 2;  // and its columns, in registers
+constexpr int kPanel = kPackedRegs * kLanes;                 // and in numbers
+
+// Fetches the rows of the next tile while this one is worked on, a few lines at each step of the
+// products: a burst would fill the processor's miss queue and stall it.
+struct Prefetcher {
+  const char* const* rows = nullptr;
+  int64_t left = 0;  // rows not begun
+  int64_t offset = 0, bytes = 0;
+  const char *at = nullptr, *end = nullptr;
+
+  void start(const char* const* next_rows, int64_t n, int64_t row_offset, int64_t row_bytes) {
+    rows = next_rows;
+    left = n;
+    offset = row_offset;
+    bytes = row_bytes;
+    at = end = nullptr;
+  }
+
+  void lines(int count) {
+    if (at >= end) {
+      if (left == 0) return;
+      --left;
+      at = *rows++ + offset;
+      end = at + bytes;
+    }
+    for (int i = 0; i < count; ++i) __builtin_prefetch(at + 64 * i, 0, 2);
+    at += 64 * count;
+  }
+};
 
 template <class Ops>
 struct ValueRegs {
@@ -36,7 +65,7 @@ constexpr int value_chunks(int rows, int chunk_regs) {
 // kLanes. With `carry` the products are added to scores * carry.
 template <class Ops, int kRows>
 void dot_scores(const typename Ops::Elem* q, int64_t q_stride, const char* const* k, int64_t offset, int64_t n,
-                int64_t depth, float* scores, int64_t scores_stride, const float* carry) {
+                int64_t depth, float* scores, int64_t scores_stride, const float* carry, Prefetcher& next) {
   constexpr int kKeys = kLanes / kRows;
   constexpr int kRegElems = kLanes * Ops::kDepth;
   for (int64_t j = 0; j < n; j += kKeys) {
@@ -44,6 +73,7 @@ void dot_scores(const typename Ops::Elem* q, int64_t q_stride, const char* const
     for (f32v& a : acc) a = f32v{};
     int64_t d = 0;
     for (; d + Ops::kChunk <= depth; d += Ops::kChunk) {
+      next.lines(kKeys);
       typename Ops::Reg query[kRows][Ops::kRegs];
       for (int r = 0; r < kRows; ++r)
         for (int i = 0; i < Ops::kRegs; ++i) query[r][i] = Ops::load_elems(q + r * q_stride + d + i * kRegElems);
@@ -78,12 +108,13 @@ void dot_scores(const typename Ops::Elem* q, int64_t q_stride, const char* const
 // acc[row] += sum over keys of p[row][key] * value[key], for one block of kBlock chunks of elements.
 template <class Ops, int kRows, int kBlock>
 inline void dot_values_block(const typename Ops::Elem* p, int64_t p_stride, const char* const* v, int64_t offset,
-                             int64_t n, float* acc, int64_t acc_stride) {
+                             int64_t n, float* acc, int64_t acc_stride, Prefetcher& next) {
   constexpr int kChunkRegs = ValueRegs<Ops>::kChunk;
   f32v sum[kRows][kBlock * kChunkRegs];
   for (int r = 0; r < kRows; ++r)
     for (int i = 0; i < kBlock * kChunkRegs; ++i) sum[r][i] = load<DType::kFloat32>(acc + r * acc_stride + i * kLanes);
   for (int64_t j = 0; j < n; j += Ops::kDepth) {
+    next.lines(kBlock * Ops::kDepth);
     typename Ops::Reg value[kBlock * kChunkRegs];
     for (int b = 0; b < kBlock; ++b)
       Ops::load_values(v + j, offset + b * Ops::kChunk * Ops::kBytes, value + b * kChunkRegs);
@@ -98,14 +129,14 @@ inline void dot_values_block(const typename Ops::Elem* p, int64_t p_stride, cons
 
 template <class Ops, int kRows>
 void dot_values(const typename Ops::Elem* p, int64_t p_stride, const char* const* v, int64_t offset, int64_t n,
-                int64_t width, float* acc, int64_t acc_stride) {
+                int64_t width, float* acc, int64_t acc_stride, Prefetcher& next) {
   constexpr int kChunkRegs = ValueRegs<Ops>::kChunk;
   constexpr int kBlock = value_chunks(kRows, kChunkRegs);
   int64_t d = 0;
   for (; d + kBlock * Ops::kChunk <= width; d += kBlock * Ops::kChunk)
-    dot_values_block<Ops, kRows, kBlock>(p, p_stride, v, offset + d * Ops::kBytes, n, acc + d, acc_stride);
+    dot_values_block<Ops, kRows, kBlock>(p, p_stride, v, offset + d * Ops::kBytes, n, acc + d, acc_stride, next);
   for (; d + Ops::kChunk <= width; d += Ops::kChunk)
-    dot_values_block<Ops, kRows, 1>(p, p_stride, v, offset + d * Ops::kBytes, n, acc + d, acc_stride);
+    dot_values_block<Ops, kRows, 1>(p, p_stride, v, offset + d * Ops::kBytes, n, acc + d, acc_stride, next);
   if (d < width) {
     for (int64_t j = 0; j < n; j += Ops::kDepth) {
       typename Ops::Reg value[kChunkRegs];
@@ -119,13 +150,18 @@ void dot_values(const typename Ops::Elem* p, int64_t p_stride, const char* const
   }
 }
 
-// keys[depth / kDepth][tile] units of kDepth elements: the transpose of n cache rows. k[] must hold
-// valid rows up to the next multiple of kLanes; depth is filled with 0 to a multiple of kChunk.
+// The right side of the matrix kernel lies in panels of kPanel columns, each [steps][kPanel] units of
+// kDepth elements, so that what one pass reads is contiguous and uses all of L1.
+
+// Panels of keys, steps = depth / kDepth: the transpose of n cache rows. k[] must hold valid rows up
+// to the next multiple of kLanes; depth is filled with 0 to a multiple of kChunk.
 template <class Ops>
-void pack_keys(const char* const* k, int64_t offset, int64_t n, int64_t depth, int64_t tile, typename Ops::Elem* keys) {
-  constexpr int kRegElems = kLanes * Ops::kDepth;
-  for (int64_t j = 0; j < n; j += kLanes)
+void pack_keys(const char* const* k, int64_t offset, int64_t n, int64_t depth, int64_t steps, typename Ops::Elem* keys,
+               Prefetcher& next) {
+  for (int64_t j = 0; j < n; j += kLanes) {
+    typename Ops::Elem* panel = keys + (j / kPanel * steps * kPanel + j % kPanel) * Ops::kDepth;
     for (int64_t d = 0; d < depth; d += Ops::kChunk) {
+      next.lines(kLanes);
       f32v block[Ops::kRegs][kLanes];
       for (int c = 0; c < kLanes; ++c) {
         typename Ops::Reg key[Ops::kRegs];
@@ -139,77 +175,94 @@ void pack_keys(const char* const* k, int64_t offset, int64_t n, int64_t depth, i
       }
       for (int i = 0; i < Ops::kRegs; ++i) {
         transpose(block[i]);
-        typename Ops::Elem* out = keys + (d + i * kRegElems) * tile + j * Ops::kDepth;
-        for (int c = 0; c < kLanes; ++c) memcpy(out + c * tile * Ops::kDepth, &block[i][c], sizeof(f32v));
+        for (int c = 0; c < kLanes; ++c)
+          memcpy(panel + (d / Ops::kDepth + i * kLanes + c) * kPanel * Ops::kDepth, &block[i][c], sizeof(f32v));
       }
     }
+  }
 }
 
-// values[n / kDepth][stride] units of kDepth elements, width filled with 0 to a multiple of kChunk.
-// v[] must hold valid rows up to the next multiple of kDepth.
+// Panels of values, steps = keys / kDepth; width is filled with 0 to a multiple of kChunk. v[] must
+// hold valid rows up to the next multiple of kDepth.
 template <class Ops>
-void pack_values(const char* const* v, int64_t offset, int64_t n, int64_t width, int64_t stride,
-                 typename Ops::Elem* values) {
+void pack_values(const char* const* v, int64_t offset, int64_t n, int64_t width, int64_t steps,
+                 typename Ops::Elem* values, Prefetcher& next) {
   constexpr int kChunkRegs = ValueRegs<Ops>::kChunk;
   for (int64_t j = 0; j < n; j += Ops::kDepth)
     for (int64_t d = 0; d < width; d += Ops::kChunk) {
+      next.lines(Ops::kDepth);
       typename Ops::Reg value[kChunkRegs];
       if (d + Ops::kChunk <= width) {
         Ops::load_values(v + j, offset + d * Ops::kBytes, value);
       } else {
         Ops::load_values_tail(v + j, offset + d * Ops::kBytes, width - d, value);
       }
-      for (int i = 0; i < kChunkRegs; ++i) memcpy(values + j * stride + (d + i * kLanes) * Ops::kDepth, &value[i], sizeof(f32v));
+      for (int i = 0; i < kChunkRegs; ++i) {
+        const int64_t column = d + i * kLanes, panel = column / kPanel;
+        memcpy(values + ((panel * steps + j / Ops::kDepth) * kPanel + column % kPanel) * Ops::kDepth, &value[i], sizeof(f32v));
+      }
     }
 }
 
-// c[row][column] = (c * carry, or 0) + sum over steps of a[row][step] * b[step][column]; `a` is
-// read kDepth elements at a time, b_stride and a_stride count elements.
+// c[row][column] = (c * carry, or 0) + sum over steps of a[row][step] * b[step][column] for one panel
+// or a part of it; `a` is read kDepth elements at a time.
 template <class Ops, int kRows, int kRegs>
-inline void matrix_step(const typename Ops::Elem* a, int64_t a_stride, const typename Ops::Elem* b, int64_t b_stride,
-                        int64_t steps, float* c, int64_t c_stride, const float* carry) {
+inline void matrix_step(const typename Ops::Elem* a, int64_t a_stride, const typename Ops::Elem* b, int64_t steps,
+                        float* c, int64_t c_stride, const float* carry) {
   f32v sum[kRows][kRegs];
+#pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
-    for (int i = 0; i < kRegs; ++i)
-      sum[r][i] = carry ? load<DType::kFloat32>(c + r * c_stride + i * kLanes) * *carry : f32v{};
+#pragma GCC unroll 8
+    for (int i = 0; i < kRegs; ++i) sum[r][i] = f32v{};
   for (int64_t s = 0; s < steps; ++s) {
     typename Ops::Reg right[kRegs];
-    for (int i = 0; i < kRegs; ++i) right[i] = Ops::load_elems(b + s * b_stride + i * kLanes * Ops::kDepth);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRegs; ++i) right[i] = Ops::load_elems(b + (s * kPanel + i * kLanes) * Ops::kDepth);
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       typename Ops::Reg left = Ops::broadcast(a + r * a_stride + s * Ops::kDepth);
+#pragma GCC unroll 8
       for (int i = 0; i < kRegs; ++i) sum[r][i] = Ops::dot(sum[r][i], left, right[i]);
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
-    for (int i = 0; i < kRegs; ++i) store<DType::kFloat32>(c + r * c_stride + i * kLanes, sum[r][i]);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRegs; ++i) {
+      float* out = c + r * c_stride + i * kLanes;
+      store<DType::kFloat32>(out, carry ? load<DType::kFloat32>(out) * *carry + sum[r][i] : sum[r][i]);
+    }
 }
 
 template <class Ops, int kRows>
 void matrix_rows(int64_t rows, const typename Ops::Elem* a, int64_t a_stride, const typename Ops::Elem* b,
-                 int64_t b_stride, int64_t steps, int64_t columns, float* c, int64_t c_stride, const float* carry) {
-  constexpr int kBlock = kPackedRegs * kLanes;
-  int64_t column = 0;
-  for (; column + kBlock <= columns; column += kBlock)
-    for (int64_t r = 0; r + kRows <= rows; r += kRows)
-      matrix_step<Ops, kRows, kPackedRegs>(a + r * a_stride, a_stride, b + column * Ops::kDepth, b_stride, steps,
-                                           c + r * c_stride + column, c_stride, carry);
-  for (; column < columns; column += kLanes)
-    for (int64_t r = 0; r + kRows <= rows; r += kRows)
-      matrix_step<Ops, kRows, 1>(a + r * a_stride, a_stride, b + column * Ops::kDepth, b_stride, steps,
-                                 c + r * c_stride + column, c_stride, carry);
-  int64_t done = rows / kRows * kRows;
+                 int64_t panel_steps, int64_t steps, int64_t columns, float* c, int64_t c_stride, const float* carry) {
+  for (int64_t column = 0; column < columns; column += kPanel) {
+    const typename Ops::Elem* panel = b + column * panel_steps * Ops::kDepth;
+    if (column + kPanel <= columns) {
+      for (int64_t r = 0; r + kRows <= rows; r += kRows)
+        matrix_step<Ops, kRows, kPackedRegs>(a + r * a_stride, a_stride, panel, steps, c + r * c_stride + column, c_stride, carry);
+      continue;
+    }
+    for (int64_t part = 0; column + part < columns; part += kLanes)
+      for (int64_t r = 0; r + kRows <= rows; r += kRows)
+        matrix_step<Ops, kRows, 1>(a + r * a_stride, a_stride, panel + part * Ops::kDepth, steps,
+                                   c + r * c_stride + column + part, c_stride, carry);
+  }
+  const int64_t done = rows / kRows * kRows;
   if constexpr (kRows > 1) {
     if (done < rows)
-      matrix_rows<Ops, kRows / 2>(rows - done, a + done * a_stride, a_stride, b, b_stride, steps, columns,
+      matrix_rows<Ops, kRows / 2>(rows - done, a + done * a_stride, a_stride, b, panel_steps, steps, columns,
                                   c + done * c_stride, c_stride, carry);
   }
 }
 
-// Columns is a multiple of kLanes.
+// The product with all panels of b, which hold panel_steps steps each, of which the first `steps`
+// count. Columns is a multiple of kLanes.
 template <class Ops>
-void matrix(int64_t rows, const typename Ops::Elem* a, int64_t a_stride, const typename Ops::Elem* b, int64_t b_stride,
+void matrix(int64_t rows, const typename Ops::Elem* a, int64_t a_stride, const typename Ops::Elem* b, int64_t panel_steps,
             int64_t steps, int64_t columns, float* c, int64_t c_stride, const float* carry) {
-  matrix_rows<Ops, kPackedRows>(rows, a, a_stride, b, b_stride, steps, columns, c, c_stride, carry);
+  matrix_rows<Ops, kPackedRows>(rows, a, a_stride, b, panel_steps, steps, columns, c, c_stride, carry);
 }
 
 }  // namespace

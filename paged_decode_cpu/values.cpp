@@ -42,8 +42,7 @@ void check_request(const Problem& p, int64_t b) {
   if (p.rotary.cos) {
     if (p.rotary.seqlens && p.rotary.seqlens[b] < 0) bad_value("rotary_seqlens", b, p.rotary.seqlens[b], "at least 0");
     const int64_t first = p.rotary.seqlens ? p.rotary.seqlens[b] : r.old_len;
-    const bool local = p.window_left >= 0 || p.window_right >= 0;
-    const int64_t last = first + pd_max(r.new_len, local ? r.q_len : pd_min(r.q_len, 1)) - 1;
+    const int64_t last = first + pd_max(r.new_len, is_local(p) ? r.q_len : pd_min(r.q_len, 1)) - 1;
     if (last >= p.rotary.rotary_len && last >= first)
       bad_value("rotary_cos", b, p.rotary.rotary_len, "at least " + std::to_string(last + 1) + " positions for this batch entry");
   }
@@ -53,10 +52,9 @@ void check_request(const Problem& p, int64_t b) {
 void check_visible_pages(const Problem& p, int64_t b) {
   const Cache& c = p.cache;
   const Request r = request_of(p, b);
-  if (!c.block_table || r.q_len == 0) return;
-  const KvRange first = keys_of_token(p, r, 0), last = keys_of_token(p, r, r.q_len - 1);
-  const int64_t begin = pd_min(first.begin == first.end ? last.begin : first.begin, last.begin), end = pd_max(first.end, last.end);
-  for (int64_t key = begin / c.page_size * c.page_size; key < end; key += c.page_size)
+  if (!c.block_table) return;
+  const KvRange keys = keys_of_tokens(p, r, 0, r.q_len);
+  for (int64_t key = keys.begin / c.page_size * c.page_size; key < keys.end; key += c.page_size)
     check_page(c, b, key / c.page_size, slot_of_key(c, b, key).page);
 }
 

@@ -106,6 +106,19 @@ inline float max_lanes(f32v v) {
   }
 }
 
+inline bool any_above(f32v a, f32v b) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(bit_cast<__m512>(a), bit_cast<__m512>(b), _CMP_GT_OQ) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps(_mm256_cmp_ps(bit_cast<__m256>(a), bit_cast<__m256>(b), _CMP_GT_OQ)) != 0;
+#else
+  i32v above = a > b;
+  int32_t any = 0;
+  for (int i = 0; i < kLanes; ++i) any |= above[i];
+  return any != 0;
+#endif
+}
+
 template <int kW = kLanes / 2>
 inline float add_lanes(f32v v) {
   v += swapped<kW>(v, LaneIndices{});

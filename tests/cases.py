@@ -56,8 +56,8 @@ class Case:
     seed: int = 0
 
     def __str__(self):
-        fields = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))
-        return "-".join(f"{name}={value}".replace(" ", "") for name, value, default in fields if value != default) or "-"
+        changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        return "-".join(f"{name}={getattr(self, name)}".replace(" ", "") for name in changed) or "defaults"
 
 
 @dataclass
@@ -306,9 +306,8 @@ def combine(*names):
 
 
 ALONE = {name: Case(**fields) for name, fields in FEATURES.items()}
-PAIRS = [
-    combine(a, b) for a, b in itertools.combinations(FEATURES, 2) if not conflict(FEATURES[a], FEATURES[b])
-]  # fmt: skip
+COMPATIBLE = [(a, b) for a, b in itertools.combinations(FEATURES, 2) if not conflict(FEATURES[a], FEATURES[b])]
+PAIRS = list(dict.fromkeys(combine(a, b) for a, b in COMPATIBLE))
 
 
 def random_cases(count, seed=2):
@@ -357,9 +356,9 @@ NAMED = {
     "prefill_fp32_window": Case(batch=2, lens=(210, 230), q_len=205, causal=True, window=(40, 0), dtype="float32"),
     "prefill_mixed_with_decode": Case(batch=6, kv_len=260, q_len=210, varlen_q=True, causal=True, q_heads=6),
     "gpt_oss": Case(kv_len=200, q_heads=16, kv_heads=2, window=(127, 0), causal=True, sink="bfloat16"),
-    "gemma": Case(kv_len=200, q_heads=8, kv_heads=4, head_dim=256, softcap=2.5, window=(63, 63), causal=True, scale=0.07),
+    "gemma": Case(kv_len=200, q_heads=8, head_dim=256, softcap=2.5, window=(63, 63), causal=True, scale=0.07),
     "llama4_chunk": Case(kv_len=200, q_len=3, chunk=64, causal=True, head_dim=128),
-    "deepseek_latent": Case(q_heads=16, kv_heads=1, head_dim=576, head_dim_v=512, layout="latent", page_size=64, kv_len=200),
+    "deepseek_latent": Case(q_heads=16, kv_heads=1, head_dim=576, head_dim_v=512, layout="latent", kv_len=200),
     "deepseek_qv": Case(q_heads=16, kv_heads=1, head_dim=64, head_dim_v=512, qv=True, page_size=64, kv_len=200),
     "deepseek_prefill": Case(q_len=9, causal=True, head_dim=192, head_dim_v=128, kv_heads=4, kv_len=90),
     "llama_step": Case(kv_len=120, append=1, rotary_dim=128, head_dim=128, rotary_interleaved=False, causal=True),

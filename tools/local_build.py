@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NINJA = Path(ninja.BIN_DIR) / "ninja"
 
 COMMON_FLAGS = "-std=c++17 -O3 -DNDEBUG -g1 -fPIC -Wall -Wextra -DPy_LIMITED_API=0x03090000"
-SANITIZE_FLAGS = "-fno-omit-frame-pointer -fno-sanitize-recover=all"
+SANITIZE_FLAGS = "-O1 -fno-omit-frame-pointer -fno-sanitize-recover=all"
 
 # A section of build.toml cannot be tied to a processor, but its flags reach CMake, which expands this expression.
 PROCESSOR_FLAGS = re.compile(r"\$<\$<STREQUAL:\$\{CMAKE_SYSTEM_PROCESSOR\},(\w+)>:(.+)>")
@@ -187,7 +187,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="cpu", help="a backend of build.toml (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="default: build, or build-sanitize with --sanitize")
-    parser.add_argument("--cxx", default="c++", help="C++ compiler, possibly for another processor")
+    parser.add_argument(
+        "--cxx", default="g++", help="C++ compiler, possibly for another processor (default: %(default)s)"
+    )
     parser.add_argument("--arch", default=platform.machine(), help="processor to build for (default: this one)")
     parser.add_argument("--sanitize", metavar="LIST", help="for example address,undefined")
     parser.add_argument("--verbose", action="store_true", help="print the compiler's command lines")

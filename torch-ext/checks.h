@@ -60,24 +60,26 @@ struct Dim {
 // Checks dtype, shape, a contiguous last dimension and the device. A stride-0 dimension is fine.
 inline void check(const Tensor& t, const char* name, std::initializer_list<ScalarType> dtypes,
                   std::initializer_list<Dim*> shape, const Tensor& like) {
-  bool dtype_ok = false, shape_ok = t.dim() == static_cast<int64_t>(shape.size());
-  std::string expected;
-  for (ScalarType type : dtypes) {
-    dtype_ok |= t.scalar_type() == type;
-    expected += (expected.empty() ? "" : " or ") + std::string(str(type));
-  }
-  expected += " [";
+  bool ok = false;
+  for (ScalarType type : dtypes) ok |= t.scalar_type() == type;
+  ok = ok && t.dim() == static_cast<int64_t>(shape.size());
   int64_t i = 0;
   for (Dim* dim : shape) {
-    if (shape_ok && !dim->origin) {
+    if (!ok) break;
+    if (!dim->origin) {
       dim->origin = name;
       dim->size = t.size(i);
     }
-    shape_ok = shape_ok && t.size(i) == dim->size;
-    expected += (i ? ", " : "") + dim->describe();
-    ++i;
+    ok = t.size(i++) == dim->size;
   }
-  if (!dtype_ok || !shape_ok) fail(std::string(name) + ": expected " + expected + "], got " + shape_str(t));
+  if (!ok) {
+    std::string expected;
+    for (ScalarType type : dtypes) expected += (expected.empty() ? "" : " or ") + std::string(str(type));
+    expected += " [";
+    for (Dim* const* dim = shape.begin(); dim != shape.end(); ++dim)
+      expected += (dim == shape.begin() ? "" : ", ") + (*dim)->describe();
+    fail(std::string(name) + ": expected " + expected + "], got " + shape_str(t));
+  }
   if (t.dim() > 0 && t.numel() > 0 && t.size(t.dim() - 1) > 1 && t.stride(t.dim() - 1) != 1)
     fail(std::string(name) + ": expected a contiguous last dimension (stride 1), got stride " + str(t.stride(t.dim() - 1)));
   if (t.device() != like.device()) fail(std::string(name) + ": expected a tensor on the device of q, got one on another device");

@@ -133,13 +133,10 @@ def flash_attn_with_kvcache(
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     return _run(
-        q, k_cache, v_cache, out, return_softmax_lse, softmax_scale, causal, window_size, softcap, num_splits,
-        deterministic, qv,
-        cache_seqlens=cache_seqlens, block_table=block_table, k=k, v=v, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes, sinks=s_aux, attention_chunk=attention_chunk,
-        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        rotary_interleaved=rotary_interleaved, rotary_seqlens=rotary_seqlens,
+        q, k_cache, v_cache, out, return_softmax_lse, cache_seqlens, block_table, softmax_scale, causal, window_size,
+        softcap, num_splits, deterministic, k, v, cu_seqlens_q, None, cu_seqlens_k_new, max_seqlen_q, cache_batch_idx,
+        cache_leftpad, alibi_slopes, s_aux, attention_chunk, qv, q_descale, k_descale, v_descale, rotary_cos, rotary_sin,
+        rotary_interleaved, rotary_seqlens,
     )  # fmt: skip
 
 
@@ -179,10 +176,9 @@ def flash_attn_func(
     """
     _refuse_dropout(dropout_p)
     return _run(
-        q, k, v, out, return_softmax_lse or return_attn_probs, softmax_scale, causal, window_size, softcap, num_splits,
-        deterministic, qv,
-        alibi_slopes=alibi_slopes, sinks=_one_of("s_aux", s_aux, "sinks", sinks), attention_chunk=attention_chunk,
-        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        q, k, v, out, return_softmax_lse or return_attn_probs, None, None, softmax_scale, causal, window_size, softcap,
+        num_splits, deterministic, alibi_slopes=alibi_slopes, sinks=_one_of("s_aux", s_aux, "sinks", sinks),
+        attention_chunk=attention_chunk, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
 
 
@@ -251,11 +247,10 @@ def flash_attn_varlen_func(
             seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         cu_seqlens_k = None
     return _run(
-        q, k, v, out, return_softmax_lse or return_attn_probs, softmax_scale, causal, window_size, softcap, num_splits,
-        deterministic, qv,
-        cache_seqlens=seqused_k, block_table=block_table, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        q, k, v, out, return_softmax_lse or return_attn_probs, seqused_k, block_table, softmax_scale, causal, window_size,
+        softcap, num_splits, deterministic, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, alibi_slopes=alibi_slopes, sinks=_one_of("s_aux", s_aux, "sinks", sinks),
-        attention_chunk=attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        attention_chunk=attention_chunk, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
 
 
@@ -291,13 +286,13 @@ def kv_paged_write(
     Raises:
         ValueError, RuntimeError: an argument does not fit, or a slot lies outside the cache. Nothing has been written then.
     """
-    _refuse_grad(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    _refuse_grad("k v k_cache v_cache", k, v, k_cache, v_cache)
     if isinstance(cache_seqlens, int):
         batch = k.shape[0] if cu_seqlens_k_new is None else cu_seqlens_k_new.shape[0] - 1
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=k.device)
     _write(
         k, v, k_cache, v_cache, block_table, cache_seqlens, cu_seqlens_k_new=cu_seqlens_k_new, slot_mapping=slot_mapping,
-        k_descale=_matrix(k_descale), v_descale=_matrix(v_descale),
+        k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
 
 
@@ -377,15 +372,20 @@ def cpu_isa() -> str:
 
 
 def _run(
-    q, k_cache, v_cache, out, return_lse, softmax_scale, causal, window_size, softcap, num_splits, deterministic, qv,
-    *, cache_seqlens=None, block_table=None, k=None, v=None, max_seqlen_q=None, cu_seqlens_q=None, q_descale=None,
-    k_descale=None, v_descale=None, **arguments,
+    q, k_cache, v_cache, out, return_lse, cache_seqlens, block_table, softmax_scale, causal, window_size, softcap,
+    num_splits, deterministic, k=None, v=None, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None,
+    max_seqlen_q=None, cache_batch_idx=None, cache_leftpad=None, alibi_slopes=None, sinks=None, attention_chunk=0,
+    qv=None, q_descale=None, k_descale=None, v_descale=None, rotary_cos=None, rotary_sin=None, rotary_interleaved=True,
+    rotary_seqlens=None,
 ):  # fmt: skip
     """Fills defaults, allocates the results and calls the operator; every check of a tensor is there."""
-    _refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, qv=qv)
-    head_dim, head_dim_v = q.shape[-1], v_cache.shape[-1]
+    _refuse_grad("q k_cache v_cache k v qv s_aux", q, k_cache, v_cache, k, v, qv, sinks)
+    if q.dim() < 3 or v_cache.dim() < 3:
+        name, tensor = ("q", q) if q.dim() < 3 else ("v_cache", v_cache)
+        raise ValueError(f"{name}: expected a tensor of 3 or 4 dimensions, got shape {tuple(tensor.shape)}")
+    head_dim_v = v_cache.shape[-1]
     if softmax_scale is None:
-        softmax_scale = (head_dim if qv is None else head_dim + head_dim_v) ** -0.5
+        softmax_scale = (q.shape[-1] if qv is None else q.shape[-1] + head_dim_v) ** -0.5
     window_left, window_right = window_size
     if causal:
         window_right = 0
@@ -397,20 +397,15 @@ def _run(
         # (batch, seqlen_q, q_heads) -> (batch, q_heads, seqlen_q), or (total_q, q_heads) -> (q_heads, total_q)
         shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    if cu_seqlens_q is not None:
-        # Only a bound: a tensor is not read, for that would wait for the device.
-        arguments["max_seqlen_q"] = max_seqlen_q if isinstance(max_seqlen_q, int) else q.shape[0]
-        arguments["cu_seqlens_q"] = cu_seqlens_q
-    if q_descale is not None or k_descale is not None or v_descale is not None:
-        arguments["q_descale"] = _matrix(q_descale)
-        arguments["k_descale"] = _matrix(k_descale)
-        arguments["v_descale"] = _matrix(v_descale)
-    if qv is not None:
-        arguments["qv"] = qv
+    # Only a bound: a tensor is not read, for that would wait for the device.
+    max_seqlen_q = max_seqlen_q if isinstance(max_seqlen_q, int) else q.shape[0]
+    # By position: the dispatcher looks keywords up one by one, which a short decode step would feel.
     operator = _attend if k is None and v is None else _append_and_attend
     operator(
         q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_left, window_right, softcap,
-        num_splits, deterministic, k, v, **arguments,
+        num_splits, deterministic, k, v, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, max_seqlen_q, cache_batch_idx,
+        cache_leftpad, alibi_slopes, sinks, attention_chunk, qv, q_descale, k_descale, v_descale,
+        rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -421,21 +416,16 @@ def _one_of(name, value, other_name, other):
     return other if value is None else value
 
 
-def _matrix(descale):
-    """A single scale as the (1, 1) table that the operators broadcast."""
-    return descale.reshape(1, 1) if descale is not None and descale.dim() < 2 and descale.numel() == 1 else descale
-
-
 def _refuse_dropout(dropout_p):
     if dropout_p != 0.0:
         raise ValueError(f"dropout_p: expected 0.0 (forward only, for inference), got {dropout_p}")
 
 
-def _refuse_grad(**tensors):
+def _refuse_grad(names, *tensors):
     if torch.is_grad_enabled():
-        for name, tensor in tensors.items():
+        for i, tensor in enumerate(tensors):
             if tensor is not None and tensor.requires_grad:
                 raise ValueError(
-                    f"{name}: expected no gradient to be asked for (forward only), got requires_grad=True; "
-                    "use torch.no_grad() or detach()"
+                    f"{names.split()[i]}: expected a tensor that asks for no gradient (forward only, for inference), "
+                    "got requires_grad=True; use torch.no_grad() or detach()"
                 )

@@ -6,7 +6,14 @@ from ._ops import add_op_namespace_prefix
 
 
 def _returns_nothing(*arguments, **keywords):
-    return None
+    # A real tensor without data (device "meta") sends a call here whatever the device of the others.
+    tensors = [t for t in (*arguments, *keywords.values()) if isinstance(t, torch.Tensor)]
+    for tensor in tensors:
+        if tensor.device != tensors[0].device:
+            raise ValueError(
+                f"expected every tensor on the device of the first ({tensors[0].device}), got one of shape "
+                f"{tuple(tensor.shape)} on {tensor.device}"
+            )
 
 
 for _name in ("flash_attn_with_kvcache", "flash_attn_with_kvcache_append", "kv_paged_write"):

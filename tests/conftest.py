@@ -1,0 +1,37 @@
+"""Loads the built package the way a user does, through `kernels`.
+
+PAGED_ATTN_BUILD       a build directory instead of the repository's own
+PAGED_ATTN_TEST_DEVICE the device of the tensors; default cpu
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+KERNEL = "org/paged-attn"
+
+# Also for the subprocesses of the tests. kernels reads it at every call.
+if "PAGED_ATTN_BUILD" in os.environ:
+    os.environ["LOCAL_KERNELS"] = f"{KERNEL}={os.environ['PAGED_ATTN_BUILD']}"
+os.environ.setdefault("LOCAL_KERNELS", f"{KERNEL}={REPOSITORY}")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "kernels_ci: the short run, under a minute")
+    config.addinivalue_line("markers", "sanitize: every feature once, for builds with sanitizers")
+
+
+@pytest.fixture(scope="session")
+def device():
+    return os.environ.get("PAGED_ATTN_TEST_DEVICE", "cpu")
+
+
+@pytest.fixture(scope="session")
+def paged_attn(device):
+    import kernels
+
+    backend = {"cpu": "cpu", "cuda": "cuda", "mps": "metal"}[torch.device(device).type]
+    return kernels.get_kernel(KERNEL, version=1, backend=backend, trust_remote_code=True)

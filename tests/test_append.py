@@ -1,0 +1,171 @@
+"""Writing to the cache: kv_paged_write, the append inside flash_attn_with_kvcache, and that both write the same."""
+
+import cases
+import pytest
+import reference
+import torch
+from cases import Case
+from compare import assert_caches, assert_same_bytes, check, run
+
+FP8 = ["float8_e4m3fn", "float8_e5m2"]
+WRITES = [
+    Case(append=3),
+    Case(append=1, dtype="float32"),
+    Case(append=3, dtype="float16", page_size=1),
+    Case(append=40, page_size=3),
+    Case(append=40, append_varlen=True, page_size=16),
+    Case(append=7, append_varlen=True, head_dim=59, head_dim_v=33),
+    Case(append=3, head_dim=1, dtype="float32"),
+    Case(append=3, head_dim=192, head_dim_v=128, q_heads=6, kv_heads=3),
+    Case(append=3, layout="heads_first"),
+    Case(append=3, layout="interleaved"),
+    Case(append=3, layout="odd_strides", wide_q=True),
+    Case(append=5, append_varlen=True, wide_q=True, dtype="float32"),
+    Case(batch=3, lens=(0, 0, 0), append=17),
+    Case(batch=0, append=3),
+    *(Case(append=4, kv_dtype=kv, dtype=dtype) for kv in FP8 for dtype in ("bfloat16", "float16", "float32")),
+    *(Case(append=4, kv_dtype=kv, descale="full", layout="odd_strides") for kv in FP8),
+    *(Case(append=9, append_varlen=True, kv_dtype=kv, descale="shared", dtype="float32", page_size=3) for kv in FP8),
+]
+
+
+def write(paged_attn, call, **slots):
+    names = ("k", "v", "block_table", "cache_seqlens", "cu_seqlens_k_new", "k_descale", "v_descale")
+    arguments = {name: call.kwargs[name] for name in names if name in call.kwargs} | slots
+    k_cache, v_cache = call.caches()
+    assert paged_attn.kv_paged_write(k_cache=k_cache, v_cache=v_cache, **arguments) is None
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("case", WRITES, ids=str)
+def test_write(paged_attn, device, case):
+    call, before = cases.build(case).to(device), cases.build(case)
+    write(paged_attn, call)
+    assert_caches(case, call.storage, before, before.kwargs)
+
+
+@pytest.mark.parametrize("case", WRITES, ids=str)
+def test_append_writes_the_same_bytes(paged_attn, device, case):
+    written, appended = cases.build(case).to(device), cases.build(case).to(device)
+    write(paged_attn, written)
+    run(paged_attn, appended)
+    for a, b in zip(appended.storage, written.storage):
+        assert_same_bytes("cache", a, b.cpu())
+
+
+def slots_of(call):
+    """slot_mapping of the tokens that the table would place."""
+    kwargs, page_size, slots = call.kwargs, call.case.page_size, []
+    for b, count in enumerate(call.seqlens_new):
+        for position in range(int(kwargs["cache_seqlens"][b]), int(kwargs["cache_seqlens"][b]) + count):
+            page = int(kwargs["block_table"][b, position // page_size])
+            slots.append(page * page_size + position % page_size)
+    return torch.tensor(slots, dtype=torch.int64)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("skipped", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("case", [case for case in WRITES if case.batch], ids=str)
+def test_slot_mapping(paged_attn, device, case, skipped):
+    """Slots instead of positions; a negative slot skips its token; table and lengths may be None or given."""
+    call, before = cases.build(case).to(device), cases.build(case)
+    slots = slots_of(before)
+    torch.manual_seed(1)
+    skip = torch.rand(len(slots)) < skipped
+    slots[skip] = torch.tensor([-1, -17, -(2**40)])[torch.arange(int(skip.sum())) % 3]
+    given = {} if skipped else {"block_table": None, "cache_seqlens": None}
+    write(paged_attn, call, slot_mapping=slots.to(device), **given)
+    expected = tuple(s.clone() for s in before.storage)
+    names = ("k", "v", "block_table", "cache_seqlens", "cu_seqlens_k_new", "k_descale", "v_descale")
+    arguments = {name: before.kwargs[name] for name in names if name in before.kwargs}
+    k_cache, v_cache = before.caches(expected)
+    reference.append(k_cache=k_cache, v_cache=v_cache, slot_mapping=slots, **arguments)
+    for a, b in zip(call.storage, expected):
+        assert_same_bytes("cache", a, b)
+
+
+def test_slot_mapping_of_a_flat_batch(paged_attn, device):
+    """vLLM's form: k is (total_new, kv_heads, head_dim) and nothing tells the requests apart."""
+    case = Case(append=3, dtype="float32")
+    call, before = cases.build(case).to(device), cases.build(case)
+    slots = slots_of(before)
+    k_cache, v_cache = call.caches()
+    k, v = call.kwargs["k"].flatten(0, 1), call.kwargs["v"].flatten(0, 1)
+    paged_attn.kv_paged_write(k, v, k_cache, v_cache, None, None, slot_mapping=slots.to(device))
+    assert_caches(case, call.storage, before, before.kwargs)
+
+
+@pytest.mark.parametrize("with_descale", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("kv_dtype", FP8)
+def test_fp8_rounds_and_saturates(paged_attn, device, kv_dtype, dtype, with_descale):
+    """Every size of number that the query's dtype has: ties, subnormals, overflow, infinities, NaN, both zeros."""
+    target = getattr(torch, kv_dtype)
+    every = torch.arange(256, dtype=torch.uint8).view(target).float()
+    every = every[torch.isfinite(every)]
+    between = (every[:-1] + every[1:]) / 2  # ties to even
+    sizes = torch.exp2(torch.linspace(-30, 30, 481)) * torch.tensor([[1.0], [-1.0]])
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, torch.finfo(target).max, -448.5, 464.0, 480.0])
+    x = torch.cat([every, between, sizes.flatten(), special]).to(getattr(torch, dtype))
+    x = torch.nn.functional.pad(x, (0, -len(x) % 128)).view(1, -1, 2, 64)
+    tokens = x.shape[1]
+    case = Case(
+        batch=1, lens=(5,), append=tokens, dtype=dtype, kv_dtype=kv_dtype, descale="full" if with_descale else ""
+    )
+    call, before = cases.build(case).to(device), cases.build(case)
+    for kwargs in (call.kwargs, before.kwargs):
+        kwargs["k"], kwargs["v"] = x.to(kwargs["q"].device), -x.to(kwargs["q"].device)
+    write(paged_attn, call)
+    expected = tuple(s.clone() for s in before.storage)
+    names = ("k", "v", "block_table", "cache_seqlens", "k_descale", "v_descale")
+    k_cache, v_cache = before.caches(expected)
+    arguments = {name: before.kwargs[name] for name in names if name in before.kwargs}
+    reference.append(k_cache=k_cache, v_cache=v_cache, **arguments)
+    for a, b in zip(call.storage, expected):
+        a, sign = a.cpu(), 0x7F  # the sign of a NaN says nothing
+        nan = a.isnan() & b.isnan()
+        assert torch.equal(
+            a.view(torch.uint8) & torch.where(nan, sign, 0xFF), b.view(torch.uint8) & torch.where(nan, sign, 0xFF)
+        )
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [2, 6, 16, 32, 64])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("bfloat16", ""), ("float16", ""), ("float32", ""), ("bfloat16", FP8[0])]
+)
+def test_rotary(paged_attn, device, dtype, kv_dtype, rotary_dim, interleaved, causal):
+    case = Case(
+        q_len=3, append=3, rotary_dim=rotary_dim, rotary_interleaved=interleaved, causal=causal, dtype=dtype,
+        kv_dtype=kv_dtype, descale="full" if kv_dtype else "",
+    )  # fmt: skip
+    check(paged_attn, case, device)
+
+
+@pytest.mark.parametrize(("q_len", "append"), [(1, 4), (4, 1), (5, 5), (9, 2)])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (6, -1), (4, 4)])
+def test_rotary_positions_of_queries(paged_attn, device, q_len, append, window):
+    """Queries move along with a window or causality and share one position without, whatever the number of keys."""
+    check(paged_attn, Case(q_len=q_len, append=append, window=window, rotary_dim=32, dtype="float32"), device)
+
+
+def test_step_by_step_equals_at_once(paged_attn, device):
+    """Decoding token by token leaves the cache that one prefill leaves, and gives nearly its rows."""
+    tokens, page_size = 37, 4
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, tokens, heads, 64, device=device) for heads in (4, 2, 2))
+    angle = torch.randn(tokens, 32, device=device)
+    caches = [torch.full((24, page_size, 2, 64), torch.nan, device=device) for _ in range(4)]
+    table = torch.randperm(24, device=device)[:20].view(2, 10).to(torch.int32)
+    shared = {"rotary_cos": angle.cos(), "rotary_sin": angle.sin(), "block_table": table, "causal": True}
+    whole = paged_attn.flash_attn_with_kvcache(q, *caches[:2], k, v, cache_seqlens=0, **shared)
+    for t in range(tokens):
+        new = slice(t, t + 1)
+        step = paged_attn.flash_attn_with_kvcache(
+            q[:, new], *caches[2:], k[:, new], v[:, new], cache_seqlens=t, **shared
+        )
+        torch.testing.assert_close(step, whole[:, new], rtol=1e-5, atol=1e-5)  # not under test: two orders of summation
+    for a, b in zip(caches[:2], caches[2:]):
+        assert_same_bytes("cache", a, b.cpu())

@@ -1,0 +1,184 @@
+"""The named cases, every feature by itself, every size; and the ways of saying the same thing."""
+
+import cases
+import pytest
+import reference
+import torch
+from cases import Case
+from compare import check, judge, run
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.sanitize
+@pytest.mark.parametrize("name", cases.NAMED)
+def test_named(paged_attn, device, name):
+    check(paged_attn, cases.NAMED[name], device)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("name", cases.ALONE)
+def test_feature_alone(paged_attn, device, name):
+    check(paged_attn, cases.ALONE[name], device)
+
+
+@pytest.mark.parametrize("case", list(cases.size_cases()), ids=str)
+def test_size(paged_attn, device, case):
+    check(paged_attn, case, device)
+
+
+def both(paged_attn, device, case, change):
+    """The results of a case as it is and with changed arguments."""
+    plain, changed = cases.build(case).to(device), cases.build(case).to(device)
+    change(changed.kwargs)
+    return run(paged_attn, plain), run(paged_attn, changed)
+
+
+def assert_same_bits(a, b):
+    for x, y in zip(a, b):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(("name", "other"), [("block_table", "page_table"), ("s_aux", "sinks")])
+def test_other_name(paged_attn, device, name, other):
+    case = Case(sink="float32", q_len=3, causal=True)
+    assert_same_bits(*both(paged_attn, device, case, lambda kwargs: kwargs.update({other: kwargs.pop(name)})))
+
+
+NEUTRAL = {
+    "softcap": 0.0,
+    "window_size": (-1, -1),
+    "attention_chunk": 0,
+    "alibi_slopes": torch.zeros(4),
+    "cache_leftpad": torch.zeros(4, dtype=torch.int32),
+    "cache_batch_idx": torch.arange(4, dtype=torch.int32),
+    "s_aux": torch.full((4,), -torch.inf),
+    "k_descale": torch.ones(4, 2),
+    "v_descale": torch.ones(4, 2),
+    "softmax_scale": 64**-0.5,
+    "num_splits": 0,
+    "pack_gqa": True,
+    "sm_margin": 8,
+    "ver": 3,
+    "scheduler_metadata": None,
+    "causal": False,
+    "max_seqlen_q": 5,
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_neutral_value_changes_no_bit(paged_attn, device, name, dtype):
+    value = NEUTRAL[name]
+    value = value.to(device) if isinstance(value, torch.Tensor) else value
+    case = Case(q_len=5, kv_len=200, varlen_q=name == "max_seqlen_q", dtype=dtype)
+    assert_same_bits(*both(paged_attn, device, case, lambda kwargs: kwargs.update({name: value})))
+
+
+def test_max_seqlen_q_may_be_missing_or_too_large(paged_attn, device):
+    case = Case(q_len=5, varlen_q=True, causal=True)
+    assert_same_bits(*both(paged_attn, device, case, lambda kwargs: kwargs.update(max_seqlen_q=4000)))
+    assert_same_bits(*both(paged_attn, device, case, lambda kwargs: kwargs.pop("max_seqlen_q")))
+
+
+def test_plan_changes_nothing(paged_attn, device):
+    case = Case(kv_len=900, q_heads=8, head_dim=128)
+    call = cases.build(case).to(device)
+    plan = paged_attn.get_scheduler_metadata(
+        batch_size=4, max_seqlen_q=1, max_seqlen_k=900, num_heads_q=8, num_heads_kv=2, headdim=128,
+        cache_seqlens=call.kwargs["cache_seqlens"], qkv_dtype=torch.bfloat16, page_size=16,
+    )  # fmt: skip
+    check(paged_attn, case, device, scheduler_metadata=plan)
+
+
+def test_arguments_by_position(paged_attn, device):
+    """The first 19 are flash-attn 2's, in its order."""
+    case = Case(q_len=2, append=2, rotary_dim=32, causal=True, softcap=2.5, alibi="head", window=(20, 0))
+    call = cases.build(case).to(device)
+    kw = call.kwargs
+    out, lse = paged_attn.flash_attn_with_kvcache(
+        kw["q"], *call.caches(), kw["k"], kw["v"], kw["rotary_cos"], kw["rotary_sin"], kw["cache_seqlens"], None, None,
+        kw["block_table"], None, True, (20, 0), 2.5, True, kw["alibi_slopes"], 0, True,
+    )  # fmt: skip
+    judge(out, lse, call, cases.build(case))
+
+
+def test_lengths_default_to_the_whole_cache(paged_attn, device):
+    case = Case(batch=3, lens=(24, 24, 24), page_size=0)
+    call = cases.build(case).to(device)
+    k_cache, v_cache = (cache[:, :24] for cache in call.caches())
+    del call.kwargs["cache_seqlens"]
+    out, lse = paged_attn.flash_attn_with_kvcache(k_cache=k_cache, v_cache=v_cache, **call.kwargs)
+    judge(out, lse, call, cases.build(case))
+
+
+def test_without_lse_only_out_is_returned(paged_attn, device):
+    call = cases.build(Case()).to(device)
+    with_lse = run(paged_attn, call)
+    out = run(paged_attn, call, return_softmax_lse=False)
+    assert isinstance(out, torch.Tensor)
+    assert torch.equal(out, with_lse[0])
+
+
+def test_out_may_be_a_slice(paged_attn, device):
+    """Rows next to it stay as they are."""
+    call = cases.build(Case(q_len=3, dtype="float32")).to(device)
+    wide = torch.full((4, 3, 6, 70), 7.0, device=device)
+    out, lse = run(paged_attn, call, out=wide[:, :, 1:-1, 2:66])
+    judge(out, lse, call, cases.build(call.case))
+    wide[:, :, 1:-1, 2:66] = 7.0
+    assert (wide == 7.0).all()
+
+
+def test_requests_may_share_pages(paged_attn, device):
+    """Two requests with one prefix, as engines with a prefix cache ask."""
+    case = Case(batch=2, lens=(40, 40), q_len=2, causal=True)
+    call, before = cases.build(case).to(device), cases.build(case)
+    for kwargs in (call.kwargs, before.kwargs):
+        kwargs["block_table"][1, :2] = kwargs["block_table"][0, :2]
+    out, lse = run(paged_attn, call)
+    judge(out, lse, call, before)
+
+
+def test_infinite_sink_takes_everything(paged_attn, device):
+    call = cases.build(Case(q_len=2, sink="float32")).to(device)
+    call.kwargs["s_aux"][0] = torch.inf
+    out, lse = run(paged_attn, call)
+    assert (out[:, :, 0] == 0).all()
+    assert (lse[:, 0] == torch.inf).all()
+    assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_huge_scores_stay_finite(paged_attn, device, dtype):
+    """Scores far beyond what exp can hold, of both signs; the largest one takes the row."""
+    call, before = (cases.build(Case(kv_len=300, dtype=dtype)).to(d) for d in (device, "cpu"))
+    for kwargs in (call.kwargs, before.kwargs):
+        kwargs["q"].mul_(100)
+    out, lse = run(paged_attn, call)
+    assert torch.isfinite(out).all()
+    judge(out, lse, call, before)
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_last_dim_of_queries_may_be_strided_or_is_refused(paged_attn, device, contiguous):
+    """flash-attn copies such a query; whoever does not must say so."""
+    call = cases.build(Case(q_len=2, dtype="float32")).to(device)
+    expected = run(paged_attn, call)
+    spread = torch.stack([call.kwargs["q"], torch.full_like(call.kwargs["q"], torch.nan)], -1)[..., 0]
+    assert spread.stride(-1) == 2
+    try:
+        result = run(paged_attn, call, q=spread.contiguous() if contiguous else spread)
+    except (ValueError, RuntimeError) as error:
+        assert not contiguous and "q: " in str(error)
+    else:
+        assert_same_bits(result, expected)
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 96)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_empty_paged_cache(paged_attn, device, dtype, head_dims):
+    k_cache, v_cache = paged_attn.empty_paged_cache(700, 16, 2, *head_dims, dtype=dtype, device=device)
+    for cache, dim in ((k_cache, head_dims[0]), (v_cache, head_dims[1])):
+        assert cache.shape == (700, 16, 2, dim)
+        assert cache.dtype == dtype and cache.is_contiguous() and cache.device.type == torch.device(device).type
+        cache.view(reference.BITS[dtype.itemsize]).fill_(1)  # all of it is ours

@@ -1,0 +1,120 @@
+"""The package as `kernels` sees it: build.toml, loading by name, what it exports and what it imports."""
+
+import ast
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomlkit
+from conftest import KERNEL, REPOSITORY
+
+CONTRACT = {
+    "flash_attn_with_kvcache": """q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx
+        cache_leftpad block_table softmax_scale causal window_size softcap rotary_interleaved alibi_slopes num_splits
+        return_softmax_lse * page_table cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens qv q_descale k_descale
+        v_descale attention_chunk s_aux sinks scheduler_metadata pack_gqa sm_margin deterministic out ver""",
+    "kv_paged_write": """k v k_cache v_cache block_table cache_seqlens * cu_seqlens_k_new slot_mapping k_descale
+        v_descale""",
+    "flash_attn_func": """q k v dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic
+        return_attn_probs *""",
+    "flash_attn_varlen_func": """q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale
+        causal window_size softcap alibi_slopes deterministic return_attn_probs block_table *""",
+    "merge_attn_states": "out_a lse_a out_b lse_b",
+    "get_scheduler_metadata": "",
+    "empty_paged_cache": "num_pages page_size kv_heads head_dim head_dim_v * dtype device",
+    "cpu_isa": "",
+}
+DEFAULTS = {
+    "causal": False, "window_size": (-1, -1), "softcap": 0.0, "rotary_interleaved": True, "num_splits": 0,
+    "return_softmax_lse": False, "attention_chunk": 0, "sm_margin": 0, "deterministic": False, "dropout_p": 0.0,
+    "return_attn_probs": False,
+}  # fmt: skip
+
+
+@pytest.mark.kernels_ci
+def test_everything_promised_is_exported(paged_attn):
+    assert set(CONTRACT) <= set(paged_attn.__all__)
+    for name in paged_attn.__all__:
+        assert inspect.getdoc(getattr(paged_attn, name)), f"{name} has no docstring"
+    public = {n for n, x in vars(paged_attn).items() if inspect.isfunction(x) and not n.startswith("_")}
+    assert public == set(paged_attn.__all__)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("name", CONTRACT)
+def test_signature(paged_attn, name):
+    """The contract's parameters in its order, its keyword-only ones after the star; unknown ones are refused."""
+    parameters = inspect.signature(getattr(paged_attn, name)).parameters
+    ordered, _, keyword_only = CONTRACT[name].partition("*")
+    positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional[: len(ordered.split())] == ordered.split()
+    if "*" in CONTRACT[name]:
+        assert positional == ordered.split()
+    for n in keyword_only.split():
+        assert parameters[n].kind is inspect.Parameter.KEYWORD_ONLY, n
+    assert not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values())
+    for n, p in parameters.items():
+        if n in DEFAULTS:
+            assert p.default == DEFAULTS[n], n
+
+
+def test_build_toml():
+    """The parser that `kernels` ships accepts it."""
+    from kernels._rust import Build
+
+    Build.open(REPOSITORY)
+    described = tomlkit.parse((REPOSITORY / "build.toml").read_text())
+    assert described["general"]["name"] == "paged-attn"
+    assert described["general"]["version"] == 1
+    assert described["general"]["edition"] == 5
+    assert described["general"]["hub"]["repo-id"] == KERNEL
+
+
+def test_build_toml_names_every_source():
+    described = tomlkit.parse((REPOSITORY / "build.toml").read_text())
+    named = set(described["torch"]["src"]).union(*(section["src"] for section in described["kernel"].values()))
+    folders = [REPOSITORY / "torch-ext", *REPOSITORY.glob("paged_decode_*")]
+    suffixes = {".cpp", ".h", ".cu", ".cuh", ".mm", ".metal"}
+    present = {f.relative_to(REPOSITORY).as_posix() for d in folders for f in d.rglob("*") if f.suffix in suffixes}
+    assert named == present
+
+
+def test_found_by_name_from_the_environment():
+    """LOCAL_KERNELS and get_kernel in a fresh process, without a network; nothing beyond torch comes along."""
+    code = f"""
+import sys, kernels
+before = set(sys.modules)
+paged_attn = kernels.get_kernel({KERNEL!r}, version=1, backend="cpu", trust_remote_code=True)
+import torch
+out = paged_attn.flash_attn_func(*(torch.ones(1, 2, 1, 8) for _ in range(3)))
+assert (out == 1).all()
+print(*sorted({{name.partition(".")[0] for name in set(sys.modules) - before}}))
+"""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert not {"transformers", "numpy.distutils", "triton"} & set(run.stdout.split())
+
+
+def test_imports_only_torch_and_the_standard_library(paged_attn):
+    """At import; a function may import the library that it serves."""
+    for path in Path(paged_attn.__file__).parent.glob("**/*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module]
+            for name in names:
+                root = name.partition(".")[0]
+                assert root == "torch" or root in sys.stdlib_module_names, f"{path.name} imports {name}"
+
+
+def test_operators_are_registered_under_the_name_of_this_build(paged_attn):
+    """Two builds in one process must not meet."""
+    namespace = paged_attn._ops.ops.name
+    assert namespace.startswith("_paged_attn_")
+    assert paged_attn._ops.add_op_namespace_prefix("x") == f"{namespace}::x"

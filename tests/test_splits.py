@@ -1,0 +1,162 @@
+"""Properties that need no reference: what must not change a result, or not by a bit."""
+
+import cases
+import pytest
+import reference
+import torch
+from cases import Case
+from compare import assert_result, check, judge, run, with_tensor_lengths
+
+SHAPES = [
+    Case(batch=1, kv_len=3000, q_heads=8, head_dim=128),
+    Case(batch=5, kv_len=700, q_heads=16, head_dim=64, dtype="float32"),
+    Case(batch=3, kv_len=500, q_len=4, causal=True, dtype="float16", window=(300, 0), sink="float32"),
+    Case(batch=4, kv_len=400, q_len=70, varlen_q=True, causal=True, page_size=3, softcap=2.5),
+    Case(batch=4, kv_len=400, kv_dtype="float8_e4m3fn", descale="full", page_size=0, leftpad=True),
+    Case(batch=2, kv_len=300, head_dim=576, head_dim_v=512, layout="latent", kv_heads=1, q_heads=16, page_size=64),
+]
+
+
+def assert_same_bits(a, b):
+    for x, y in zip(a, b):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 7, 16, 64, 1000])
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_any_number_of_splits(paged_attn, device, case, num_splits):
+    check(paged_attn, case, device, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_repeating_gives_the_same_bits(paged_attn, device, case, deterministic):
+    call = cases.build(case).to(device)
+    first = run(paged_attn, call, deterministic=deterministic)
+    for _ in range(5):
+        assert_same_bits(run(paged_attn, call, deterministic=deterministic), first)
+
+
+@pytest.mark.parametrize("case", [case for case in SHAPES if case.page_size], ids=str)
+def test_order_of_pages_changes_no_bit(paged_attn, device, case):
+    call, moved = cases.build(case).to(device), cases.build(case).to(device)
+    table, num_pages = moved.kwargs["block_table"], moved.storage[0].shape[0] - 2 * cases.GUARD
+    torch.manual_seed(3)
+    to = torch.randperm(num_pages)
+    for before, after in zip(call.storage, moved.storage):
+        bits = reference.BITS[before.itemsize]
+        after.view(bits)[to.to(device) + cases.GUARD] = before.view(bits)[cases.GUARD : -cases.GUARD]
+    used = (table >= 0) & (table < num_pages)
+    table[used] = to.to(table)[table[used].long()]
+    assert_same_bits(run(paged_attn, call), run(paged_attn, moved))
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 100, 400])
+def test_size_of_pages_is_no_feature(paged_attn, device, page_size):
+    """The same keys on other pages: within the tolerance; the contiguous cache is one of them."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, h, 64, device=device).bfloat16() for n, h in ((1, 4), (400, 2), (400, 2)))
+    pages = 400 // page_size
+    table = torch.arange(2 * pages, device=device).flip(0).view(2, pages).to(torch.int32)
+    k_cache, v_cache = (x.reshape(2 * pages, page_size, 2, 64).flip(0) for x in (k, v))
+    out, lse = paged_attn.flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=391, block_table=table, return_softmax_lse=True
+    )
+    kwargs = {"q": q.cpu(), "cache_seqlens": torch.tensor([391, 391])}
+    assert_result(out, lse, kwargs, k.cpu(), v.cpu(), [0, 0])
+
+
+def one_request(call, b):
+    """The arguments of request b alone, on the same cache."""
+    kwargs = dict(call.kwargs)
+    batch = len(kwargs["cache_seqlens"])
+    if "cu_seqlens_q" in kwargs:
+        begin, end = kwargs["cu_seqlens_q"][b : b + 2].tolist()
+        kwargs["q"] = kwargs["q"][begin:end]
+        kwargs["cu_seqlens_q"] = torch.tensor([0, end - begin], dtype=torch.int32, device=kwargs["q"].device)
+        kwargs["max_seqlen_q"] = end - begin
+        rows = slice(begin, end)
+    else:
+        kwargs["q"], rows = kwargs["q"][b : b + 1], slice(b, b + 1)
+    for name in ("cache_seqlens", "block_table", "cache_leftpad", "k_descale", "v_descale"):
+        if name in kwargs:
+            kwargs[name] = kwargs[name][b : b + 1]
+    if "block_table" not in kwargs and batch > 1:
+        kwargs["cache_batch_idx"] = torch.tensor([b], dtype=torch.int32, device=kwargs["q"].device)
+    return kwargs, rows
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_deterministic_does_not_see_the_batch(paged_attn, device, case):
+    """Every request alone gives the bits that it gives in the batch, and in the batch turned around."""
+    call = cases.build(case).to(device)
+    out, lse = run(paged_attn, call, deterministic=True)
+    k_cache, v_cache = call.caches()
+    for b in range(case.batch):
+        kwargs, rows = one_request(call, b)
+        alone = paged_attn.flash_attn_with_kvcache(k_cache=k_cache, v_cache=v_cache, deterministic=True, **kwargs)
+        assert torch.equal(alone[0], out[rows])
+        assert torch.equal(alone[1], lse[:, rows] if case.varlen_q else lse[rows])
+    if not case.varlen_q and case.page_size:
+        turned = {name: call.kwargs[name].flip(0) for name in ("q", "block_table", "cache_seqlens")}
+        assert torch.equal(run(paged_attn, call, deterministic=True, **turned)[0].flip(0), out)
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_deterministic_does_not_see_the_threads(paged_attn, device, case):
+    call, threads = cases.build(case).to(device), torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            results.append(run(paged_attn, call, deterministic=True))
+    finally:
+        torch.set_num_threads(threads)
+    assert_same_bits(results[0], results[1])
+    assert_same_bits(results[0], results[2])
+
+
+@pytest.mark.parametrize("varlen_q", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("cut", [0, 1, 16, 100, 199, 200])
+def test_merged_parts_are_the_whole(paged_attn, device, dtype, cut, varlen_q):
+    """Keys [0, cut) and [cut, kv_len) apart, then merged; one part or both may be empty."""
+    case = Case(kv_len=200, q_len=3, varlen_q=varlen_q, dtype=dtype, softcap=2.5)
+    call, before = cases.build(case).to(device), cases.build(case)
+    lens = call.kwargs["cache_seqlens"]
+    head = run(paged_attn, call, cache_seqlens=lens.clamp(max=cut))
+    tail = run(paged_attn, call, cache_leftpad=lens.clamp(max=cut))
+    out, lse = paged_attn.merge_attn_states(*head, *tail)
+    judge(out, lse, call, before)
+    assert_same_bits(paged_attn.merge_attn_states(*tail, *head), (out, lse))
+
+
+def test_sink_belongs_to_one_part(paged_attn, device):
+    case = Case(kv_len=200, q_len=3, sink="float32", dtype="float32")
+    call, before = cases.build(case).to(device), cases.build(case)
+    lens = call.kwargs["cache_seqlens"]
+    head = run(paged_attn, call, cache_seqlens=lens.clamp(max=60))
+    tail = run(paged_attn, call, cache_leftpad=lens.clamp(max=60), s_aux=None)
+    judge(*paged_attn.merge_attn_states(*head, *tail), call, before)
+
+
+def test_merge_of_nothing_is_nothing(paged_attn, device):
+    out, lse = torch.zeros(2, 3, 4, 64, device=device), torch.full((2, 4, 3), -torch.inf, device=device)
+    some = torch.randn(2, 3, 4, 64, device=device), torch.randn(2, 4, 3, device=device)
+    assert_same_bits(paged_attn.merge_attn_states(out, lse, out, lse), (out, lse))
+    assert_same_bits(paged_attn.merge_attn_states(*some, out, lse), some)
+    assert_same_bits(paged_attn.merge_attn_states(out, lse, *some), some)
+
+
+def test_window_equals_the_keys_alone(paged_attn, device):
+    """A window by another definition: the same keys in a cache of their own."""
+    case = Case(batch=1, kv_len=300, page_size=0, dtype="float32")
+    call, before = cases.build(case).to(device), cases.build(case)
+    windowed = run(paged_attn, call, window_size=(49, 0))
+    k_cache, v_cache = (cache[:, 250:300] for cache in call.caches())
+    kwargs = call.kwargs | {"cache_seqlens": None}
+    alone = paged_attn.flash_attn_with_kvcache(k_cache=k_cache, v_cache=v_cache, **kwargs)
+    expected = before.kwargs | {"window_size": (49, 0)}
+    for out, lse in (windowed, alone):
+        assert_result(out, lse, with_tensor_lengths(before) | expected, *before.caches(), [0])
