@@ -131,7 +131,6 @@ __global__ void __launch_bounds__(kAppendThreads)
   const int target_bytes = static_cast<int>(dtype_bytes(cache.dtype));
 
   NewToken tokens[kTokens];
-  Place places[kTokens];
 #pragma unroll
   for (int u = 0; u < kTokens; ++u) {
     tokens[u] = find_new_token(p, plan.seqlen_new, static_cast<int64_t>(blockIdx.x) * kTokens + u);
@@ -154,12 +153,11 @@ __global__ void __launch_bounds__(kAppendThreads)
                                            value ? append.v_stride_token : append.k_stride_token);
       if (tokens[u].exists) words[u] = *reinterpret_cast<const uint4*>(source + (offset + source_head) * source_bytes);
     }
-    // Looked up while the first pieces are on their way.
-    if (i == threadIdx.x) {
+    // Looked up while the pieces are on their way.
+    Place places[kTokens];
 #pragma unroll
-      for (int u = 0; u < kTokens; ++u) {
-        places[u] = find_place(p, plan.page_size, tokens[u], static_cast<int64_t>(blockIdx.x) * kTokens + u);
-      }
+    for (int u = 0; u < kTokens; ++u) {
+      places[u] = find_place(p, plan.page_size, tokens[u], static_cast<int64_t>(blockIdx.x) * kTokens + u);
     }
 #pragma unroll
     for (int u = 0; u < kTokens; ++u) {

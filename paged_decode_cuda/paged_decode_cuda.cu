@@ -10,9 +10,8 @@
 
 #include "append.cuh"
 #include "backend.h"
-#include "check.cuh"
+#include "check.h"
 #include "instances.h"
-#include "merge.cuh"
 #include "simt.cuh"
 
 // The header above declares it only where USE_CUDA is defined, which not every build does.
@@ -21,11 +20,6 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_inde
 namespace paged_attn {
 namespace {
 
-#ifdef PAGED_ATTN_TUNE
-int tune(const char* name, int value) { const char* t = getenv(name); return t ? atoi(t) : value; }
-#else
-constexpr int tune(const char*, int value) { return value; }
-#endif
 constexpr int kMaxSplits = 256;
 constexpr int64_t kMaxKeys = int64_t{1} << 30;
 constexpr int kMaxBalancedItems = 1024;  // every block scans them all
@@ -50,61 +44,70 @@ cudaStream_t current_stream(int device) {
   return static_cast<cudaStream_t>(stream);
 }
 
-struct Device {
-  int processors, shared_per_block, capability;
+// Asked for once: it never changes.
+int processor_count(int device) {
+  static std::mutex mutex;
+  static std::map<int, int> known;
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto found = known.find(device);
+  if (found != known.end()) return found->second;
+  int count;
+  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  return known[device] = count;
+}
+
+struct Kernel {
+  int blocks_per_processor;
+  bool waits;  // has the instruction that waits for its predecessor, so it may be launched early
 };
 
-// Values that never change, asked for once.
-const Device& device_properties(int device) {
+// Allows the kernel its dynamic shared memory; what it is on this device is asked for once.
+const Kernel& kernel_properties(const void* function, int device, int threads, int shared_bytes) {
   static std::mutex mutex;
-  static std::map<int, Device> known;
+  static std::map<std::pair<const void*, int>, Kernel> known;
   std::lock_guard<std::mutex> lock(mutex);
-  auto found = known.find(device);
+  const auto key = std::make_pair(function, device);
+  const auto found = known.find(key);
   if (found != known.end()) return found->second;
-  auto attribute = [&](cudaDeviceAttr which) {
-    int value;
-    check_cuda(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
-    return value;
-  };
-  Device d;
-  d.processors = attribute(cudaDevAttrMultiProcessorCount);
-  d.shared_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  d.capability = attribute(cudaDevAttrComputeCapabilityMajor) * 10 + attribute(cudaDevAttrComputeCapabilityMinor);
-  return known[device] = d;
-}
-
-// Allows the kernel its dynamic shared memory and tells how many of its blocks fit on a multiprocessor.
-int blocks_per_processor(const void* kernel, int device, int threads, int shared_bytes) {
-  static std::mutex mutex;
-  static std::map<std::pair<const void*, std::pair<int, int>>, int> known;
-  std::lock_guard<std::mutex> lock(mutex);
-  auto key = std::make_pair(kernel, std::make_pair(device, threads));
-  auto found = known.find(key);
-  if (found != known.end()) return found->second;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+  check_cuda(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
              "cudaFuncSetAttribute");
-  int blocks = 0;
-  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes),
+  Kernel kernel;
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&kernel.blocks_per_processor, function, threads, shared_bytes),
              "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-  return known[key] = blocks;
+  // Code for older devices, which a newer one may compile for itself, lacks the instruction.
+  cudaFuncAttributes attributes;
+  check_cuda(cudaFuncGetAttributes(&attributes, function), "cudaFuncGetAttributes");
+  kernel.waits = attributes.ptxVersion >= 90;
+  return known[key] = kernel;
 }
 
-// Launches with programmatic dependent launch where the device has it.
+// Where and on what a call runs.
+struct Context {
+  int index, processors;
+  cudaStream_t stream;
+};
+
+Context current_context() {
+  const int index = current_device();
+  return {index, processor_count(index), current_stream(index)};
+}
+
+// Launches with programmatic dependent launch where the kernel can wait.
 template <typename... Arguments>
-void launch(const void* kernel, dim3 grid, int threads, int shared_bytes, cudaStream_t stream, const Device& device,
-            Arguments&... arguments) {
+void launch(const void* function, int64_t blocks, int threads, int shared_bytes, const Context& context,
+            Arguments... arguments) {
   cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
+  config.stream = context.stream;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
-  config.numAttrs = tune("PA_PDL", 1) && device.capability >= 90 ? 1 : 0;
+  config.numAttrs = kernel_properties(function, context.index, threads, shared_bytes).waits ? 1 : 0;
   void* pointers[] = {&arguments...};
-  check_cuda(cudaLaunchKernelExC(&config, kernel, pointers), "launch");
+  check_cuda(cudaLaunchKernelExC(&config, function, pointers), "launch");
 }
 
 torch::stable::Tensor workspace(int64_t bytes, int device) {
@@ -179,7 +182,7 @@ void plan_fixed_splits(const Problem& p, int split_keys, int limit, Plan& plan) 
 }
 
 // Attention alone: the new tokens are in the cache, the queries rotated.
-void attend(const Problem& p, int device_index, const Device& device, cudaStream_t stream) {
+void attend(const Problem& p, const Context& context) {
   Plan plan = {};
   const bool matrix = fits_decode_kernel(p);
   const DecodeKernel decode = matrix ? decode_kernel_for(p) : DecodeKernel{};
@@ -204,12 +207,12 @@ void attend(const Problem& p, int device_index, const Device& device, cudaStream
     plan.k_slot_pieces = static_cast<uint32_t>(c.k_stride_slot / pieces);
     plan.v_page_pieces = static_cast<uint32_t>(c.v_stride_page / pieces);
     plan.v_slot_pieces = static_cast<uint32_t>(c.v_stride_slot / pieces);
-    const int per_processor = std::min(tune("PA_BPS", 8), blocks_per_processor(kernel, device_index, threads, shared_bytes));
     const int64_t most_units = items * p.kv_heads * ((capacity(p) >> plan.tile_shift) + 2);
     if (p.num_splits == 0 && !p.deterministic && items <= kMaxBalancedItems && most_units <= INT32_MAX) {
       plan.balanced = true;
-      plan.blocks = FastDivisor(device.processors * per_processor);
-      plan.min_units = tune("PA_MINU", 2) * threads / kWarp;
+      const Kernel& properties = kernel_properties(kernel, context.index, threads, shared_bytes);
+      plan.blocks = FastDivisor(int64_t{context.processors} * properties.blocks_per_processor);
+      plan.min_units = 2 * threads / kWarp;
       plan.max_splits = FastDivisor(1);
     } else {
       plan_fixed_splits(p, 2048, p.deterministic && items <= kMaxBalancedItems ? 16 : 1, plan);
@@ -227,7 +230,7 @@ void attend(const Problem& p, int device_index, const Device& device, cudaStream
     const int64_t arrival_bytes = pd_ceil_div(8 + blocks * sizeof(int32_t), 256) * 256;
     const int64_t ml_bytes = pd_ceil_div(slots * plan.rows_per_tile * sizeof(float2), 256) * 256;
     const int64_t acc_bytes = slots * plan.rows_per_tile * plan.partial_stride * sizeof(float);
-    space = workspace(arrival_bytes + ml_bytes + acc_bytes, device_index);
+    space = workspace(arrival_bytes + ml_bytes + acc_bytes, context.index);
     char* base = static_cast<char*>(space->data_ptr());
     plan.ready = reinterpret_cast<unsigned long long*>(base);
     plan.arrivals = reinterpret_cast<int32_t*>(base + 8);
@@ -235,7 +238,7 @@ void attend(const Problem& p, int device_index, const Device& device, cudaStream
     plan.partial_acc = reinterpret_cast<float*>(base + arrival_bytes + ml_bytes);
   }
 
-  launch(kernel, dim3(static_cast<unsigned>(blocks)), threads, shared_bytes, stream, device, const_cast<Problem&>(p), plan);
+  launch(kernel, blocks, threads, shared_bytes, context, p, plan);
 }
 
 // Whether rows move in 16-byte pieces, with no arithmetic but the conversion to fp8.
@@ -256,7 +259,7 @@ bool fits_copy_kernel(const Problem& p) {
 }
 
 // Writes the new tokens; with a rotary table also puts the rotated queries into rotated_q.
-void append_tokens(const Problem& p, void* rotated_q, const Device& device, cudaStream_t stream) {
+void append_tokens(const Problem& p, void* rotated_q, const Context& context) {
   AppendPlan plan = {};
   plan.page_size = FastDivisor(pd_max(p.cache.page_size, 1));
   plan.seqlen_new = FastDivisor(pd_max(p.append.seqlen_new, 1));
@@ -266,22 +269,20 @@ void append_tokens(const Problem& p, void* rotated_q, const Device& device, cuda
   const int64_t tokens = p.append.total_new + (rotated_q ? p.total_q : 0);
   if (tokens == 0) return;
   if (rotated_q || !fits_copy_kernel(p)) {
-    launch(reinterpret_cast<const void*>(&append_kernel), dim3(static_cast<unsigned>(tokens)), kAppendThreads, 0, stream, device,
-           const_cast<Problem&>(p), plan);
+    launch(reinterpret_cast<const void*>(&append_kernel), tokens, kAppendThreads, 0, context, p, plan);
     return;
   }
   const int64_t bytes = dtype_bytes(p.append.dtype);
   plan.vectors_k = FastDivisor(p.head_dim * bytes / 16);
   plan.vectors_v = FastDivisor(p.head_dim_v * bytes / 16);
   // Several tokens per thread keep more of the memory busy, once there are tokens for every multiprocessor.
-  const bool many = tokens > 8 * int64_t{device.processors};
+  const bool many = tokens > 8 * int64_t{context.processors};
   const bool fp8 = p.append.dtype != p.cache.dtype;
   const void* kernel = fp8 ? many ? reinterpret_cast<const void*>(&copy_kernel<4, true>)
                                   : reinterpret_cast<const void*>(&copy_kernel<1, true>)
                        : many ? reinterpret_cast<const void*>(&copy_kernel<4, false>)
                               : reinterpret_cast<const void*>(&copy_kernel<1, false>);
-  launch(kernel, dim3(static_cast<unsigned>(pd_ceil_div(tokens, many ? 4 : 1))), kAppendThreads, 0, stream, device,
-         const_cast<Problem&>(p), plan);
+  launch(kernel, pd_ceil_div(tokens, many ? 4 : 1), kAppendThreads, 0, context, p, plan);
 }
 
 }  // namespace
@@ -300,15 +301,13 @@ void run_attention(const Problem& problem) {
   p.window_left = pd_min(p.window_left, kMaxKeys);
   p.window_right = pd_min(p.window_right, kMaxKeys);
   p.attention_chunk = pd_min(p.attention_chunk, kMaxKeys);
-  const int device_index = current_device();
-  const Device& device = device_properties(device_index);
-  const cudaStream_t stream = current_stream(device_index);
-  if (checks_enabled()) check_on_device(p, stream);
+  const Context context = current_context();
+  if (checks_enabled()) check_values_on_device(p, context.stream);
 
   std::optional<torch::stable::Tensor> rotated;
   if (p.append.k && p.kv_heads > 0) {
-    if (p.rotary.cos) rotated = workspace(p.total_q * p.q_heads * p.head_dim * dtype_bytes(p.q_dtype), device_index);
-    append_tokens(p, rotated ? rotated->data_ptr() : nullptr, device, stream);
+    if (p.rotary.cos) rotated = workspace(p.total_q * p.q_heads * p.head_dim * dtype_bytes(p.q_dtype), context.index);
+    append_tokens(p, rotated ? rotated->data_ptr() : nullptr, context);
     if (rotated) {
       p.q = rotated->data_ptr();
       p.q_stride_head = p.head_dim;
@@ -317,15 +316,13 @@ void run_attention(const Problem& problem) {
     }
   }
   if (p.total_q == 0 || p.q_heads == 0) return;
-  attend(p, device_index, device, stream);
+  attend(p, context);
 }
 
 void run_kv_write(const Problem& p) {
-  const int device_index = current_device();
-  const Device& device = device_properties(device_index);
-  const cudaStream_t stream = current_stream(device_index);
-  if (checks_enabled()) check_on_device(p, stream);
-  append_tokens(p, nullptr, device, stream);
+  const Context context = current_context();
+  if (checks_enabled()) check_values_on_device(p, context.stream);
+  append_tokens(p, nullptr, context);
 }
 
 std::string instruction_set() { return ""; }
