@@ -117,7 +117,7 @@ PD_DEVICE uint2 narrow(const uint4& words, DType from, DType to, float scale) {
 
 // Grid: groups of kTokens tokens. A thread moves the same piece of each.
 template <int kTokens, bool kFp8>
-__global__ void __launch_bounds__(kAppendThreads)
+__global__ void __launch_bounds__(kAppendThreads, 3)
     copy_kernel(const __grid_constant__ Problem p, const __grid_constant__ AppendPlan plan) {
   constexpr int kTargetBytes = kFp8 ? 8 : 16;
   wait_for_predecessor();

@@ -20,6 +20,9 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_inde
 namespace paged_attn {
 namespace {
 
+#ifndef PA_FEW
+#define PA_FEW 40
+#endif
 constexpr int kMaxSplits = 256;
 constexpr int64_t kMaxKeys = int64_t{1} << 30;
 constexpr int kMaxBalancedItems = 1024;  // every block scans them all
@@ -213,6 +216,8 @@ void attend(const Problem& p, const Context& context) {
       const Kernel& properties = kernel_properties(kernel, context.index, threads, shared_bytes);
       plan.blocks = FastDivisor(int64_t{context.processors} * properties.blocks_per_processor);
       plan.min_units = 2 * threads / kWarp;
+      plan.processors = context.processors;
+      plan.few_units = PA_FEW * context.processors;
       plan.max_splits = FastDivisor(1);
     } else {
       plan_fixed_splits(p, 2048, p.deterministic && items <= kMaxBalancedItems ? 16 : 1, plan);
