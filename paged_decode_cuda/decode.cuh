@@ -34,6 +34,8 @@ struct DecodeShape {
   // What fits beside each other on a multiprocessor: the registers of 16 rows or wide heads allow two blocks, else three.
   static constexpr int kWarps = kStageBytes > 8192 ? 3 : 4;
   static constexpr int kBlocks = kHeadDim > 128 || kRowTiles > 1 ? 2 : 3;
+  // The same warps as one block have fewer partials to merge, but all of them meet at the end of a segment.
+  static constexpr int kMostWarps = kWarps * kBlocks;
   static constexpr int kStagesThatFit = 227 * 1024 / kBlocks / (kWarps * kStageBytes);
   static constexpr int kStages = kStagesThatFit < 4 ? kStagesThatFit : 4;
   static constexpr bool kBf16 = IsBf16<Kv>::value;
@@ -46,7 +48,7 @@ struct DecodeShape {
 
   // Queues of the warps, then (m, l) of their rows.
   static constexpr int kQueueBytes = kStages * kStageBytes;
-  static constexpr int kSharedBytes = kWarps * (kQueueBytes + kRows * static_cast<int>(sizeof(float2)));
+  static constexpr int kSharedBytesPerWarp = kQueueBytes + kRows * static_cast<int>(sizeof(float2));
   static_assert(kStages >= 2 && kRows * kHeadDim * 4 <= kStageBytes, "a stage also holds the accumulators of a warp");
 };
 
@@ -110,7 +112,7 @@ struct TileLoader {
       const uint32_t v_place = found ? page * plan.v_page_pieces + slot * plan.v_slot_pieces : kNowhere;
       copy_rows<false>(stage, k_head, k_place, static_cast<int>(p.head_dim));
       copy_rows<true>(stage + Shape::kStageBytesK, v_head, v_place, static_cast<int>(p.head_dim_v));
-      tile += Shape::kWarps;
+      tile += blockDim.x / kWarp;
       find_tile(p, plan);
     }
     copy_commit();
@@ -513,15 +515,15 @@ template <typename Shape, typename Rows>
 PD_DEVICE void write_rows(const Problem& p, const Plan& plan, const Item& item, int head, char* queues,
                           const int* free_stages, const float2* shared_ml, int slot) {
   const DType out_dtype = output_dtype(p);
-  const int octets = static_cast<int>(p.head_dim_v) / 8;
+  const int octets = static_cast<int>(p.head_dim_v) / 8, warps = blockDim.x / kWarp;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < item.rows * octets; i += Shape::kWarps * kWarp) {
+  for (int i = threadIdx.x; i < item.rows * octets; i += blockDim.x) {
     const int row = i / octets, octet = i - row * octets;
     float m = -INFINITY, l = 0.f, acc[8] = {};
-#pragma unroll
-    for (int w = 0; w < Shape::kWarps; ++w) m = fmaxf(m, shared_ml[w * Shape::kRows + row].x);
-#pragma unroll
-    for (int w = 0; w < Shape::kWarps; ++w) {
+#pragma unroll 4
+    for (int w = 0; w < warps; ++w) m = fmaxf(m, shared_ml[w * Shape::kRows + row].x);
+#pragma unroll 2
+    for (int w = 0; w < warps; ++w) {
       const float2 ml = shared_ml[w * Shape::kRows + row];
       const float weight = fast_rescale(ml.x, m);
       char* stage = queues + w * Shape::kQueueBytes + free_stages[w] * Shape::kStageBytes;
@@ -558,14 +560,13 @@ PD_DEVICE void write_rows(const Problem& p, const Plan& plan, const Item& item, 
 }
 
 template <typename Kv, int kHeadDim, int kRowTiles>
-__global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kWarps * kWarp,
-                                  DecodeShape<Kv, kHeadDim, kRowTiles>::kBlocks)
+__global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWarps * kWarp, 1)
     decode_kernel(const __grid_constant__ Problem p, const __grid_constant__ Plan plan) {
   using Shape = DecodeShape<Kv, kHeadDim, kRowTiles>;
   extern __shared__ __align__(128) char queues[];
   __shared__ ScanScratch scratch;
-  __shared__ int free_stages[Shape::kWarps], shared_number;
-  const int warp = threadIdx.x / kWarp;
+  __shared__ int free_stages[Shape::kMostWarps], shared_number;
+  const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
 
   touch(p);
   touch(plan);
@@ -574,7 +575,7 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kWarps *
 
   char* queue = queues + warp * Shape::kQueueBytes;
   const uint32_t queue_address = static_cast<uint32_t>(__cvta_generic_to_shared(queue));
-  float2* shared_ml = reinterpret_cast<float2*>(queues + Shape::kWarps * Shape::kQueueBytes);
+  float2* shared_ml = reinterpret_cast<float2*>(queues + warps * Shape::kQueueBytes);
 
   // Which keys
   Walker walker;
@@ -601,7 +602,7 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kWarps *
 
     // For each tile of this warp: copy a later one, attend
 #pragma unroll 1
-    for (int tile = segment.tile + warp; tile < segment.tile_end; tile += Shape::kWarps) {
+    for (int tile = segment.tile + warp; tile < segment.tile_end; tile += warps) {
       // The tile has arrived for every lane, and every lane is done with the stage that is filled next.
       copy_wait<Shape::kStages - 2>();
       __syncwarp();

@@ -13,8 +13,9 @@ DecodeKernel describe_decode_kernel() {
   kernel.function = reinterpret_cast<const void*>(&decode_kernel<Kv, kHeadDim, kRowTiles>);
   kernel.rows = Shape::kRows;
   kernel.tile_shift = Shape::kTileShift;
-  kernel.threads = Shape::kWarps * kWarp;
-  kernel.shared_bytes = Shape::kSharedBytes;
+  kernel.warps = Shape::kWarps;
+  kernel.most_warps = Shape::kMostWarps;
+  kernel.shared_bytes_per_warp = Shape::kSharedBytesPerWarp;
   return kernel;
 }
 

@@ -13,7 +13,9 @@ struct Plan;
 // A kernel and what its launch needs to know.
 struct DecodeKernel {
   const void* function;  // nullptr: no such instance
-  int rows, tile_shift, threads, shared_bytes;
+  int rows, tile_shift;
+  int warps, most_warps;  // of one of several blocks on a multiprocessor, and of a single one
+  int shared_bytes_per_warp;
 };
 
 DecodeKernel decode_kernel_fp16(int head_dim, int row_tiles);

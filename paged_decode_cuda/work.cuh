@@ -24,8 +24,6 @@ struct Plan {
   int32_t rows_per_tile, items;
   int32_t tile_shift;        // log2 of the keys of a unit
   int32_t min_units;         // balanced: a shorter stretch is not worth a block
-  int32_t processors;
-  int32_t few_units;         // balanced: with no more units than this, one block per multiprocessor
   int32_t num_splits;        // fixed: parts asked for; 0: one for every split_tiles, at most max_splits
   int32_t split_tiles;
   uint32_t k_page_pieces, k_slot_pieces;  // strides of the cache in pieces of 16 bytes
@@ -191,9 +189,7 @@ PD_DEVICE int find_stretch(const Problem& p, const Plan& plan, ScanScratch& scra
     scan_round(first);
     total += round_total;
   }
-  // A short line keeps the memory busy with one block per multiprocessor, and then there is less to merge.
-  const int blocks = total <= plan.few_units ? plan.processors : static_cast<int>(plan.blocks.divisor);
-  const int length = max(plan.min_units, (total + blocks - 1) / blocks);
+  const int length = max(plan.min_units, plan.blocks.divide(total + static_cast<int>(plan.blocks.divisor) - 1));
   walker.position = min(total, static_cast<int>(blockIdx.x) * length);
   walker.end = min(total, walker.position + length);
   if (walker.position >= walker.end) return length;
