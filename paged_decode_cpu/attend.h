@@ -7,17 +7,18 @@
 #pragma once
 
 #include "kernel.h"
+#include "ops_f32.h"
 #include "partial.h"
 #include "request.h"
 #include "rotary.h"
+#include "rows.h"
 #include "score.h"
-#include "ops_f32.h"
 #include "tile.h"
 
 namespace paged_attn {
 namespace {
 
-constexpr int64_t kMaxTile = 128;  // keys
+constexpr int64_t kMaxTile = 128;     // keys
 constexpr int64_t kPackedBlock = 24;  // rows between which packed keys and values stay in L1
 
 // From this many rows per kv_head on, laying keys and values out costs less than it saves.
@@ -25,11 +26,11 @@ constexpr int64_t kMinPackedRows = 12;
 
 inline int64_t round_up(int64_t n, int64_t step) { return pd_ceil_div(n, step) * step; }
 
+// Two tiles of all heads, the current one and the next, stay well inside L2.
 inline int64_t tile_keys(const Problem& p, const Block& block) {
-  if (block.rows() >= kMinPackedRows) return kMaxTile;
-  // Two tiles of all heads, the current and the next, stay well inside L2.
-  int64_t slot_bytes = block.heads() * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
-  int64_t keys = (int64_t(64) << 10) / slot_bytes / 16 * 16;
+  if (block.rows() >= kMinPackedRows) return block.heads() == 1 ? kMaxTile : kMaxTile / 2;
+  const int64_t slot_bytes = block.heads() * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
+  const int64_t keys = (int64_t(64) << 10) / slot_bytes / 16 * 16;
   return pd_min(pd_max(keys, 16), kMaxTile);
 }
 
@@ -57,16 +58,16 @@ struct Scratch {
   using Elem = typename Ops::Elem;
   int64_t depth, width;  // head_dim and head_dim_v, filled to whole chunks
   int64_t tile;
-  Elem *q, *qv;               // [heads, rows, depth], [heads, rows, width]
-  float *acc, *m, *l;         // [heads, rows, width], [heads, rows], [heads, rows, kLanes] (its sum counts)
-  float* scores;              // [kPackedBlock, tile]
-  Elem* p;                    // [kPackedBlock, tile]
-  Elem *keys, *value_keys;    // panels of [depth, tile], and of [width, tile] for qv
-  Elem* values;               // panels of [tile, width]
-  KvRange* visible;           // [rows]
-  float* q_pos;               // [rows]
-  HeadScale* scales;          // [heads]
-  float* row;                 // one row of floats
+  Elem *q, *qv;             // [heads, rows, depth], [heads, rows, width]
+  float *acc, *m, *l;       // [heads, rows, width], [heads, rows], [heads, rows, kLanes] (its sum counts)
+  float* scores;            // [kPackedBlock, tile]
+  Elem* p;                  // [kPackedBlock, tile]
+  Elem *keys, *value_keys;  // panels of [depth, tile], and of [width, tile] for qv
+  Elem* values;             // panels of [tile, width]
+  KvRange* visible;         // [rows]
+  float* q_pos;             // [rows]
+  HeadScale* scales;        // [heads]
+  float* row;               // one row of floats
   int64_t bytes;
 
   Scratch(const Problem& problem, const Block& block, char* base) {
@@ -112,8 +113,10 @@ struct TileRows {
     const int64_t bytes = dtype_bytes(cache.dtype);
     for (int64_t j = 0; j < n;) {
       Slot s = slot_of_key(cache, batch, begin + j);
-      const char* k_row = static_cast<const char*>(cache.k) + (s.page * cache.k_stride_page + s.slot * cache.k_stride_slot) * bytes;
-      const char* v_row = static_cast<const char*>(cache.v) + (s.page * cache.v_stride_page + s.slot * cache.v_stride_slot) * bytes;
+      const char* k_row =
+          static_cast<const char*>(cache.k) + (s.page * cache.k_stride_page + s.slot * cache.k_stride_slot) * bytes;
+      const char* v_row =
+          static_cast<const char*>(cache.v) + (s.page * cache.v_stride_page + s.slot * cache.v_stride_slot) * bytes;
       int64_t end = pd_min(n, j + (cache.block_table ? cache.page_size - s.slot : n));
       for (; j < end; ++j, k_row += cache.k_stride_slot * bytes, v_row += cache.v_stride_slot * bytes) {
         k[j] = k_row;
@@ -143,22 +146,6 @@ struct NextTile {
   }
 };
 
-template <DType kType>
-inline void row_to_floats(const void* source, int64_t n, float* x) {
-  const char* p = static_cast<const char*>(source);
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) store<DType::kFloat32>(x + i, load<kType>(p + i * dtype_bytes(kType)));
-  if (i < n) store<DType::kFloat32>(x + i, load_tail<kType>(p + i * dtype_bytes(kType), n - i));
-}
-
-template <DType kType>
-inline void floats_to_row(const float* x, int64_t n, void* target) {
-  char* p = static_cast<char*>(target);
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) store<kType>(p + i * dtype_bytes(kType), load<DType::kFloat32>(x + i));
-  if (i < n) store_tail<kType>(p + i * dtype_bytes(kType), load_tail<DType::kFloat32>(x + i, n - i), n - i);
-}
-
 // Reads the query rows of one kind (q, or qv), rotated where asked, into out[heads, rows, stride].
 template <class Ops>
 void load_queries(const Problem& p, const Block& block, const Request& request, const void* source,
@@ -169,11 +156,7 @@ void load_queries(const Problem& p, const Block& block, const Request& request, 
       const int64_t token = r / p.group, head = h * p.group + r % p.group;
       const int64_t offset = block.batch * stride_batch + (request.q_begin + token) * stride_token + head * stride_head;
       const char* q = static_cast<const char*>(source) + offset * dtype_bytes(p.q_dtype);
-      switch (p.q_dtype) {
-        case DType::kFloat32: row_to_floats<DType::kFloat32>(q, n, row); break;
-        case DType::kFloat16: row_to_floats<DType::kFloat16>(q, n, row); break;
-        default: row_to_floats<DType::kBFloat16>(q, n, row); break;
-      }
+      read_row(p.q_dtype, q, n, row);
       for (int64_t i = n; i < stride; ++i) row[i] = 0.f;
       if (rotated) rotate(p.rotary, p.q_dtype, rotary_query_position(p, request, block.batch, token), row);
       for (int64_t i = 0; i < stride; i += kLanes) Ops::store_elems(out + i, load<DType::kFloat32>(row + i));
@@ -193,35 +176,38 @@ template <class Ops>
 inline void softmax_row(float* scores, int64_t n, KvRange visible, const ScoreOf& score, typename Ops::Elem* p,
                         float* m, float* l, float* acc, int64_t width) {
   static const i32v kLaneNumbers = lane_numbers(LaneIndices{});
-  const bool plain = score.softcap == 0.f && score.slope == 0.f;
+  const bool whole = visible.begin <= 0 && visible.end == n && n % kLanes == 0;
+  // Without softcap and slope the scale and the change to log2 units are one factor, taken late.
+  const bool plain = score.softcap == 0.f && score.slope == 0.f && whole && score.scale >= 0.f;
+  const float factor = plain ? score.scale * PD_LOG2E : 1.f;
   f32v top = splat(-INFINITY);
-  for (int64_t j = 0; j < n; j += kLanes) {
-    f32v x = load<DType::kFloat32>(scores + j);
-    i32v key = kLaneNumbers + static_cast<int32_t>(j);
-    if (plain) {
-      x = x * (score.scale * PD_LOG2E);
-    } else {
+  if (plain) {
+    for (int64_t j = 0; j < n; j += kLanes) top = max(top, load<DType::kFloat32>(scores + j));
+    top *= factor;
+  } else {
+    for (int64_t j = 0; j < n; j += kLanes) {
+      i32v key = kLaneNumbers + static_cast<int32_t>(j);
       f32v distance = score.q_pos - __builtin_convertvector(key, f32v);
       distance = distance < splat(0.f) ? -distance : distance;
-      x = pd_score(x, score.scale, score.softcap, score.slope, distance) * PD_LOG2E;
-    }
-    if (j < visible.begin || j + kLanes > visible.end) {
+      f32v x =
+          pd_score(load<DType::kFloat32>(scores + j), score.scale, score.softcap, score.slope, distance) * PD_LOG2E;
       x = key < i32v{} + static_cast<int32_t>(visible.begin) ? splat(-INFINITY) : x;
       x = key >= i32v{} + static_cast<int32_t>(visible.end) ? splat(-INFINITY) : x;
+      store<DType::kFloat32>(scores + j, x);
+      top = max(top, x);
     }
-    store<DType::kFloat32>(scores + j, x);
-    top = max(top, x);
   }
   f32v sum = load<DType::kFloat32>(l);
   if (any_above(top, splat(*m))) {
-    const float new_m = max_lanes(top), factor = pd_rescale(*m, new_m);
+    const float new_m = max_lanes(top), rescale = pd_rescale(*m, new_m);
     *m = new_m;
-    sum *= factor;
-    for (int64_t d = 0; d < width; d += kLanes) store<DType::kFloat32>(acc + d, load<DType::kFloat32>(acc + d) * factor);
+    sum *= rescale;
+    for (int64_t d = 0; d < width; d += kLanes)
+      store<DType::kFloat32>(acc + d, load<DType::kFloat32>(acc + d) * rescale);
   }
   const float base = *m == -INFINITY ? 0.f : *m;
   for (int64_t j = 0; j < n; j += kLanes) {
-    f32v x = exp2(load<DType::kFloat32>(scores + j) - base);
+    f32v x = exp2(load<DType::kFloat32>(scores + j) * factor - base);
     sum += x;
     Ops::store_elems(p + j, x);
   }
@@ -229,19 +215,16 @@ inline void softmax_row(float* scores, int64_t n, KvRange visible, const ScoreOf
 }
 
 // Writes one finished row: sink, normalisation, output type, lse.
-inline void write_row(const Problem& p, const Request& request, int64_t b, int64_t token, int64_t head, float m, float l,
-                      float* acc) {
+inline void finish_row(const Problem& p, const Request& request, int64_t b, int64_t token, int64_t head, float m,
+                       float l, float* acc) {
   float factor = 1.f;
   if (p.sinks) pd_add_sink(load_scalar(p.sinks_dtype, p.sinks, head), &m, &l, &factor);
   factor = l == 0.f ? 0.f : factor * pd_normalizer(l);
   for (int64_t d = 0; d < p.head_dim_v; ++d) acc[d] = factor == 0.f ? 0.f : acc[d] * factor;
-  const int64_t offset = b * p.out_stride_batch + (request.q_begin + token) * p.out_stride_token + head * p.out_stride_head;
+  const int64_t offset =
+      b * p.out_stride_batch + (request.q_begin + token) * p.out_stride_token + head * p.out_stride_head;
   char* out = static_cast<char*>(p.out) + offset * dtype_bytes(p.q_dtype);
-  switch (p.q_dtype) {
-    case DType::kFloat32: floats_to_row<DType::kFloat32>(acc, p.head_dim_v, out); break;
-    case DType::kFloat16: floats_to_row<DType::kFloat16>(acc, p.head_dim_v, out); break;
-    default: floats_to_row<DType::kBFloat16>(acc, p.head_dim_v, out); break;
-  }
+  write_row(p.q_dtype, acc, p.head_dim_v, out);
   if (p.lse) p.lse[b * p.lse_stride_batch + head * p.lse_stride_head + request.q_begin + token] = pd_lse(m, l);
 }
 
@@ -297,7 +280,8 @@ void packed_tile_values(const Scratch<Ops>& s, int64_t rows, int64_t from, int64
 
 // One kv_head against one tile.
 template <class Ops>
-void attend_tile(const Problem& p, const Block& block, const Scratch<Ops>& s, const TileRows& tile, int64_t h, NextTile& next) {
+void attend_tile(const Problem& p, const Block& block, const Scratch<Ops>& s, const TileRows& tile, int64_t h,
+                 NextTile& next) {
   const Cache& c = p.cache;
   const int64_t kv_head = block.kv_head_begin + h, rows = block.rows(), n = tile.n;
   const int64_t k_offset = kv_head * c.k_stride_head * Ops::kBytes, v_offset = kv_head * c.v_stride_head * Ops::kBytes;
@@ -324,7 +308,8 @@ void attend_tile(const Problem& p, const Block& block, const Scratch<Ops>& s, co
       if (scale.with_qv)
         packed_tile_scores<Ops>(s, count, s.qv + row * s.width, s.width, s.value_keys, from, keys, &scale.qv_carry);
     } else {
-      dot_tile_scores<Ops>(s, count, s.q + row * s.depth, s.depth, tile.k + from, k_offset, keys, p.head_dim, nullptr, next.k);
+      dot_tile_scores<Ops>(s, count, s.q + row * s.depth, s.depth, tile.k + from, k_offset, keys, p.head_dim, nullptr,
+                           next.k);
       if (scale.with_qv)
         dot_tile_scores<Ops>(s, count, s.qv + row * s.width, s.width, tile.v + from, v_offset, keys, p.head_dim_v,
                              &scale.qv_carry, next.v);
@@ -335,7 +320,8 @@ void attend_tile(const Problem& p, const Block& block, const Scratch<Ops>& s, co
       const int64_t i = h * rows + r, begin = tile.begin + from;
       ScoreOf score = {scale.score, p.softcap, 0.f, s.q_pos[r] - static_cast<float>(begin)};
       if (p.alibi_slopes)
-        score.slope = p.alibi_slopes[block.batch * p.alibi_stride_batch + kv_head * p.group + (block.row_begin + r) % p.group];
+        score.slope =
+            p.alibi_slopes[block.batch * p.alibi_stride_batch + kv_head * p.group + (block.row_begin + r) % p.group];
       const KvRange visible = {pd_max(s.visible[r].begin - begin, 0), pd_min(s.visible[r].end - begin, keys)};
       softmax_row<Ops>(s.scores + (r - first) * s.tile, keys, visible, score, s.p + (r - first) * s.tile, &s.m[i],
                        s.l + i * kLanes, s.acc + i * s.width, s.width);
@@ -411,7 +397,7 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
         out[p.head_dim_v + 1] = l;
       } else {
         const int64_t q_row = block.row_begin + r;
-        write_row(p, request, block.batch, q_row / p.group, kv_head * p.group + q_row % p.group, s.m[i], l, s.row);
+        finish_row(p, request, block.batch, q_row / p.group, kv_head * p.group + q_row % p.group, s.m[i], l, s.row);
       }
     }
   }
@@ -425,7 +411,8 @@ inline void merge_partials(const Problem& p, const Block& block, int64_t num_spl
     for (int64_t r = 0; r < block.rows(); ++r) {
       const float* first = partials + (h * block.rows() + r) * (width + 2);
       float m = -INFINITY, l = 0.f;
-      for (int64_t s = 0; s < num_splits; ++s) m = first[s * split_stride + width] > m ? first[s * split_stride + width] : m;
+      for (int64_t s = 0; s < num_splits; ++s)
+        m = first[s * split_stride + width] > m ? first[s * split_stride + width] : m;
       memset(acc, 0, width * sizeof(float));
       for (int64_t s = 0; s < num_splits; ++s) {
         const float* part = first + s * split_stride;
@@ -434,7 +421,7 @@ inline void merge_partials(const Problem& p, const Block& block, int64_t num_spl
         for (int64_t d = 0; d < width; ++d) acc[d] += part[d] * factor;
       }
       const int64_t q_row = block.row_begin + r, kv_head = block.kv_head_begin + h;
-      write_row(p, request, block.batch, q_row / p.group, kv_head * p.group + q_row % p.group, m, l, acc);
+      finish_row(p, request, block.batch, q_row / p.group, kv_head * p.group + q_row % p.group, m, l, acc);
     }
 }
 

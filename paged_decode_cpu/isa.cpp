@@ -32,7 +32,8 @@ const Kernel& choose() {
     if (std::string(wanted) == kernel->name) return *kernel;
     names += (names.empty() ? "" : ", ") + std::string(kernel->name);
   }
-  throw std::runtime_error("PAGED_ATTN_CPU_ISA: expected one of " + names + " (what this processor runs), got " + wanted);
+  throw std::runtime_error("PAGED_ATTN_CPU_ISA: expected one of " + names + " (what this processor runs), got " +
+                           wanted);
 }
 
 }  // namespace

@@ -22,6 +22,14 @@ struct Block {
 // A partial result of every row of a block: acc[width], m, l (partial.h), heads outermost.
 inline int64_t partial_floats(const Block& block, int64_t width) { return block.heads() * block.rows() * (width + 2); }
 
+// One new token and where it goes.
+struct TokenWrite {
+  int64_t batch;
+  int64_t source_k, source_v;  // element offsets of the token in append.k and append.v
+  int64_t page, slot;
+  int64_t rotary_position;
+};
+
 struct Kernel {
   const char* name;
   // Bytes of scratch memory that attend() wants for a block; 64-byte aligned.
@@ -30,6 +38,8 @@ struct Kernel {
   void (*attend)(const Problem& problem, const Block& block, KvRange keys, char* scratch, float* partial);
   // Merges num_splits partial results that lie one after the other, and writes the final result.
   void (*merge)(const Problem& problem, const Block& block, int64_t num_splits, const float* partials);
+  // Writes the keys and values of one new token.
+  void (*write_token)(const Problem& problem, const TokenWrite& write);
 };
 
 #if defined(__x86_64__)

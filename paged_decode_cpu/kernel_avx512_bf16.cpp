@@ -4,6 +4,7 @@
 #define PD_LANES 16
 #include "attend.h"
 #include "ops_bf16.h"
+#include "write.h"
 
 namespace paged_attn {
 namespace {
@@ -25,7 +26,7 @@ void attend(const Problem& p, const Block& block, KvRange keys, char* memory, fl
 
 }  // namespace
 
-const Kernel kAvx512Bf16Kernel = {"avx512_bf16", scratch_bytes, attend, merge_partials};
+const Kernel kAvx512Bf16Kernel = {"avx512_bf16", scratch_bytes, attend, merge_partials, write_token};
 
 }  // namespace paged_attn
 #endif

@@ -10,9 +10,9 @@ template <DType kCacheType>
 struct OpsF32 {
   using Elem = float;  // a query element or a probability in scratch memory
   using Reg = f32v;
-  static constexpr int kDepth = 1;          // elements that one 32-bit lane multiplies at once
-  static constexpr int kRegs = 1;           // registers that one load of a cache row fills
-  static constexpr int kChunk = kLanes;     // elements of a row that one load reads
+  static constexpr int kDepth = 1;       // elements that one 32-bit lane multiplies at once
+  static constexpr int kRegs = 1;        // registers that one load of a cache row fills
+  static constexpr int kChunk = kLanes;  // elements of a row that one load reads
   static constexpr int kBytes = dtype_bytes(kCacheType);
 
   static f32v dot(f32v acc, Reg a, Reg b) { return acc + a * b; }
@@ -26,7 +26,9 @@ struct OpsF32 {
   static void load_keys_tail(const char* row, int64_t n, Reg* r) { r[0] = load_tail<kCacheType>(row, n); }
 
   // Values of kDepth keys, lane by lane, so that one dot() adds them weighted by kDepth probabilities.
-  static void load_values(const char* const* rows, int64_t offset, Reg* r) { r[0] = load<kCacheType>(rows[0] + offset); }
+  static void load_values(const char* const* rows, int64_t offset, Reg* r) {
+    r[0] = load<kCacheType>(rows[0] + offset);
+  }
   static void load_values_tail(const char* const* rows, int64_t offset, int64_t n, Reg* r) {
     r[0] = load_tail<kCacheType>(rows[0] + offset, n);
   }

@@ -29,9 +29,9 @@ constexpr int64_t kBlockFloats = int64_t(64) << 10;  // of accumulators in one b
 // Bytes of one slot, K and V, that one walk reads; more heads than that are shared out.
 constexpr int64_t kSlotBytes = int64_t(8) << 10;
 
-constexpr int64_t kSplitAlign = 16;             // keys; splits begin at multiples of it
-constexpr int64_t kMinSplitKeys = 256;          // a shorter split costs more to merge than it saves
-constexpr int64_t kDeterministicSplit = 1024;   // keys
+constexpr int64_t kSplitAlign = 16;            // keys; splits begin at multiples of it
+constexpr int64_t kMinSplitKeys = 256;         // a shorter split costs more to merge than it saves
+constexpr int64_t kDeterministicSplit = 1024;  // keys
 constexpr int64_t kItemsPerThread = 3;
 
 // A block of rows with the way its keys are split.
@@ -154,7 +154,8 @@ void clear_spare_tokens(const Problem& p) {
   if (!p.cu_seqlens_q) return;
   for (int64_t token = p.cu_seqlens_q[p.batch]; token < p.total_q; ++token)
     for (int64_t head = 0; head < p.q_heads; ++head) {
-      char* out = static_cast<char*>(p.out) + (token * p.out_stride_token + head * p.out_stride_head) * dtype_bytes(p.q_dtype);
+      char* out =
+          static_cast<char*>(p.out) + (token * p.out_stride_token + head * p.out_stride_head) * dtype_bytes(p.q_dtype);
       std::memset(out, 0, p.head_dim_v * dtype_bytes(p.q_dtype));
       if (p.lse) p.lse[head * p.lse_stride_head + token] = -std::numeric_limits<float>::infinity();
     }
@@ -164,22 +165,24 @@ void clear_spare_tokens(const Problem& p) {
 
 std::string unsupported_reason(const Problem& p) {
   if (dtype_bytes(p.q_dtype) == 1)
-    return "q: the CPU backend takes float32, float16 or bfloat16 (with caches of the same type or 8-bit ones), got an 8-bit q";
+    return "q: the CPU backend takes float32, float16 or bfloat16 (with caches of the same type or 8-bit ones), got an "
+           "8-bit q";
   return "";
 }
 
 void run_attention(const Problem& p) {
   const Kernel& kernel = kernel_of_this_cpu();
   check_values(p);
-  if (p.append.k) write_tokens(p, place_tokens(p));
+  if (p.append.k) write_tokens(p, kernel, place_tokens(p));
   clear_spare_tokens(p);
   const int64_t threads = torch::stable::get_num_threads();
   run_plan(p, kernel, make_plan(p, kernel, threads), threads);
 }
 
 void run_kv_write(const Problem& p) {
+  const Kernel& kernel = kernel_of_this_cpu();
   check_values(p);
-  write_tokens(p, place_tokens(p));
+  write_tokens(p, kernel, place_tokens(p));
 }
 
 std::string instruction_set() { return kernel_of_this_cpu().name; }

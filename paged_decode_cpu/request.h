@@ -19,7 +19,7 @@ inline Request request_of(const Problem& p, int64_t b) {
   Request r;
   r.q_begin = p.cu_seqlens_q ? p.cu_seqlens_q[b] : 0;
   r.q_len = p.cu_seqlens_q ? p.cu_seqlens_q[b + 1] - r.q_begin : p.max_q_len;
-  r.old_len = p.cache_seqlens      ? p.cache_seqlens[b]
+  r.old_len = p.cache_seqlens        ? p.cache_seqlens[b]
               : p.cache.cu_seqlens_k ? p.cache.cu_seqlens_k[b + 1] - p.cache.cu_seqlens_k[b]
                                      : p.seqlen_k;
   r.new_begin = 0;
@@ -39,7 +39,18 @@ inline Request request_of(const Problem& p, int64_t b) {
 inline bool is_local(const Problem& p) { return p.window_left >= 0 || p.window_right >= 0 || p.attention_chunk > 0; }
 
 inline KvRange keys_of_token(const Problem& p, const Request& r, int64_t token) {
-  return visible_keys(r.kv_len - r.q_len + token, r.kv_len, r.leftpad, p.window_left, p.window_right, p.attention_chunk);
+  return visible_keys(r.kv_len - r.q_len + token, r.kv_len, r.leftpad, p.window_left, p.window_right,
+                      p.attention_chunk);
+}
+
+// Position of a new key: the place where it is written, unless rotary_seqlens says otherwise.
+inline int64_t rotary_key_position(const Problem& p, const Request& r, int64_t b, int64_t token) {
+  return (p.rotary.seqlens ? p.rotary.seqlens[b] : r.old_len) + token;
+}
+
+// Queries move along only where positions matter (the rule of flash-attn); else all are at the first.
+inline int64_t rotary_query_position(const Problem& p, const Request& r, int64_t b, int64_t token) {
+  return rotary_key_position(p, r, b, is_local(p) ? token : 0);
 }
 
 // All keys that any of the tokens [begin, end) sees. Single tokens may see none.
@@ -60,7 +71,8 @@ struct Slot {
 };
 
 inline Slot slot_of_key(const Cache& c, int64_t b, int64_t key) {
-  if (c.block_table) return {c.block_table[cache_row(c, b) * c.block_table_stride + key / c.page_size], key % c.page_size};
+  if (c.block_table)
+    return {c.block_table[cache_row(c, b) * c.block_table_stride + key / c.page_size], key % c.page_size};
   if (c.cu_seqlens_k) return {0, c.cu_seqlens_k[b] + key};
   return {cache_row(c, b), key};
 }

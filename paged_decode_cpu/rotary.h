@@ -8,16 +8,6 @@
 namespace paged_attn {
 namespace {
 
-// Position of a new key: the place where it is written, unless rotary_seqlens says otherwise.
-inline int64_t rotary_key_position(const Problem& p, const Request& r, int64_t b, int64_t token) {
-  return (p.rotary.seqlens ? p.rotary.seqlens[b] : r.old_len) + token;
-}
-
-// Queries move along only where positions matter (the rule of flash-attn); else all are at the first.
-inline int64_t rotary_query_position(const Problem& p, const Request& r, int64_t b, int64_t token) {
-  return rotary_key_position(p, r, b, is_local(p) ? token : 0);
-}
-
 inline float load_scalar(DType dtype, const void* base, int64_t index) {
   const char* p = static_cast<const char*>(base) + index * dtype_bytes(dtype);
   switch (dtype) {

@@ -5,6 +5,7 @@
 // Ops says how numbers are held (ops_f32.h, ops_bf16.h). "Row" is one query token and head.
 #pragma once
 
+#include "ranges.h"
 #include "vec.h"
 
 namespace paged_attn {
@@ -144,7 +145,8 @@ void dot_values(const typename Ops::Elem* p, int64_t p_stride, const char* const
       for (int r = 0; r < kRows; ++r)
         for (int i = 0; i < kChunkRegs; ++i) {
           float* out = acc + r * acc_stride + d + i * kLanes;
-          store<DType::kFloat32>(out, Ops::dot(load<DType::kFloat32>(out), value[i], Ops::broadcast(p + r * p_stride + j)));
+          store<DType::kFloat32>(out,
+                                 Ops::dot(load<DType::kFloat32>(out), value[i], Ops::broadcast(p + r * p_stride + j)));
         }
     }
   }
@@ -199,7 +201,8 @@ void pack_values(const char* const* v, int64_t offset, int64_t n, int64_t width,
       }
       for (int i = 0; i < kChunkRegs; ++i) {
         const int64_t column = d + i * kLanes, panel = column / kPanel;
-        memcpy(values + ((panel * steps + j / Ops::kDepth) * kPanel + column % kPanel) * Ops::kDepth, &value[i], sizeof(f32v));
+        memcpy(values + ((panel * steps + j / Ops::kDepth) * kPanel + column % kPanel) * Ops::kDepth, &value[i],
+               sizeof(f32v));
       }
     }
 }
@@ -234,35 +237,38 @@ inline void matrix_step(const typename Ops::Elem* a, int64_t a_stride, const typ
     }
 }
 
+// kRows rows and one panel, or the first `columns` of it.
 template <class Ops, int kRows>
-void matrix_rows(int64_t rows, const typename Ops::Elem* a, int64_t a_stride, const typename Ops::Elem* b,
-                 int64_t panel_steps, int64_t steps, int64_t columns, float* c, int64_t c_stride, const float* carry) {
-  for (int64_t column = 0; column < columns; column += kPanel) {
-    const typename Ops::Elem* panel = b + column * panel_steps * Ops::kDepth;
-    if (column + kPanel <= columns) {
-      for (int64_t r = 0; r + kRows <= rows; r += kRows)
-        matrix_step<Ops, kRows, kPackedRegs>(a + r * a_stride, a_stride, panel, steps, c + r * c_stride + column, c_stride, carry);
-      continue;
-    }
-    for (int64_t part = 0; column + part < columns; part += kLanes)
-      for (int64_t r = 0; r + kRows <= rows; r += kRows)
-        matrix_step<Ops, kRows, 1>(a + r * a_stride, a_stride, panel + part * Ops::kDepth, steps,
-                                   c + r * c_stride + column + part, c_stride, carry);
-  }
-  const int64_t done = rows / kRows * kRows;
-  if constexpr (kRows > 1) {
-    if (done < rows)
-      matrix_rows<Ops, kRows / 2>(rows - done, a + done * a_stride, a_stride, b, panel_steps, steps, columns,
-                                  c + done * c_stride, c_stride, carry);
-  }
+void matrix_rows(const typename Ops::Elem* a, int64_t a_stride, const typename Ops::Elem* panel, int64_t steps,
+                 int64_t columns, float* c, int64_t c_stride, const float* carry) {
+  if (columns >= kPanel) return matrix_step<Ops, kRows, kPackedRegs>(a, a_stride, panel, steps, c, c_stride, carry);
+  for (int64_t part = 0; part < columns; part += kLanes)
+    matrix_step<Ops, kRows, 1>(a, a_stride, panel + part * Ops::kDepth, steps, c + part, c_stride, carry);
 }
+
+template <class Ops>
+struct MatrixRows {
+  using Function = void (*)(const typename Ops::Elem*, int64_t, const typename Ops::Elem*, int64_t, int64_t, float*,
+                            int64_t, const float*);
+  static constexpr Function kTable[kPackedRows] = {matrix_rows<Ops, 1>, matrix_rows<Ops, 2>, matrix_rows<Ops, 3>,
+                                                   matrix_rows<Ops, 4>, matrix_rows<Ops, 5>, matrix_rows<Ops, 6>};
+};
 
 // The product with all panels of b, which hold panel_steps steps each, of which the first `steps`
 // count. Columns is a multiple of kLanes.
 template <class Ops>
-void matrix(int64_t rows, const typename Ops::Elem* a, int64_t a_stride, const typename Ops::Elem* b, int64_t panel_steps,
-            int64_t steps, int64_t columns, float* c, int64_t c_stride, const float* carry) {
-  matrix_rows<Ops, kPackedRows>(rows, a, a_stride, b, panel_steps, steps, columns, c, c_stride, carry);
+void matrix(int64_t rows, const typename Ops::Elem* a, int64_t a_stride, const typename Ops::Elem* b,
+            int64_t panel_steps, int64_t steps, int64_t columns, float* c, int64_t c_stride, const float* carry) {
+  const auto* const by_rows = MatrixRows<Ops>::kTable;
+  for (int64_t column = 0; column < columns; column += kPanel)
+    for (int64_t done = 0, left = rows; left > 0;) {
+      // Steps of almost equal height: a last one of a single row would wait for its own sums.
+      const int64_t count = pd_ceil_div(left, pd_ceil_div(left, kPackedRows));
+      by_rows[count - 1](a + done * a_stride, a_stride, b + column * panel_steps * Ops::kDepth, steps, columns - column,
+                         c + done * c_stride + column, c_stride, carry);
+      done += count;
+      left -= count;
+    }
 }
 
 }  // namespace

@@ -44,7 +44,8 @@ void check_request(const Problem& p, int64_t b) {
     const int64_t first = p.rotary.seqlens ? p.rotary.seqlens[b] : r.old_len;
     const int64_t last = first + pd_max(r.new_len, is_local(p) ? r.q_len : pd_min(r.q_len, 1)) - 1;
     if (last >= p.rotary.rotary_len && last >= first)
-      bad_value("rotary_cos", b, p.rotary.rotary_len, "at least " + std::to_string(last + 1) + " positions for this batch entry");
+      bad_value("rotary_cos", b, p.rotary.rotary_len,
+                "at least " + std::to_string(last + 1) + " positions for this batch entry");
   }
 }
 

@@ -3,6 +3,7 @@
 // inline function compiled once with AVX-512 could be the copy that the linker keeps for all.
 #pragma once
 
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -26,6 +27,7 @@ constexpr int kLanes = PD_LANES;
 typedef float f32v __attribute__((vector_size(4 * kLanes)));
 typedef int32_t i32v __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t u32v __attribute__((vector_size(4 * kLanes)));
+typedef uint8_t u8v __attribute__((vector_size(kLanes)));
 typedef uint16_t u16v __attribute__((vector_size(2 * kLanes)));
 
 template <typename To, typename From>
@@ -53,14 +55,25 @@ inline i32v lane_numbers(Indices<kI...>) {
   return i32v{kI...};
 }
 
-// Lanes with bit kW of their number clear from `a`, the others from `b`; swapped() reads lane ^ kW.
+// Lanes with bit kW of their number clear from `a`, the others from `b`.
 template <int kW, int... kI>
 inline f32v blend(f32v a, f32v b, Indices<kI...>) {
   return __builtin_shufflevector(a, b, (kI & kW ? kI + kLanes : kI)...);
 }
+// The same choice, but lane i reads lane i ^ kW.
 template <int kW, int... kI>
-inline f32v swapped(f32v a, Indices<kI...>) {
-  return __builtin_shufflevector(a, a, (kI ^ kW)...);
+inline f32v crossed(f32v a, f32v b, Indices<kI...>) {
+  return __builtin_shufflevector(a, b, (kI & kW ? (kI ^ kW) + kLanes : kI ^ kW)...);
+}
+
+// Groups of kW lanes: the even ones of both registers, or the odd ones.
+template <int kW, int... kI>
+inline f32v low_halves(f32v a, f32v b, Indices<kI...>) {
+  return __builtin_shufflevector(a, b, (kI & kW ? (kI ^ kW) + kLanes : kI)...);
+}
+template <int kW, int... kI>
+inline f32v high_halves(f32v a, f32v b, Indices<kI...>) {
+  return __builtin_shufflevector(a, b, (kI & kW ? kI + kLanes : kI ^ kW)...);
 }
 
 // Sums across lanes of kLanes registers at once: lane i of the result is the sum of v[i].
@@ -68,9 +81,7 @@ template <int kW = kLanes / 2>
 inline f32v sum_lanes(f32v* v) {
   LaneIndices lanes;
   for (int i = 0; i < kW; ++i) {
-    f32v kept = blend<kW>(v[i], v[i + kW], lanes);
-    f32v moved = blend<kW>(v[i + kW], v[i], lanes);
-    v[i] = kept + swapped<kW>(moved, lanes);
+    v[i] = blend<kW>(v[i], v[i + kW], lanes) + crossed<kW>(v[i], v[i + kW], lanes);
   }
   if constexpr (kW == 1) {
     return v[0];
@@ -83,14 +94,12 @@ inline f32v sum_lanes(f32v* v) {
 template <int kW = kLanes / 2>
 inline void transpose(f32v* v) {
   LaneIndices lanes;
-  for (int base = 0; base < kLanes; base += 2 * kW) {
+  for (int base = 0; base < kLanes; base += 2 * kW)
     for (int i = base; i < base + kW; ++i) {
-      f32v moved = swapped<kW>(blend<kW>(v[i + kW], v[i], lanes), lanes);
       f32v low = v[i], high = v[i + kW];
-      v[i] = blend<kW>(low, moved, lanes);
-      v[i + kW] = blend<kW>(moved, high, lanes);
+      v[i] = low_halves<kW>(low, high, lanes);
+      v[i + kW] = high_halves<kW>(low, high, lanes);
     }
-  }
   if constexpr (kW > 1) transpose<kW / 2>(v);
 }
 
@@ -98,7 +107,7 @@ inline f32v max(f32v a, f32v b) { return a > b ? a : b; }
 
 template <int kW = kLanes / 2>
 inline float max_lanes(f32v v) {
-  v = max(v, swapped<kW>(v, LaneIndices{}));
+  v = max(v, crossed<kW>(v, v, LaneIndices{}));
   if constexpr (kW == 1) {
     return v[0];
   } else {
@@ -121,7 +130,7 @@ inline bool any_above(f32v a, f32v b) {
 
 template <int kW = kLanes / 2>
 inline float add_lanes(f32v v) {
-  v += swapped<kW>(v, LaneIndices{});
+  v += crossed<kW>(v, v, LaneIndices{});
   if constexpr (kW == 1) {
     return v[0];
   } else {
@@ -129,13 +138,18 @@ inline float add_lanes(f32v v) {
   }
 }
 
-// 2^x to about one unit in the last place; 0 below -127, NaN stays NaN. Callers keep x <= 0.
+// 2^x for x <= 0, to about one unit in the last place; 0 far below the smallest normal number, NaN stays NaN.
 inline f32v exp2(f32v x) {
+#if defined(__AVX512F__)
+  f32v whole = bit_cast<f32v>(_mm512_roundscale_ps(bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  f32v f = x == splat(-INFINITY) ? splat(0.f) : x - whole;
+#else
   // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum.
   const f32v shift = splat(12582912.f);
   x = x < splat(-127.f) ? splat(-127.f) : x;
   f32v shifted = x + shift;
   f32v f = x - (shifted - shift);
+#endif
   // Minimax polynomial of 2^f on [-0.5, 0.5], relative error 2e-9 before rounding.
   f32v p = splat(1.53458118e-4f);
   p = p * f + 1.33999312e-3f;
@@ -144,8 +158,12 @@ inline f32v exp2(f32v x) {
   p = p * f + 0.240226469f;
   p = p * f + 0.693147206f;
   p = p * f + 1.f;
+#if defined(__AVX512F__)
+  return bit_cast<f32v>(_mm512_scalef_ps(bit_cast<__m512>(p), bit_cast<__m512>(whole)));
+#else
   u32v exponent = (bit_cast<u32v>(shifted) + 127u) << 23;
   return p * bit_cast<f32v>(exponent);
+#endif
 }
 
 inline f32v pd_tanh(f32v x) {
@@ -211,6 +229,23 @@ inline u16v float_to_bfloat(f32v x) {
   return __builtin_convertvector(rounded, u16v);
 }
 
+// Nearest 8-bit number, ties to even, saturating; NaN stays NaN. The mantissa is rounded in the
+// float's own bits; below the smallest normal number, adding `step` (2^23 subnormal steps) rounds.
+template <int kMantissaBits, int kBias>
+inline u8v float_to_fp8(f32v x, float largest, float smallest_normal, float step) {
+  constexpr int kShift = 23 - kMantissaBits;
+  u32v bits = bit_cast<u32v>(x);
+  u32v sign = (bits >> 24) & 0x80u, magnitude = bits & 0x7fffffffu;
+  f32v ax = bit_cast<f32v>(magnitude);
+  f32v clamped = ax > splat(largest) ? splat(largest) : ax;
+  u32v m = bit_cast<u32v>(clamped);
+  u32v normal = ((m + ((1u << (kShift - 1)) - 1) + ((m >> kShift) & 1u)) >> kShift) - ((127u - kBias) << kMantissaBits);
+  u32v subnormal = bit_cast<u32v>(clamped + step) - bit_cast<u32v>(splat(step));
+  u32v code = clamped < splat(smallest_normal) ? subnormal : normal;
+  code = magnitude > (255u << 23) ? u32v{} + 0x7fu : code;
+  return __builtin_convertvector(code | sign, u8v);
+}
+
 template <DType kType>
 inline f32v load(const void* source) {
   if constexpr (kType == DType::kFloat32) {
@@ -246,6 +281,12 @@ template <DType kType>
 inline void store(void* target, f32v x) {
   if constexpr (kType == DType::kFloat32) {
     memcpy(target, &x, sizeof x);
+  } else if constexpr (kType == DType::kFloat8E4M3) {
+    u8v y = float_to_fp8<3, 7>(x, 448.f, 0.015625f, 16384.f);
+    memcpy(target, &y, sizeof y);
+  } else if constexpr (kType == DType::kFloat8E5M2) {
+    u8v y = float_to_fp8<2, 15>(x, 57344.f, 6.103515625e-05f, 128.f);
+    memcpy(target, &y, sizeof y);
   } else {
     u16v y = kType == DType::kFloat16 ? float_to_half(x) : float_to_bfloat(x);
     memcpy(target, &y, sizeof y);

@@ -81,8 +81,10 @@ inline void check(const Tensor& t, const char* name, std::initializer_list<Scala
     fail(std::string(name) + ": expected " + expected + "], got " + shape_str(t));
   }
   if (t.dim() > 0 && t.numel() > 0 && t.size(t.dim() - 1) > 1 && t.stride(t.dim() - 1) != 1)
-    fail(std::string(name) + ": expected a contiguous last dimension (stride 1), got stride " + str(t.stride(t.dim() - 1)));
-  if (t.device() != like.device()) fail(std::string(name) + ": expected a tensor on the device of q, got one on another device");
+    fail(std::string(name) + ": expected a contiguous last dimension (stride 1), got stride " +
+         str(t.stride(t.dim() - 1)));
+  if (t.device() != like.device())
+    fail(std::string(name) + ": expected a tensor on the device of q, got one on another device");
 }
 
 }  // namespace paged_attn

@@ -23,8 +23,8 @@ DType dtype_of(ScalarType type) {
 }
 
 constexpr std::initializer_list<ScalarType> kFloatTypes = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16};
-constexpr std::initializer_list<ScalarType> kQueryTypes = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16, ScalarType::Float8_e4m3fn,
-                              ScalarType::Float8_e5m2};
+constexpr std::initializer_list<ScalarType> kQueryTypes = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16,
+                                                           ScalarType::Float8_e4m3fn, ScalarType::Float8_e5m2};
 constexpr std::initializer_list<ScalarType> kInt32 = {ScalarType::Int};
 constexpr std::initializer_list<ScalarType> kFloat32 = {ScalarType::Float};
 
@@ -49,23 +49,26 @@ void check_descale(const std::optional<Tensor>& t, const char* name, Dim& batch,
   *table = nullptr;
   if (!t) return;
   const Tensor& d = *t;
-  const bool fits = d.dim() == 2 && (d.size(0) == batch.size || d.size(0) == 1) && (d.size(1) == kv_heads.size || d.size(1) == 1);
+  const bool fits =
+      d.dim() == 2 && (d.size(0) == batch.size || d.size(0) == 1) && (d.size(1) == kv_heads.size || d.size(1) == 1);
   if (!fits || d.scalar_type() != ScalarType::Float)
     fail(std::string(name) + ": expected float32 [" + batch.describe() + ", " + kv_heads.describe() +
          "] or a 1 in place of either, got " + shape_str(d));
-  if (d.device() != like.device()) fail(std::string(name) + ": expected a tensor on the device of q, got one on another device");
+  if (d.device() != like.device())
+    fail(std::string(name) + ": expected a tensor on the device of q, got one on another device");
   *table = static_cast<const float*>(d.data_ptr());
   *stride_batch = d.size(0) == 1 ? 0 : d.stride(0);
   *stride_head = d.size(1) == 1 ? 0 : d.stride(1);
 }
 
 // `like` is q, or the new k of a write. Without a table and without cu_seqlens_k the cache is contiguous.
-Cache check_cache(const CacheArguments& a, const Tensor& like, Dim& batch, Dim& kv_heads, Dim& head_dim, Dim& head_dim_v) {
+Cache check_cache(const CacheArguments& a, const Tensor& like, Dim& batch, Dim& kv_heads, Dim& head_dim,
+                  Dim& head_dim_v) {
   Dim num_pages(a.block_table ? "num_pages" : "batch_cache"), page_size(a.block_table ? "page_size" : "seqlen_cache");
   const ScalarType type = a.k_cache.scalar_type();
   if (type != like.scalar_type() && type != ScalarType::Float8_e4m3fn && type != ScalarType::Float8_e5m2)
-    fail(std::string("k_cache: expected the dtype of q (") + str(like.scalar_type()) + ") or float8_e4m3fn or float8_e5m2, got " +
-         str(type));
+    fail(std::string("k_cache: expected the dtype of q (") + str(like.scalar_type()) +
+         ") or float8_e4m3fn or float8_e5m2, got " + str(type));
   Cache c = {};
   Tensor k = a.k_cache, v = a.v_cache;
   if (a.cu_seqlens_k) {
@@ -104,8 +107,10 @@ Cache check_cache(const CacheArguments& a, const Tensor& like, Dim& batch, Dim& 
   check_optional_int32(a.cache_batch_idx, "cache_batch_idx", batch, like);
   c.cache_batch_idx = data<int32_t>(a.cache_batch_idx);
   c.cu_seqlens_k = data<int32_t>(a.cu_seqlens_k);
-  check_descale(a.k_descale, "k_descale", batch, kv_heads, like, &c.k_descale, &c.k_descale_stride_batch, &c.k_descale_stride_head);
-  check_descale(a.v_descale, "v_descale", batch, kv_heads, like, &c.v_descale, &c.v_descale_stride_batch, &c.v_descale_stride_head);
+  check_descale(a.k_descale, "k_descale", batch, kv_heads, like, &c.k_descale, &c.k_descale_stride_batch,
+                &c.k_descale_stride_head);
+  check_descale(a.v_descale, "v_descale", batch, kv_heads, like, &c.v_descale, &c.v_descale_stride_batch,
+                &c.v_descale_stride_head);
   return c;
 }
 
@@ -146,25 +151,22 @@ void check_head_dims(int64_t head_dim, int64_t head_dim_v, bool with_qv) {
   const bool plain = head_dim >= 1 && head_dim <= 256 && head_dim_v >= 1 && head_dim_v <= 256;
   const bool mla = (head_dim == 64 && head_dim_v == 512 && with_qv) || (head_dim == 576 && head_dim_v == 512);
   if (!plain && !mla)
-    fail("head_dim and head_dim_v: expected 1 to 256 each, or (576, 512), or (64, 512) with qv, got (" + str(head_dim) + ", " +
-         str(head_dim_v) + ")" + (with_qv ? " with qv" : ""));
+    fail("head_dim and head_dim_v: expected 1 to 256 each, or (576, 512), or (64, 512) with qv, got (" + str(head_dim) +
+         ", " + str(head_dim_v) + ")" + (with_qv ? " with qv" : ""));
 }
 
 }  // namespace
 
-void flash_attn_with_kvcache(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, Tensor& out,
-                             std::optional<Tensor> lse, std::optional<Tensor> cache_seqlens,
-                             std::optional<Tensor> block_table, double softmax_scale, int64_t window_left,
-                             int64_t window_right, double softcap, int64_t num_splits, bool deterministic,
-                             std::optional<Tensor> k, std::optional<Tensor> v, std::optional<Tensor> cu_seqlens_q,
-                             std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> cu_seqlens_k_new,
-                             int64_t max_seqlen_q, std::optional<Tensor> cache_batch_idx,
-                             std::optional<Tensor> cache_leftpad, std::optional<Tensor> alibi_slopes,
-                             std::optional<Tensor> sinks, int64_t attention_chunk, std::optional<Tensor> qv,
-                             std::optional<Tensor> q_descale, std::optional<Tensor> k_descale,
-                             std::optional<Tensor> v_descale, std::optional<Tensor> rotary_cos,
-                             std::optional<Tensor> rotary_sin, bool rotary_interleaved,
-                             std::optional<Tensor> rotary_seqlens) {
+void flash_attn_with_kvcache(
+    const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, Tensor& out, std::optional<Tensor> lse,
+    std::optional<Tensor> cache_seqlens, std::optional<Tensor> block_table, double softmax_scale, int64_t window_left,
+    int64_t window_right, double softcap, int64_t num_splits, bool deterministic, std::optional<Tensor> k,
+    std::optional<Tensor> v, std::optional<Tensor> cu_seqlens_q, std::optional<Tensor> cu_seqlens_k,
+    std::optional<Tensor> cu_seqlens_k_new, int64_t max_seqlen_q, std::optional<Tensor> cache_batch_idx,
+    std::optional<Tensor> cache_leftpad, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
+    int64_t attention_chunk, std::optional<Tensor> qv, std::optional<Tensor> q_descale, std::optional<Tensor> k_descale,
+    std::optional<Tensor> v_descale, std::optional<Tensor> rotary_cos, std::optional<Tensor> rotary_sin,
+    bool rotary_interleaved, std::optional<Tensor> rotary_seqlens) {
 #ifdef CUDA_KERNEL
   const torch::stable::accelerator::DeviceGuard on_device(q.get_device_index());
 #endif
@@ -174,7 +176,8 @@ void flash_attn_with_kvcache(const Tensor& q, const Tensor& k_cache, const Tenso
 
   // Queries and output
   const ScalarType q_type = q.scalar_type();
-  const ScalarType out_type = q_type == ScalarType::Float8_e4m3fn || q_type == ScalarType::Float8_e5m2 ? ScalarType::BFloat16 : q_type;
+  const ScalarType out_type =
+      q_type == ScalarType::Float8_e4m3fn || q_type == ScalarType::Float8_e5m2 ? ScalarType::BFloat16 : q_type;
   const int64_t token = cu_seqlens_q ? 0 : 1;
   if (cu_seqlens_q) {
     if (cu_seqlens_q->dim() != 1 || cu_seqlens_q->size(0) < 1)
@@ -212,7 +215,8 @@ void flash_attn_with_kvcache(const Tensor& q, const Tensor& k_cache, const Tenso
                         kv_heads, head_dim, head_dim_v);
   if (k.has_value() != v.has_value()) fail("k and v: expected both or neither, got only one of them");
   if (k) {
-    if (cu_seqlens_k_new && k->dim() != 3) fail("k: expected [total_new, kv_heads, head_dim] with cu_seqlens_k_new, got " + shape_str(*k));
+    if (cu_seqlens_k_new && k->dim() != 3)
+      fail("k: expected [total_new, kv_heads, head_dim] with cu_seqlens_k_new, got " + shape_str(*k));
     if (!cu_seqlens_k_new && k->dim() != 4)
       fail("k: expected [batch, seqlen_new, kv_heads, head_dim] (or cu_seqlens_k_new with it), got " + shape_str(*k));
     if (!cache_seqlens) fail("cache_seqlens: expected where to append k and v, got None");
@@ -226,7 +230,8 @@ void flash_attn_with_kvcache(const Tensor& q, const Tensor& k_cache, const Tenso
   p.q_heads = q_heads.size;
   p.kv_heads = kv_heads.size;
   if (kv_heads.size == 0 ? q_heads.size != 0 : q_heads.size % kv_heads.size != 0)
-    fail("q_heads: expected a multiple of kv_heads = " + str(kv_heads.size) + " (from k_cache), got " + str(q_heads.size));
+    fail("q_heads: expected a multiple of kv_heads = " + str(kv_heads.size) + " (from k_cache), got " +
+         str(q_heads.size));
   p.group = kv_heads.size ? q_heads.size / kv_heads.size : 1;
   p.head_dim = head_dim.size;
   p.head_dim_v = head_dim_v.size;
@@ -281,7 +286,8 @@ void flash_attn_with_kvcache(const Tensor& q, const Tensor& k_cache, const Tenso
   p.softcap = static_cast<float>(softcap);
   if (!(softcap >= 0.0)) fail("softcap: expected at least 0 (0 is off), got " + std::to_string(softcap));
   if (window_left < -1 || window_right < -1)
-    fail("window_size: expected -1 (unlimited) or at least 0, got (" + str(window_left) + ", " + str(window_right) + ")");
+    fail("window_size: expected -1 (unlimited) or at least 0, got (" + str(window_left) + ", " + str(window_right) +
+         ")");
   if (attention_chunk < 0) fail("attention_chunk: expected at least 0 (0 is off), got " + str(attention_chunk));
   p.window_left = window_left;
   p.window_right = window_right;
@@ -300,7 +306,8 @@ void flash_attn_with_kvcache(const Tensor& q, const Tensor& k_cache, const Tenso
     p.sinks = sinks->data_ptr();
     p.sinks_dtype = dtype_of(sinks->scalar_type());
   }
-  check_descale(q_descale, "q_descale", batch, kv_heads, q, &p.q_descale, &p.q_descale_stride_batch, &p.q_descale_stride_head);
+  check_descale(q_descale, "q_descale", batch, kv_heads, q, &p.q_descale, &p.q_descale_stride_batch,
+                &p.q_descale_stride_head);
 
   // How
   if (num_splits < 0) fail("num_splits: expected at least 0 (0 chooses), got " + str(num_splits));
@@ -312,9 +319,10 @@ void flash_attn_with_kvcache(const Tensor& q, const Tensor& k_cache, const Tenso
   run_attention(p);
 }
 
-void kv_paged_write(const Tensor& k, const Tensor& v, Tensor& k_cache, Tensor& v_cache, std::optional<Tensor> block_table,
-                    std::optional<Tensor> cache_seqlens, std::optional<Tensor> cu_seqlens_k_new,
-                    std::optional<Tensor> slot_mapping, std::optional<Tensor> k_descale, std::optional<Tensor> v_descale) {
+void kv_paged_write(const Tensor& k, const Tensor& v, Tensor& k_cache, Tensor& v_cache,
+                    std::optional<Tensor> block_table, std::optional<Tensor> cache_seqlens,
+                    std::optional<Tensor> cu_seqlens_k_new, std::optional<Tensor> slot_mapping,
+                    std::optional<Tensor> k_descale, std::optional<Tensor> v_descale) {
 #ifdef CUDA_KERNEL
   const torch::stable::accelerator::DeviceGuard on_device(k.get_device_index());
 #endif
@@ -331,16 +339,18 @@ void kv_paged_write(const Tensor& k, const Tensor& v, Tensor& k_cache, Tensor& v
       fail("cu_seqlens_k_new: expected int32 [batch + 1], got " + shape_str(*cu_seqlens_k_new));
     batch = Dim("batch", cu_seqlens_k_new->size(0) - 1, "cu_seqlens_k_new");
   } else if (k.dim() == 3) {
-    if (!slot_mapping) fail("cu_seqlens_k_new: expected int32 [batch + 1] for k of [total_new, kv_heads, head_dim], got None");
+    if (!slot_mapping)
+      fail("cu_seqlens_k_new: expected int32 [batch + 1] for k of [total_new, kv_heads, head_dim], got None");
     batch = Dim("batch", 1, "k");
   }
-  if (k.scalar_type() != ScalarType::Float && k.scalar_type() != ScalarType::Half && k.scalar_type() != ScalarType::BFloat16)
+  if (k.scalar_type() != ScalarType::Float && k.scalar_type() != ScalarType::Half &&
+      k.scalar_type() != ScalarType::BFloat16)
     fail(std::string("k: expected float32, float16 or bfloat16, got ") + str(k.scalar_type()));
   p.append = check_append(k, v, cu_seqlens_k_new, k, batch, kv_heads, head_dim, head_dim_v);
 
   // Where they go
-  p.cache = check_cache({k_cache, v_cache, slot_mapping ? none : block_table, none, none, k_descale, v_descale}, k, batch,
-                        kv_heads, head_dim, head_dim_v);
+  p.cache = check_cache({k_cache, v_cache, slot_mapping ? none : block_table, none, none, k_descale, v_descale}, k,
+                        batch, kv_heads, head_dim, head_dim_v);
   if (slot_mapping) {
     Dim total_new("total_new", p.append.total_new, "k");
     check(*slot_mapping, "slot_mapping", {ScalarType::Long}, {&total_new}, k);

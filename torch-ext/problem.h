@@ -95,12 +95,12 @@ struct Problem {
   Rotary rotary;  // rotary.cos == nullptr: none
 
   float scale;
-  float softcap;                     // 0 is off
+  float softcap;                      // 0 is off
   int64_t window_left, window_right;  // -1 is unlimited; causal arrives as window_right == 0
-  int64_t attention_chunk;           // 0 is off
-  const float* alibi_slopes;         // [batch, q_heads]
-  int64_t alibi_stride_batch;        // 0 when one row serves every request
-  const void* sinks;                 // [q_heads]
+  int64_t attention_chunk;            // 0 is off
+  const float* alibi_slopes;          // [batch, q_heads]
+  int64_t alibi_stride_batch;         // 0 when one row serves every request
+  const void* sinks;                  // [q_heads]
   DType sinks_dtype;
   const float* q_descale;  // [batch, kv_heads]
   int64_t q_descale_stride_batch, q_descale_stride_head;

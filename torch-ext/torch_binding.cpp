@@ -17,8 +17,10 @@
   "Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=True, Tensor? rotary_seqlens=None) -> ()"
 
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
-  ops.def("flash_attn_with_kvcache" PAGED_ATTN_ARGUMENTS("Tensor k_cache, Tensor v_cache", "Tensor? k=None, Tensor? v=None"));
-  ops.def("flash_attn_with_kvcache_append" PAGED_ATTN_ARGUMENTS("Tensor(a!) k_cache, Tensor(b!) v_cache", "Tensor? k, Tensor? v"));
+  ops.def("flash_attn_with_kvcache" PAGED_ATTN_ARGUMENTS("Tensor k_cache, Tensor v_cache",
+                                                         "Tensor? k=None, Tensor? v=None"));
+  ops.def("flash_attn_with_kvcache_append" PAGED_ATTN_ARGUMENTS("Tensor(a!) k_cache, Tensor(b!) v_cache",
+                                                                "Tensor? k, Tensor? v"));
   ops.def(
       "kv_paged_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? block_table, "
       "Tensor? cache_seqlens, Tensor? cu_seqlens_k_new=None, Tensor? slot_mapping=None, Tensor? k_descale=None, "

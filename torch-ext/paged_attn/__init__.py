@@ -135,8 +135,8 @@ def flash_attn_with_kvcache(
     return _run(
         q, k_cache, v_cache, out, return_softmax_lse, cache_seqlens, block_table, softmax_scale, causal, window_size,
         softcap, num_splits, deterministic, k, v, cu_seqlens_q, None, cu_seqlens_k_new, max_seqlen_q, cache_batch_idx,
-        cache_leftpad, alibi_slopes, s_aux, attention_chunk, qv, q_descale, k_descale, v_descale, rotary_cos, rotary_sin,
-        rotary_interleaved, rotary_seqlens,
+        cache_leftpad, alibi_slopes, s_aux, attention_chunk, qv, q_descale, k_descale, v_descale, rotary_cos,
+        rotary_sin, rotary_interleaved, rotary_seqlens,
     )  # fmt: skip
 
 
@@ -219,8 +219,8 @@ def flash_attn_varlen_func(
     """Attention of requests of different lengths, packed one after the other.
 
     Args:
-        q: (total_q, q_heads, head_dim); request b has the tokens [cu_seqlens_q[b], cu_seqlens_q[b + 1]). Tokens past the
-            last entry belong to no request: their output is 0.
+        q: (total_q, q_heads, head_dim); request b has the tokens [cu_seqlens_q[b], cu_seqlens_q[b + 1]). Tokens past
+            the last entry belong to no request: their output is 0.
         k, v: (total_k, kv_heads, head_dim / head_dim_v), packed by `cu_seqlens_k`; with `block_table` pages
             (num_pages, page_size, kv_heads, ...), and `cu_seqlens_k` tells only the lengths.
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,). `cu_seqlens_k` may be None with `block_table` and `seqused_k`.
@@ -247,8 +247,8 @@ def flash_attn_varlen_func(
             seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         cu_seqlens_k = None
     return _run(
-        q, k, v, out, return_softmax_lse or return_attn_probs, seqused_k, block_table, softmax_scale, causal, window_size,
-        softcap, num_splits, deterministic, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        q, k, v, out, return_softmax_lse or return_attn_probs, seqused_k, block_table, softmax_scale, causal,
+        window_size, softcap, num_splits, deterministic, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, alibi_slopes=alibi_slopes, sinks=_one_of("s_aux", s_aux, "sinks", sinks),
         attention_chunk=attention_chunk, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
@@ -275,8 +275,8 @@ def kv_paged_write(
     Args:
         k, v: (batch, seqlen_new, kv_heads, head_dim / head_dim_v), or (total_new, ...) with `cu_seqlens_k_new` or
             `slot_mapping`. float32, bfloat16 or float16.
-        k_cache, v_cache: (num_pages, page_size, kv_heads, ...), in k's dtype, float8_e4m3fn or float8_e5m2. 8-bit caches
-            store value / descale, saturated.
+        k_cache, v_cache: (num_pages, page_size, kv_heads, ...), in k's dtype, float8_e4m3fn or float8_e5m2. 8-bit
+            caches store value / descale, saturated.
         block_table: int32 (batch, max_pages). None with `slot_mapping`.
         cache_seqlens: int32 (batch,) or an int: the length before the write. None with `slot_mapping`.
         cu_seqlens_k_new: int32 (batch + 1,).
@@ -284,15 +284,16 @@ def kv_paged_write(
         k_descale, v_descale: float32 (batch, kv_heads), either may be 1.
 
     Raises:
-        ValueError, RuntimeError: an argument does not fit, or a slot lies outside the cache. Nothing has been written then.
+        ValueError, RuntimeError: an argument does not fit, or a slot lies outside the cache. Nothing has been written
+            then.
     """
     _refuse_grad("k v k_cache v_cache", k, v, k_cache, v_cache)
     if isinstance(cache_seqlens, int):
         batch = k.shape[0] if cu_seqlens_k_new is None else cu_seqlens_k_new.shape[0] - 1
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=k.device)
     _write(
-        k, v, k_cache, v_cache, block_table, cache_seqlens, cu_seqlens_k_new=cu_seqlens_k_new, slot_mapping=slot_mapping,
-        k_descale=k_descale, v_descale=v_descale,
+        k, v, k_cache, v_cache, block_table, cache_seqlens, cu_seqlens_k_new=cu_seqlens_k_new,
+        slot_mapping=slot_mapping, k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
 
 
@@ -307,8 +308,8 @@ def merge_attn_states(
             A sink belongs to one of the two only.
 
     Returns:
-        (out, lse) of the union, in out_a's dtype and float32. With w = exp(lse): out = (w_a out_a + w_b out_b) / (w_a + w_b)
-        and lse = log(w_a + w_b), computed relative to the larger lse.
+        (out, lse) of the union, in out_a's dtype and float32. With w = exp(lse): out = (w_a out_a + w_b out_b) /
+        (w_a + w_b) and lse = log(w_a + w_b), computed relative to the larger lse.
     """
     for name, t in (("out_b", out_b), ("lse_b", lse_b)):
         expected = out_a.shape if name == "out_b" else lse_a.shape
