@@ -178,7 +178,8 @@ __global__ void __launch_bounds__(kAppendThreads, 3)
   }
 }
 
-// Element `dim` of a row after the rotation to `position`. Past the end of the tables nothing is read and nothing turns.
+// Element `dim` of a row after the rotation to `position`. Past the end of the tables nothing is read and nothing
+// turns.
 PD_DEVICE float rotated(const Problem& p, const void* base, DType dtype, int64_t offset, int dim, int64_t position) {
   const Rotary& rotary = p.rotary;
   float x = load_float(base, dtype, offset + dim);
@@ -240,7 +241,8 @@ __global__ void __launch_bounds__(kAppendThreads)
   for (int i = threadIdx.x; i < p.kv_heads * head_dim; i += blockDim.x) {
     int head = i / head_dim, dim = i - head * head_dim;
     float x = rotated(p, append.k, append.dtype, k_source + head * append.k_stride_head, dim, position);
-    if (fp8) x /= cache_scale(cache.k_descale, cache.k_descale_stride_batch, cache.k_descale_stride_head, token.b, head);
+    if (fp8)
+      x /= cache_scale(cache.k_descale, cache.k_descale_stride_batch, cache.k_descale_stride_head, token.b, head);
     store_float(cache.k, cache.dtype, k_target + head * cache.k_stride_head + dim, x);
   }
   const int64_t v_source = source_offset(append, token, blockIdx.x, append.v_stride_batch, append.v_stride_token);
@@ -248,7 +250,8 @@ __global__ void __launch_bounds__(kAppendThreads)
   for (int i = threadIdx.x; i < p.kv_heads * head_dim_v; i += blockDim.x) {
     int head = i / head_dim_v, dim = i - head * head_dim_v;
     float x = load_float(append.v, append.dtype, v_source + head * append.v_stride_head + dim);
-    if (fp8) x /= cache_scale(cache.v_descale, cache.v_descale_stride_batch, cache.v_descale_stride_head, token.b, head);
+    if (fp8)
+      x /= cache_scale(cache.v_descale, cache.v_descale_stride_batch, cache.v_descale_stride_head, token.b, head);
     store_float(cache.v, cache.dtype, v_target + head * cache.v_stride_head + dim, x);
   }
 }

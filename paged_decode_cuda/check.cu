@@ -21,7 +21,8 @@ class HostCopies {
   void fetch(const T*& array, int64_t count) {
     if (!array) return;
     copies_.emplace_back(new char[(count > 0 ? count : 1) * sizeof(T)]);
-    cudaError_t error = cudaMemcpyAsync(copies_.back().get(), array, pd_max(count, 0) * sizeof(T), cudaMemcpyDeviceToHost, stream_);
+    cudaError_t error =
+        cudaMemcpyAsync(copies_.back().get(), array, pd_max(count, 0) * sizeof(T), cudaMemcpyDeviceToHost, stream_);
     if (error == cudaSuccess) error = cudaStreamSynchronize(stream_);
     if (error != cudaSuccess) throw std::runtime_error(std::string("PAGED_ATTN_CHECK: ") + cudaGetErrorString(error));
     array = reinterpret_cast<const T*>(copies_.back().get());
@@ -48,7 +49,8 @@ void check_new_tokens(const Problem& p) {
   }
   for (int64_t b = 0; b < p.batch; ++b) {
     const Request r = request_of(p, b);
-    for (int64_t key = r.old_len; key < r.kv_len; ++key) check_page(c, b, key / c.page_size, slot_of_key(c, b, key).page);
+    for (int64_t key = r.old_len; key < r.kv_len; ++key)
+      check_page(c, b, key / c.page_size, slot_of_key(c, b, key).page);
   }
 }
 
@@ -70,7 +72,8 @@ void check_values_on_device(const Problem& problem, cudaStream_t stream) {
   host.fetch(p.cu_seqlens_q, p.batch + 1);
   host.fetch(p.cache_seqlens, p.batch);
   host.fetch(p.cache_leftpad, p.batch);
-  host.fetch(p.cache.block_table, p.cache.table_rows > 0 ? (p.cache.table_rows - 1) * p.cache.block_table_stride + p.cache.max_pages : 0);
+  host.fetch(p.cache.block_table,
+             p.cache.table_rows > 0 ? (p.cache.table_rows - 1) * p.cache.block_table_stride + p.cache.max_pages : 0);
   host.fetch(p.cache.cu_seqlens_k, p.batch + 1);
   host.fetch(p.cache.cache_batch_idx, p.batch);
   host.fetch(p.append.cu_seqlens_k_new, p.batch + 1);

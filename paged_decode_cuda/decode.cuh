@@ -3,13 +3,15 @@
 //
 // A warp takes a tile of keys of one (request, kv_head). Keys are the M side of both products, rows the N side:
 // S^T = K Q^T and O^T = V^T P^T, so 8 rows (a group of heads, several tokens) fill a matrix tile and one row wastes
-// nothing of the memory's time. The order of the terms of a product is free, so a lane's 16-byte pieces hold whole terms
-// and no value changes lanes on its way to the matrix unit. Each warp has a queue of its own in shared memory, several
-// tiles deep, which it fills by asynchronous copies of whole 128-byte lines (half lines cost a quarter of the bandwidth)
-// and reads without a barrier of the block. The copies run ahead across the end of a segment into the next one.
+// nothing of the memory's time. The order of the terms of a product is free, so a lane's 16-byte pieces hold whole
+// terms and no value changes lanes on its way to the matrix unit. Each warp has a queue of its own in shared memory,
+// several tiles deep, which it fills by asynchronous copies of whole 128-byte lines (half lines cost a quarter of the
+// bandwidth) and reads without a barrier of the block. The copies run ahead across the end of a segment into the next
+// one.
 //
 // Grid: plan.blocks thread blocks; the warps of a block take the tiles of a segment in turns.
-// Shared memory: the queues, warp by warp, whose free stages also carry the accumulators when the warps merge; then (m, l).
+// Shared memory: the queues, warp by warp, whose free stages also carry the accumulators when the warps merge; then (m,
+// l).
 #pragma once
 
 #include "merge.cuh"
@@ -31,7 +33,8 @@ struct DecodeShape {
   static constexpr int kSubTiles = kTileKeys / 16;
   static constexpr int kStageBytesK = kTileKeys * kPieces * 16;
   static constexpr int kStageBytes = 2 * kStageBytesK;
-  // What fits beside each other on a multiprocessor: the registers of 16 rows or wide heads allow two blocks, else three.
+  // What fits beside each other on a multiprocessor: the registers of 16 rows or wide heads allow two blocks, else
+  // three.
   static constexpr int kWarps = kStageBytes > 8192 ? 3 : 4;
   static constexpr int kBlocks = kHeadDim > 128 || kRowTiles > 1 ? 2 : 3;
   // The same warps as one block have fewer partials to merge, but all of them meet at the end of a segment.
@@ -60,9 +63,9 @@ struct TileLoader {
 
   Walker walker;
   Segment segment;
-  int tile;          // next to copy
-  bool live;         // there is one
-  int page, slot;    // of key `lane` of that tile; page -1: nothing to read there
+  int tile;        // next to copy
+  bool live;       // there is one
+  int page, slot;  // of key `lane` of that tile; page -1: nothing to read there
   const int32_t* pages;
   int base_page, base_slot;  // of a request without a table
   const char *k_head, *v_head;
@@ -74,7 +77,8 @@ struct TileLoader {
     live = true;
   }
 
-  // Moves to the next segment until this warp has a tile in it, and looks up its pages, one tile before they are needed.
+  // Moves to the next segment until this warp has a tile in it, and looks up its pages, one tile before they are
+  // needed.
   PD_MEMBER void find_tile(const Problem& p, const Plan& plan) {
     const Cache& cache = p.cache;
     if (tile >= segment.tile_end) {
@@ -498,8 +502,9 @@ struct Rows {
 #pragma unroll
         for (int j = 0; j < Shape::kVecV / 2; j += 2) {
           const int quad = ((c * 8 + g) * Shape::kVecV + 2 * j) / 4;
-          *quad_of(stage, lane_row(i), quad) = make_float4(acc[c][j][i / 2][i % 2], acc[c][j][i / 2][i % 2 + 2],
-                                                           acc[c][j + 1][i / 2][i % 2], acc[c][j + 1][i / 2][i % 2 + 2]);
+          *quad_of(stage, lane_row(i), quad) =
+              make_float4(acc[c][j][i / 2][i % 2], acc[c][j][i / 2][i % 2 + 2], acc[c][j + 1][i / 2][i % 2],
+                          acc[c][j + 1][i / 2][i % 2 + 2]);
         }
     }
   }
@@ -560,7 +565,7 @@ PD_DEVICE void write_rows(const Problem& p, const Plan& plan, const Item& item, 
 }
 
 template <typename Kv, int kHeadDim, int kRowTiles>
-__global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWarps * kWarp, 1)
+__global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWarps* kWarp, 1)
     decode_kernel(const __grid_constant__ Problem p, const __grid_constant__ Plan plan) {
   using Shape = DecodeShape<Kv, kHeadDim, kRowTiles>;
   extern __shared__ __align__(128) char queues[];
@@ -591,7 +596,8 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWar
   loader.start(walker);
   loader.find_tile(p, plan);
 #pragma unroll 1
-  for (int stage = 0; stage < Shape::kStages - 1; ++stage) loader.copy(p, plan, queue_address + stage * Shape::kStageBytes);
+  for (int stage = 0; stage < Shape::kStages - 1; ++stage)
+    loader.copy(p, plan, queue_address + stage * Shape::kStageBytes);
   int read_stage = 0, free_stage = Shape::kStages - 1;
   clear_arrivals(plan);
 

@@ -18,7 +18,8 @@
 
 namespace paged_attn {
 
-// What score.h expects for float. 1 - 2 / (e^2x + 1) keeps an absolute error near 1e-7 and saturates cleanly at both ends.
+// What score.h expects for float. 1 - 2 / (e^2x + 1) keeps an absolute error near 1e-7 and saturates cleanly at both
+// ends.
 PD_DEVICE float pd_tanh(float x) { return 1.f - 2.f / (exp2f(2.f * PD_LOG2E * x) + 1.f); }
 
 }  // namespace paged_attn
@@ -38,7 +39,8 @@ PD_DEVICE float fast_exp2(float x) {
 // pd_rescale with the fast exponential.
 PD_DEVICE float fast_rescale(float from, float to) { return from == to ? 1.f : fast_exp2(from - to); }
 
-// Programmatic dependent launch: a kernel may be resident before its predecessor ends, and touches no memory until then.
+// Programmatic dependent launch: a kernel may be resident before its predecessor ends, and touches no memory until
+// then.
 PD_DEVICE void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -155,36 +157,24 @@ PD_DEVICE uint32_t fp8_pair_to_fp16(uint32_t word) {
 // One value of any dtype. The dtype is the same for the whole grid, so the branch does not diverge.
 PD_DEVICE float load_float(const void* base, DType dtype, int64_t index) {
   switch (dtype) {
-    case DType::kFloat32:
-      return static_cast<const float*>(base)[index];
-    case DType::kFloat16:
-      return __half2float(static_cast<const __half*>(base)[index]);
-    case DType::kBFloat16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(base)[index]);
-    case DType::kFloat8E4M3:
-      return static_cast<float>(static_cast<const __nv_fp8_e4m3*>(base)[index]);
-    default:
-      return static_cast<float>(static_cast<const __nv_fp8_e5m2*>(base)[index]);
+    case DType::kFloat32: return static_cast<const float*>(base)[index];
+    case DType::kFloat16: return __half2float(static_cast<const __half*>(base)[index]);
+    case DType::kBFloat16: return __bfloat162float(static_cast<const __nv_bfloat16*>(base)[index]);
+    case DType::kFloat8E4M3: return static_cast<float>(static_cast<const __nv_fp8_e4m3*>(base)[index]);
+    default: return static_cast<float>(static_cast<const __nv_fp8_e5m2*>(base)[index]);
   }
 }
 
 // fp8 saturates: a value beyond the largest finite one is stored as that.
 PD_DEVICE void store_float(void* base, DType dtype, int64_t index, float value) {
   switch (dtype) {
-    case DType::kFloat32:
-      static_cast<float*>(base)[index] = value;
-      break;
-    case DType::kFloat16:
-      static_cast<__half*>(base)[index] = __float2half_rn(value);
-      break;
-    case DType::kBFloat16:
-      static_cast<__nv_bfloat16*>(base)[index] = __float2bfloat16_rn(value);
-      break;
+    case DType::kFloat32: static_cast<float*>(base)[index] = value; break;
+    case DType::kFloat16: static_cast<__half*>(base)[index] = __float2half_rn(value); break;
+    case DType::kBFloat16: static_cast<__nv_bfloat16*>(base)[index] = __float2bfloat16_rn(value); break;
     case DType::kFloat8E4M3:
       static_cast<__nv_fp8_storage_t*>(base)[index] = __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3);
       break;
-    default:
-      static_cast<__nv_fp8_storage_t*>(base)[index] = __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E5M2);
+    default: static_cast<__nv_fp8_storage_t*>(base)[index] = __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E5M2);
   }
 }
 

@@ -1,9 +1,9 @@
-// Merges the partials of rows whose keys were shared by several thread blocks, adds the sink, writes output and lse. Runs
-// in the block that is the last to leave its part.
+// Merges the partials of rows whose keys were shared by several thread blocks, adds the sink, writes output and lse.
+// Runs in the block that is the last to leave its part.
 //
-// The counters of arrivals lie in a workspace that nobody clears before the launch: an extra launch would cost more than
-// the merge. Block 0 clears them and then publishes %gridid, the number of this launch, which also differs between the
-// replays of a graph; nobody counts before it is there. Block 0 waits for nobody, so this always ends.
+// The counters of arrivals lie in a workspace that nobody clears before the launch: an extra launch would cost more
+// than the merge. Block 0 clears them and then publishes %gridid, the number of this launch, which also differs between
+// the replays of a graph; nobody counts before it is there. Block 0 waits for nobody, so this always ends.
 #pragma once
 
 #include "work.cuh"

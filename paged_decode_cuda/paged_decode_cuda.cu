@@ -85,8 +85,9 @@ const Kernel& kernel_properties(const void* function, int device, int threads, i
                "cudaFuncSetAttribute");
   }
   Kernel kernel;
-  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&kernel.blocks_per_processor, function, threads, shared_bytes),
-             "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+  check_cuda(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&kernel.blocks_per_processor, function, threads, shared_bytes),
+      "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
   // Code for older devices, which a newer one may compile for itself, lacks the instruction.
   kernel.waits = attributes.ptxVersion >= 90;
   return known[key] = kernel;
@@ -145,7 +146,8 @@ bool fits_decode_kernel(const Problem& p) {
   const int64_t piece = 16 / bytes;
   if (p.head_dim % piece != 0 || p.head_dim_v % piece != 0) return false;
   if (!aligned(c.k) || !aligned(c.v) || !aligned(p.q) || !aligned(p.out)) return false;
-  for (int64_t stride : {c.k_stride_page, c.k_stride_slot, c.k_stride_head, c.v_stride_page, c.v_stride_slot, c.v_stride_head}) {
+  for (int64_t stride :
+       {c.k_stride_page, c.k_stride_slot, c.k_stride_head, c.v_stride_page, c.v_stride_slot, c.v_stride_head}) {
     if (!aligned(stride, bytes) || stride < 0) return false;
   }
   for (int64_t stride : {p.q_stride_batch, p.q_stride_token, p.q_stride_head}) {
@@ -155,7 +157,8 @@ bool fits_decode_kernel(const Problem& p) {
     if (!aligned(stride, 2)) return false;
   }
   const int64_t pages = pd_max(c.num_pages, 1) - 1, slots = pd_max(c.page_size, 1) - 1;
-  const int64_t last = pd_max(pages * c.k_stride_page + slots * c.k_stride_slot, pages * c.v_stride_page + slots * c.v_stride_slot);
+  const int64_t last =
+      pd_max(pages * c.k_stride_page + slots * c.k_stride_slot, pages * c.v_stride_page + slots * c.v_stride_slot);
   return last * bytes / 16 < int64_t{UINT32_MAX};
 }
 
@@ -163,16 +166,11 @@ DecodeKernel decode_kernel_for(const Problem& p) {
   const int head_dim = static_cast<int>(pd_max(p.head_dim, p.head_dim_v));
   const int row_tiles = p.max_q_len * p.group <= 8 ? 1 : 2;
   switch (p.cache.dtype) {
-    case DType::kFloat16:
-      return decode_kernel_fp16(head_dim, row_tiles);
-    case DType::kBFloat16:
-      return decode_kernel_bf16(head_dim, row_tiles);
-    case DType::kFloat8E4M3:
-      return decode_kernel_e4m3(head_dim, row_tiles);
-    case DType::kFloat8E5M2:
-      return decode_kernel_e5m2(head_dim, row_tiles);
-    default:
-      return {};
+    case DType::kFloat16: return decode_kernel_fp16(head_dim, row_tiles);
+    case DType::kBFloat16: return decode_kernel_bf16(head_dim, row_tiles);
+    case DType::kFloat8E4M3: return decode_kernel_e4m3(head_dim, row_tiles);
+    case DType::kFloat8E5M2: return decode_kernel_e5m2(head_dim, row_tiles);
+    default: return {};
   }
 }
 
@@ -220,8 +218,8 @@ void attend(const Problem& p, const Context& context) {
     plan.v_slot_pieces = static_cast<uint32_t>(c.v_stride_slot / pieces);
     const int64_t most_units = items * p.kv_heads * ((capacity(p) >> plan.tile_shift) + 2);
     plan.balanced = p.num_splits == 0 && !p.deterministic && items <= kMaxBalancedItems && most_units <= INT32_MAX;
-    // Few (item, kv_head) with many keys are cut into many parts, and big blocks make fewer. Only where results may depend
-    // on the batch, as the number of warps decides the order of sums.
+    // Few (item, kv_head) with many keys are cut into many parts, and big blocks make fewer. Only where results may
+    // depend on the batch, as the number of warps decides the order of sums.
     const bool big = plan.balanced && items * p.kv_heads <= kFewHeads && capacity(p) >= kManyKeys &&
                      decode.most_warps * decode.shared_bytes_per_warp + 2048 <= context.device.shared_per_block;
     const int warps = big ? decode.most_warps : decode.warps;
@@ -267,10 +265,12 @@ bool fits_copy_kernel(const Problem& p) {
   if (p.rotary.cos || (a.dtype != c.dtype && from != 2)) return false;
   if (p.head_dim * from % 16 != 0 || p.head_dim_v * from % 16 != 0) return false;
   if (!aligned(a.k) || !aligned(a.v) || !aligned(c.k) || !aligned(c.v)) return false;
-  for (int64_t stride : {a.k_stride_batch, a.k_stride_token, a.k_stride_head, a.v_stride_batch, a.v_stride_token, a.v_stride_head}) {
+  for (int64_t stride :
+       {a.k_stride_batch, a.k_stride_token, a.k_stride_head, a.v_stride_batch, a.v_stride_token, a.v_stride_head}) {
     if (!aligned(stride, from)) return false;
   }
-  for (int64_t stride : {c.k_stride_page, c.k_stride_slot, c.k_stride_head, c.v_stride_page, c.v_stride_slot, c.v_stride_head}) {
+  for (int64_t stride :
+       {c.k_stride_page, c.k_stride_slot, c.k_stride_head, c.v_stride_page, c.v_stride_slot, c.v_stride_head}) {
     if (stride * to % (to == 1 ? 8 : 16) != 0) return false;
   }
   return true;
@@ -296,8 +296,8 @@ void append_tokens(const Problem& p, void* rotated_q, const Context& context) {
   // Several tokens per thread keep more of the memory busy, once there are tokens for every multiprocessor.
   const bool many = tokens > 8 * int64_t{context.device.processors};
   const bool fp8 = p.append.dtype != p.cache.dtype;
-  const void* kernel = fp8 ? many ? reinterpret_cast<const void*>(&copy_kernel<4, true>)
-                                  : reinterpret_cast<const void*>(&copy_kernel<1, true>)
+  const void* kernel = fp8    ? many ? reinterpret_cast<const void*>(&copy_kernel<4, true>)
+                                     : reinterpret_cast<const void*>(&copy_kernel<1, true>)
                        : many ? reinterpret_cast<const void*>(&copy_kernel<4, false>)
                               : reinterpret_cast<const void*>(&copy_kernel<1, false>);
   launch(kernel, pd_ceil_div(tokens, many ? 4 : 1), kAppendThreads, 0, context, p, plan);
@@ -307,8 +307,8 @@ void append_tokens(const Problem& p, void* rotated_q, const Context& context) {
 
 std::string unsupported_reason(const Problem& p) {
   if (p.batch > INT32_MAX || p.total_q * p.group > INT32_MAX || capacity(p) >= kMaxKeys) {
-    return "cuda: expected sizes below 2^31 (batch, total_q * group) and of 2^30 (keys of one request), got " + std::to_string(p.batch) + ", " +
-           std::to_string(p.total_q * p.group) + ", " + std::to_string(capacity(p));
+    return "cuda: expected sizes below 2^31 (batch, total_q * group) and of 2^30 (keys of one request), got " +
+           std::to_string(p.batch) + ", " + std::to_string(p.total_q * p.group) + ", " + std::to_string(capacity(p));
   }
   return "";
 }

@@ -19,16 +19,11 @@ const void* kernel_for(const Problem& p) {
 
 const void* simt_kernel_for(const Problem& p) {
   switch (p.cache.dtype) {
-    case DType::kFloat32:
-      return kernel_for<float>(p);
-    case DType::kFloat16:
-      return kernel_for<__half>(p);
-    case DType::kBFloat16:
-      return kernel_for<__nv_bfloat16>(p);
-    case DType::kFloat8E4M3:
-      return kernel_for<__nv_fp8_e4m3>(p);
-    case DType::kFloat8E5M2:
-      return kernel_for<__nv_fp8_e5m2>(p);
+    case DType::kFloat32: return kernel_for<float>(p);
+    case DType::kFloat16: return kernel_for<__half>(p);
+    case DType::kBFloat16: return kernel_for<__nv_bfloat16>(p);
+    case DType::kFloat8E4M3: return kernel_for<__nv_fp8_e4m3>(p);
+    case DType::kFloat8E5M2: return kernel_for<__nv_fp8_e5m2>(p);
   }
   return nullptr;
 }

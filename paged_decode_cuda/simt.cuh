@@ -1,6 +1,6 @@
 // Attention for everything the matrix-unit kernel does not take: float32, head dims that are no multiple of 8 or above
-// 256, MLA (qv), caches whose rows are not aligned to 16 bytes. A warp handles one row, its lanes the dimensions; float32
-// arithmetic throughout.
+// 256, MLA (qv), caches whose rows are not aligned to 16 bytes. A warp handles one row, its lanes the dimensions;
+// float32 arithmetic throughout.
 //
 // Grid: one block per (item, kv_head, split); the warps of a block are the rows of an item and share its keys in L1.
 #pragma once
@@ -26,7 +26,7 @@ PD_DEVICE float warp_sum(float x) {
 
 // kDims and kDimsV: dimensions per lane. kQv: the score has a second part, qv.v.
 template <typename T, int kDims, int kDimsV, bool kQv>
-__global__ void __launch_bounds__(kSimtWarps * kWarp, 1)
+__global__ void __launch_bounds__(kSimtWarps* kWarp, 1)
     simt_kernel(const __grid_constant__ Problem p, const __grid_constant__ Plan plan) {
   constexpr int kBatch = 4;  // keys in flight
   __shared__ int last_flag;

@@ -1,6 +1,7 @@
 // How the keys of all requests are dealt to thread blocks.
 //
-//   item      the rows of one request that are handled together: rows_per_tile consecutive (token, head in group) pairs,
+//   item      the rows of one request that are handled together: rows_per_tile consecutive (token, head in group)
+//   pairs,
 //             the same for every kv_head
 //   unit      one tile of tile_keys keys of one (item, kv_head)
 //   segment   a run of units of one (item, kv_head) inside one thread block
@@ -10,8 +11,8 @@
 // graph balances the lengths that it finds. Fixed: one block per (item, kv_head, split), where the cuts of a request
 // depend on its own length alone.
 //
-// When a segment is only a part of its (item, kv_head), its block leaves a partial; the last of them to arrive merges all,
-// in the order of the keys, so that the sum does not depend on who is last.
+// When a segment is only a part of its (item, kv_head), its block leaves a partial; the last of them to arrive merges
+// all, in the order of the keys, so that the sum does not depend on who is last.
 #pragma once
 
 #include "device.cuh"
@@ -20,11 +21,11 @@ namespace paged_attn {
 
 struct Plan {
   FastDivisor page_size, group, row_tiles, max_splits, kv_heads;
-  FastDivisor blocks;        // of the grid
+  FastDivisor blocks;  // of the grid
   int32_t rows_per_tile, items;
-  int32_t tile_shift;        // log2 of the keys of a unit
-  int32_t min_units;         // balanced: a shorter stretch is not worth a block
-  int32_t num_splits;        // fixed: parts asked for; 0: one for every split_tiles, at most max_splits
+  int32_t tile_shift;  // log2 of the keys of a unit
+  int32_t min_units;   // balanced: a shorter stretch is not worth a block
+  int32_t num_splits;  // fixed: parts asked for; 0: one for every split_tiles, at most max_splits
   int32_t split_tiles;
   uint32_t k_page_pieces, k_slot_pieces;  // strides of the cache in pieces of 16 bytes
   uint32_t v_page_pieces, v_slot_pieces;
@@ -108,9 +109,9 @@ struct Segment {
 
 // Steps through the segments of one thread block. Every warp holds copies, so stepping needs no barrier.
 struct Walker {
-  int index;                      // of the item
-  int item_start, item_end;       // the item's stretch of the line
-  int position, end;              // this block's stretch
+  int index;                 // of the item
+  int item_start, item_end;  // the item's stretch of the line
+  int position, end;         // this block's stretch
   Item item;
 
   PD_MEMBER void enter(const Problem& p, const Plan& plan) {
@@ -138,8 +139,8 @@ struct Walker {
   }
 };
 
-// Sum over the threads of a block of the values before this thread's; `total` is the sum of all. `scratch` has one entry
-// per warp.
+// Sum over the threads of a block of the values before this thread's; `total` is the sum of all. `scratch` has one
+// entry per warp.
 PD_DEVICE int exclusive_sum(int value, int* scratch, int& total) {
   int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   int sum = value;
@@ -269,7 +270,8 @@ PD_DEVICE void clear_unclaimed(const Problem& p) {
   for (int64_t token = p.cu_seqlens_q[p.batch] + blockIdx.x; token < p.total_q; token += gridDim.x) {
     for (int h = 0; h < p.q_heads; ++h) {
       int64_t out = token * p.out_stride_token + h * p.out_stride_head;
-      for (int dim = threadIdx.x; dim < p.head_dim_v; dim += blockDim.x) store_float(p.out, output_dtype(p), out + dim, 0.f);
+      for (int dim = threadIdx.x; dim < p.head_dim_v; dim += blockDim.x)
+        store_float(p.out, output_dtype(p), out + dim, 0.f);
       if (p.lse && threadIdx.x == 0) p.lse[h * p.lse_stride_head + token] = -INFINITY;
     }
   }
@@ -298,8 +300,8 @@ PD_DEVICE float finish_row(const Problem& p, const RowTarget& target, int b, int
   if (p.sinks) pd_add_sink(load_float(p.sinks, p.sinks_dtype, target.q_head), &m, &l, &factor);
   if (write_lse && p.lse) p.lse[target.lse] = pd_lse(m, l);
   const Cache& cache = p.cache;
-  float v_descale = cache.v_descale ? cache.v_descale[b * cache.v_descale_stride_batch + head * cache.v_descale_stride_head]
-                                    : 1.f;
+  float v_descale =
+      cache.v_descale ? cache.v_descale[b * cache.v_descale_stride_batch + head * cache.v_descale_stride_head] : 1.f;
   return factor * pd_normalizer(l) * v_descale;
 }
 

@@ -115,9 +115,7 @@ def read_sections(config: dict, backend: str, arch: str) -> list[Section]:
     for name, table in {"torch": config["torch"], **kernels}.items():
         includes = [f"-I{ROOT / path}" for path in table.get("include", [])]
         cuda_flags = [*map(gencode, table.get("cuda-capabilities", [])), *table.get("cuda-flags", []), *includes]
-        sections.append(
-            Section(name, table["src"], flags_for(table.get("cxx-flags", []), arch) + includes, cuda_flags)
-        )
+        sections.append(Section(name, table["src"], flags_for(table.get("cxx-flags", []), arch) + includes, cuda_flags))
     missing = [source for section in sections for source in section.sources if not (ROOT / source).exists()]
     if missing:
         sys.exit(f"build.toml names files that do not exist: {', '.join(missing)}")
