@@ -133,11 +133,11 @@ def test_opcheck(paged_attn, device, name):
         torch.library.opcheck(func, args, kwargs, test_utils=tests)
 
 
-def test_results_have_the_right_form_on_fake_tensors(paged_attn):
+def test_results_have_the_right_form_on_fake_tensors(paged_attn, device):
     """Shapes, dtypes and strides without data, as a compiler sees them."""
     for case in CASES.values():
         call = cases.build(case)
-        expected = run(paged_attn, cases.build(case))
+        expected = run(paged_attn, cases.build(case).to(device))
         meta = call.to("meta")
         for x, y in zip(run(paged_attn, meta), expected):
             assert (x.shape, x.dtype, x.stride(), x.device.type) == (y.shape, y.dtype, y.stride(), "meta")

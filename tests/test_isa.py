@@ -25,20 +25,23 @@ def available(isa):
     if isa == "portable":
         return True
     cpuinfo = Path("/proc/cpuinfo")
-    flags = (
-        next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "")
-        if cpuinfo.exists()
-        else ""
-    )
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    flags = next((line for line in lines if line.startswith("flags")), "")
     return NEEDS[isa] <= set(flags.split())
 
 
-BEST = [isa for isa in NEEDS if available(isa)][-1]
+*OTHERS, BEST = (isa for isa in NEEDS if available(isa))
+CASES = "test_named or test_feature_alone or test_pair or test_random or test_rotary or test_fp8_rounds"
+FILES = ("test_decode.py", "test_features.py", "test_append.py")
 
 
-def python(isa, *arguments):
-    environment = os.environ | {"PAGED_ATTN_CPU_ISA": isa, "PYTHONPATH": str(TESTS)}
-    return subprocess.run([sys.executable, *arguments], env=environment, cwd=TESTS, capture_output=True, text=True)
+def environment(isa):
+    return os.environ | {"PAGED_ATTN_CPU_ISA": isa, "PYTHONPATH": str(TESTS)}
+
+
+def python(isa, code):
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment(isa), cwd=TESTS, capture_output=True, text=True)
 
 
 ASK = """
@@ -53,30 +56,45 @@ def test_forced_path(isa):
     """The path asked for is the path taken."""
     if not available(isa):
         pytest.skip(f"this processor has no {isa}")
-    asked = python(isa, "-c", ASK)
+    asked = python(isa, ASK)
     assert asked.returncode == 0, asked.stderr
     assert asked.stdout.strip() == isa
 
 
-@pytest.mark.parametrize("isa", [isa for isa in NEEDS if isa != BEST])
-def test_cases(isa):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The tests of the other paths, started together: one worker thread each, since the threads are not the path's."""
+    started = {}
+    for isa in OTHERS:
+        log = tmp_path_factory.mktemp(isa) / "log"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-k", CASES, *FILES]
+        with log.open("w") as output:
+            options = {"stdout": output, "stderr": subprocess.STDOUT, "cwd": TESTS}
+            process = subprocess.Popen(command, env=environment(isa) | {"OMP_NUM_THREADS": "1"}, **options)
+        started[isa] = process, log
+    yield started
+    for process, _ in started.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("isa", OTHERS)
+def test_cases(isa, runs):
     """Every named case, feature, pair and random case on the paths that the other tests do not take."""
-    if not available(isa):
-        pytest.skip(f"this processor has no {isa}")
-    chosen = "test_named or test_feature_alone or test_pair or test_random or test_rotary or test_fp8_rounds"
-    run = python(isa, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-k", chosen, ".")
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr
+    process, log = runs[isa]
+    process.wait()
+    assert process.returncode == 0, log.read_text()[-6000:]
 
 
 def test_best_path_is_the_default():
-    asked = python("", "-c", ASK)
+    asked = python("", ASK)
     assert asked.stdout.strip() == BEST, asked.stderr
 
 
 @pytest.mark.parametrize("isa", ["avx1024", "AVX2", *(isa for isa in NEEDS if not available(isa))])
 def test_unknown_or_missing_path(isa):
     """The error names what was asked and what there is."""
-    asked = python(isa, "-c", ASK)
+    asked = python(isa, ASK)
     assert asked.returncode != 0
     message = asked.stderr.strip().splitlines()[-1]
     assert "RuntimeError" in message and "PAGED_ATTN_CPU_ISA" in message and isa in message

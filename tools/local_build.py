@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NINJA = Path(ninja.BIN_DIR) / "ninja"
 
 COMMON_FLAGS = "-std=c++17 -O3 -DNDEBUG -g1 -fPIC -Wall -Wextra -DPy_LIMITED_API=0x03090000"
+CUDA_FLAGS = "-std=c++17 -O3 -DNDEBUG -lineinfo -Xcompiler=-fPIC,-fvisibility=hidden,-Wall -Xptxas=--warn-on-spills"
 SANITIZE_FLAGS = "-O1 -fno-omit-frame-pointer -fno-sanitize-recover=all"
 
 # A section of build.toml cannot be tied to a processor, but its flags reach CMake, which expands this expression.
@@ -85,6 +87,12 @@ rule cxx
   deps = gcc
   description = compile $in
 
+rule nvcc
+  command = nvcc -MD -MF $out.d $flags -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = compile $in
+
 rule link
   command = $cxx -shared $flags $in $libraries -o $out
   description = link $out
@@ -98,6 +106,7 @@ class Section:
     name: str
     sources: list[str]
     flags: list[str]
+    cuda_flags: list[str]
 
 
 def read_sections(config: dict, backend: str, arch: str) -> list[Section]:
@@ -105,11 +114,31 @@ def read_sections(config: dict, backend: str, arch: str) -> list[Section]:
     sections = []
     for name, table in {"torch": config["torch"], **kernels}.items():
         includes = [f"-I{ROOT / path}" for path in table.get("include", [])]
-        sections.append(Section(name, table["src"], flags_for(table.get("cxx-flags", []), arch) + includes))
+        cuda_flags = [*map(gencode, table.get("cuda-capabilities", [])), *table.get("cuda-flags", []), *includes]
+        sections.append(Section(name, table["src"], flags_for(table.get("cxx-flags", []), arch) + includes, cuda_flags))
     missing = [source for section in sections for source in section.sources if not (ROOT / source).exists()]
     if missing:
         sys.exit(f"build.toml names files that do not exist: {', '.join(missing)}")
     return sections
+
+
+def gencode(capability: str) -> str:
+    """nvcc's option for machine code of a capability like 9.0a; 8.0+PTX also serves newer devices."""
+    number, plus, _ = capability.replace(".", "").partition("+")
+    return f"-gencode=arch=compute_{number},code={f'[sm_{number},compute_{number}]' if plus else f'sm_{number}'}"
+
+
+def cuda_version() -> str:
+    """Version of nvcc, which names the variant: (13, 0) is cu130."""
+    output = subprocess.run(["nvcc", "--version"], check=True, capture_output=True, text=True).stdout
+    major, minor = re.search(r"release (\d+)\.(\d+)", output).groups()
+    return f"{major}{minor}"
+
+
+def cuda_libraries() -> str:
+    """CUDA's runtime, inside the extension: the one thing of a toolkit that a user would have to have."""
+    toolkit = Path(shutil.which("nvcc")).resolve().parent.parent
+    return f"-L{toolkit}/lib64 -lcudart_static -ldl -lrt -lpthread"
 
 
 def flags_for(flags: list[str], arch: str) -> list[str]:
@@ -139,7 +168,9 @@ def write_if_changed(path: Path, content: str) -> None:
         path.write_text(content)
 
 
-def ninja_file(cxx: str, sections: list[Section], namespace: str, flags: str, sanitize: str) -> str:
+def ninja_file(
+    cxx: str, sections: list[Section], namespace: str, flags: str, cuda_flags: str, sanitize: str, libraries: str
+) -> str:
     lines = [NINJA_RULES, f"cxx = {cxx}"]
     objects = []
     for section in sections:
@@ -150,11 +181,15 @@ def ninja_file(cxx: str, sections: list[Section], namespace: str, flags: str, sa
                 objects.append(f"objects/{source}.o")
                 lines.append(f"build {objects[-1]}: cxx {ROOT / source}")
                 lines.append(f"  flags = {' '.join([flags, *section.flags, *define])}")
+            elif source.endswith(".cu"):
+                objects.append(f"objects/{source}.o")
+                lines.append(f"build {objects[-1]}: nvcc {ROOT / source}")
+                lines.append(f"  flags = {' '.join([cuda_flags, *section.cuda_flags])}")
     # Python imports the extension after torch, whose libraries are then found by their names. An empty library of that
     # name satisfies the linker, for every processor and every build of torch.
     lines += ["build libtorch.so: link", "  flags = -Wl,-soname,libtorch.so"]
     lines += [f"build extension.so: link {' '.join(objects)} | libtorch.so", f"  flags = {sanitize}"]
-    lines += ["  libraries = -L. -Wl,--no-as-needed -ltorch", ""]
+    lines += [f"  libraries = -L. -Wl,--no-as-needed -ltorch {libraries}", ""]
     return "\n".join(lines)
 
 
@@ -209,17 +244,23 @@ def main() -> None:
     general = config["general"]
     module = general["name"].replace("-", "_")
     major, minor = (int(part) for part in config["torch"]["stable-abi"][args.backend].split("."))
-    variant = f"torch-stable-abi{major}{minor}-{args.backend}-{args.arch}-linux"
+    cuda = args.backend == "cuda"
+    platform_name = f"cu{cuda_version()}" if cuda else args.backend
+    variant = f"torch-stable-abi{major}{minor}-{platform_name}-{args.arch}-linux"
     work = args.out / ".ninja" / variant
 
-    flags = f"{COMMON_FLAGS} -D{args.backend.upper()}_KERNEL -DTORCH_TARGET_VERSION={major << 56 | minor << 48:#018x}"
+    defines = f"-D{args.backend.upper()}_KERNEL -DTORCH_TARGET_VERSION={major << 56 | minor << 48:#018x}"
+    flags = f"{COMMON_FLAGS} {defines}"
     sanitize = f"-fsanitize={args.sanitize} {SANITIZE_FLAGS}" if args.sanitize else ""
     sections = read_sections(config, args.backend, args.arch)
     namespace = f"_{module}_{args.backend}_{source_digest(sections, ' '.join([args.cxx, flags, sanitize]))}"
-    paths = f"-isystem {Path(torch.__file__).parent}/include -I{work} -ffile-prefix-map={ROOT}/="
+    includes = f"-isystem {Path(torch.__file__).parent}/include -I{work}"
+    paths = f"{includes} -ffile-prefix-map={ROOT}/="
+    cuda_flags = f"{CUDA_FLAGS} {defines} {includes}"
 
     write_if_changed(work / "registration.h", REGISTRATION_H)
-    text = ninja_file(args.cxx, sections, namespace, f"{flags} {sanitize} {paths}", sanitize)
+    libraries = cuda_libraries() if cuda else ""
+    text = ninja_file(args.cxx, sections, namespace, f"{flags} {sanitize} {paths}", cuda_flags, sanitize, libraries)
     write_if_changed(work / "build.ninja", text)
     result = subprocess.run([NINJA, "-C", work, "extension.so", *(["--verbose"] if args.verbose else [])])
     if result.returncode:

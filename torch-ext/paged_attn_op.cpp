@@ -2,6 +2,10 @@
 // the arguments are decided; every device shares it.
 #include "paged_attn_op.h"
 
+#ifdef CUDA_KERNEL
+#include <torch/csrc/stable/accelerator.h>
+#endif
+
 #include "backend.h"
 #include "checks.h"
 
@@ -163,6 +167,9 @@ void flash_attn_with_kvcache(
     int64_t attention_chunk, std::optional<Tensor> qv, std::optional<Tensor> q_descale, std::optional<Tensor> k_descale,
     std::optional<Tensor> v_descale, std::optional<Tensor> rotary_cos, std::optional<Tensor> rotary_sin,
     bool rotary_interleaved, std::optional<Tensor> rotary_seqlens) {
+#ifdef CUDA_KERNEL
+  const torch::stable::accelerator::DeviceGuard on_device(q.get_device_index());
+#endif
   Dim batch("batch"), seqlen_q("seqlen_q"), total_q("total_q"), q_heads("q_heads"), kv_heads("kv_heads"),
       head_dim("head_dim"), head_dim_v("head_dim_v");
   Problem p = {};
@@ -316,6 +323,9 @@ void kv_paged_write(const Tensor& k, const Tensor& v, Tensor& k_cache, Tensor& v
                     std::optional<Tensor> block_table, std::optional<Tensor> cache_seqlens,
                     std::optional<Tensor> cu_seqlens_k_new, std::optional<Tensor> slot_mapping,
                     std::optional<Tensor> k_descale, std::optional<Tensor> v_descale) {
+#ifdef CUDA_KERNEL
+  const torch::stable::accelerator::DeviceGuard on_device(k.get_device_index());
+#endif
   Dim batch("batch"), kv_heads("kv_heads"), head_dim("head_dim"), head_dim_v("head_dim_v");
   Problem p = {};
   const std::optional<Tensor> none;

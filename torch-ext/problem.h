@@ -8,6 +8,10 @@
 
 #include <stdint.h>
 
+#ifndef PD_FN
+#define PD_FN static inline
+#endif
+
 namespace paged_attn {
 
 // The widest head_dim and head_dim_v of any supported pair (576 for MLA's joined keys).
@@ -16,7 +20,7 @@ constexpr int64_t kMaxHeadDimV = 512;
 
 enum class DType : int32_t { kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2 };
 
-static constexpr int64_t dtype_bytes(DType dtype) {
+PD_FN constexpr int64_t dtype_bytes(DType dtype) {
   return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? 2 : 1;
 }
 

@@ -1,0 +1,259 @@
+// Writes new keys and values into the cache, and rotates keys and queries on the way.
+//
+// copy_kernel is for rows that need no arithmetic but the conversion to fp8: 16 bytes of the source per thread.
+// append_kernel does everything else, element by element; it puts rotated queries beside the originals, and attention
+// reads those.
+#pragma once
+
+#include "work.cuh"
+
+namespace paged_attn {
+
+constexpr int kAppendThreads = 256;
+
+struct NewToken {
+  int b, t;
+  bool exists;  // false past the last request
+};
+
+struct Place {
+  int64_t page, slot;  // page -1: not written
+};
+
+// Largest b with cu[b] <= index.
+PD_DEVICE int find_request(const int32_t* cu, int batch, int64_t index) {
+  int low = 0, high = batch;
+  while (high - low > 1) {
+    int middle = (low + high) / 2;
+    if (cu[middle] <= index) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// Token `index` of all new ones.
+PD_DEVICE NewToken find_new_token(const Problem& p, const FastDivisor& seqlen_new, int64_t index) {
+  NewToken token;
+  const int32_t* cu = p.append.cu_seqlens_k_new;
+  if (cu) {
+    token.b = find_request(cu, static_cast<int>(p.batch), index);
+    token.t = static_cast<int>(index - cu[token.b]);
+    token.exists = index >= cu[0] && index < cu[token.b + 1];
+  } else {
+    token.b = seqlen_new.divide(static_cast<int>(index));
+    token.t = static_cast<int>(index) - token.b * static_cast<int>(seqlen_new.divisor);
+    token.exists = index < p.append.total_new;
+  }
+  return token;
+}
+
+// Where it goes.
+PD_DEVICE Place find_place(const Problem& p, const FastDivisor& page_size, const NewToken& token, int64_t index) {
+  const Cache& cache = p.cache;
+  const Place nowhere = {-1, 0};
+  if (!token.exists) return nowhere;
+  Place place;
+  if (p.append.slot_mapping) {
+    const int64_t slot = p.append.slot_mapping[index];
+    if (slot < 0) return nowhere;
+    place.page = slot <= INT32_MAX ? page_size.divide(static_cast<int>(slot)) : slot / cache.page_size;
+    place.slot = slot - place.page * cache.page_size;
+  } else {
+    const int64_t position = static_cast<int64_t>(cached_length(p, token.b)) + token.t;
+    if (position < 0 || position > INT32_MAX) return nowhere;
+    const int64_t row = table_row(p, token.b);
+    if (cache.block_table) {
+      const int entry = page_size.divide(static_cast<int>(position));
+      if (entry >= cache.max_pages) return nowhere;
+      place.page = cache.block_table[row * cache.block_table_stride + entry];
+      place.slot = position - static_cast<int64_t>(entry) * cache.page_size;
+    } else {
+      place.page = row;
+      place.slot = position;
+    }
+  }
+  return place.page < 0 || place.page >= cache.num_pages || place.slot >= cache.page_size ? nowhere : place;
+}
+
+struct AppendPlan {
+  FastDivisor page_size, seqlen_new;
+  FastDivisor vectors_k, vectors_v;  // 16-byte pieces of a source row
+  int64_t total_new;
+  bool moving_queries;  // rotated at their own positions, else all at the first one
+  void* rotated_q;      // [total_q, q_heads, head_dim]
+};
+
+// Element offset of new token `index` in append.k or append.v.
+PD_DEVICE int64_t source_offset(const Append& append, const NewToken& token, int64_t index, int64_t stride_batch,
+                                int64_t stride_token) {
+  return append.cu_seqlens_k_new ? index * stride_token : token.b * stride_batch + token.t * stride_token;
+}
+
+PD_DEVICE float cache_scale(const float* descale, int64_t stride_batch, int64_t stride_head, int b, int head) {
+  return descale ? descale[b * stride_batch + head * stride_head] : 1.f;
+}
+
+// Eight values of 16 bits as fp8, saturating.
+PD_DEVICE uint2 narrow(const uint4& words, DType from, DType to, float scale) {
+  const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
+  uint16_t codes[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float2 x;
+    if (from == DType::kBFloat16) {
+      x = make_float2(__uint_as_float(pairs[i] << 16), __uint_as_float(pairs[i] & 0xffff0000u));
+    } else {
+      x = __half22float2(*reinterpret_cast<const __half2*>(&pairs[i]));
+    }
+    // One scale of 1 per cache is common, and a division costs more than the copy.
+    if (scale != 1.f) x = make_float2(x.x / scale, x.y / scale);
+    codes[i] = __nv_cvt_float2_to_fp8x2(x, __NV_SATFINITE, to == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2);
+  }
+  return make_uint2(codes[0] | static_cast<uint32_t>(codes[1]) << 16, codes[2] | static_cast<uint32_t>(codes[3]) << 16);
+}
+
+// Grid: groups of kTokens tokens. A thread moves the same piece of each.
+template <int kTokens, bool kFp8>
+__global__ void __launch_bounds__(kAppendThreads, 3)
+    copy_kernel(const __grid_constant__ Problem p, const __grid_constant__ AppendPlan plan) {
+  constexpr int kTargetBytes = kFp8 ? 8 : 16;
+  wait_for_predecessor();
+  let_successor_start();
+  const Append& append = p.append;
+  const Cache& cache = p.cache;
+  const int kv_heads = static_cast<int>(p.kv_heads);
+  const int pieces_k = kv_heads * static_cast<int>(plan.vectors_k.divisor);
+  const int pieces_v = kv_heads * static_cast<int>(plan.vectors_v.divisor);
+  const int source_bytes = static_cast<int>(dtype_bytes(append.dtype));
+  const int target_bytes = static_cast<int>(dtype_bytes(cache.dtype));
+
+  NewToken tokens[kTokens];
+#pragma unroll
+  for (int u = 0; u < kTokens; ++u) {
+    tokens[u] = find_new_token(p, plan.seqlen_new, static_cast<int64_t>(blockIdx.x) * kTokens + u);
+  }
+  for (int i = threadIdx.x; i < pieces_k + pieces_v; i += blockDim.x) {
+    const bool value = i >= pieces_k;
+    const FastDivisor& vectors = value ? plan.vectors_v : plan.vectors_k;
+    const int head = vectors.divide(value ? i - pieces_k : i);
+    const int piece = (value ? i - pieces_k : i) - head * static_cast<int>(vectors.divisor);
+    const int64_t source_head = head * (value ? append.v_stride_head : append.k_stride_head);
+    const int64_t target_head = head * (value ? cache.v_stride_head : cache.k_stride_head);
+    const char* source = static_cast<const char*>(value ? append.v : append.k) + piece * 16;
+    char* target = static_cast<char*>(value ? cache.v : cache.k) + piece * kTargetBytes;
+    uint4 words[kTokens];
+#pragma unroll
+    for (int u = 0; u < kTokens; ++u) {
+      words[u] = make_uint4(0, 0, 0, 0);
+      const int64_t offset = source_offset(append, tokens[u], static_cast<int64_t>(blockIdx.x) * kTokens + u,
+                                           value ? append.v_stride_batch : append.k_stride_batch,
+                                           value ? append.v_stride_token : append.k_stride_token);
+      if (tokens[u].exists) words[u] = *reinterpret_cast<const uint4*>(source + (offset + source_head) * source_bytes);
+    }
+    // Looked up while the pieces are on their way.
+    Place places[kTokens];
+#pragma unroll
+    for (int u = 0; u < kTokens; ++u) {
+      places[u] = find_place(p, plan.page_size, tokens[u], static_cast<int64_t>(blockIdx.x) * kTokens + u);
+    }
+#pragma unroll
+    for (int u = 0; u < kTokens; ++u) {
+      if (places[u].page < 0) continue;
+      const int64_t offset = places[u].page * (value ? cache.v_stride_page : cache.k_stride_page) +
+                             places[u].slot * (value ? cache.v_stride_slot : cache.k_stride_slot);
+      char* to = target + (offset + target_head) * target_bytes;
+      if constexpr (kFp8) {
+        float scale = value ? cache_scale(cache.v_descale, cache.v_descale_stride_batch, cache.v_descale_stride_head,
+                                          tokens[u].b, head)
+                            : cache_scale(cache.k_descale, cache.k_descale_stride_batch, cache.k_descale_stride_head,
+                                          tokens[u].b, head);
+        *reinterpret_cast<uint2*>(to) = narrow(words[u], append.dtype, cache.dtype, scale);
+      } else {
+        *reinterpret_cast<uint4*>(to) = words[u];
+      }
+    }
+  }
+}
+
+// Element `dim` of a row after the rotation to `position`. Past the end of the tables nothing is read and nothing
+// turns.
+PD_DEVICE float rotated(const Problem& p, const void* base, DType dtype, int64_t offset, int dim, int64_t position) {
+  const Rotary& rotary = p.rotary;
+  float x = load_float(base, dtype, offset + dim);
+  const int half = static_cast<int>(rotary.rotary_dim) / 2;
+  if (!rotary.cos || dim >= 2 * half || position < 0 || position >= rotary.rotary_len) return x;
+  bool second = rotary.interleaved ? dim % 2 : dim >= half;
+  int pair = rotary.interleaved ? dim / 2 : second ? dim - half : dim;
+  int partner = rotary.interleaved ? dim ^ 1 : second ? dim - half : dim + half;
+  float y = load_float(base, dtype, offset + partner);
+  float cos = load_float(rotary.cos, p.q_dtype, position * rotary.cos_stride + pair);
+  float sin = load_float(rotary.sin, p.q_dtype, position * rotary.sin_stride + pair);
+  return second ? y * sin + x * cos : x * cos - y * sin;
+}
+
+PD_DEVICE int64_t rotary_start(const Problem& p, int b) {
+  return p.rotary.seqlens ? p.rotary.seqlens[b] : cached_length(p, b);
+}
+
+// Grid: new tokens, then tokens of q when there is a rotation. The threads of a block go over (head, dim).
+__global__ void __launch_bounds__(kAppendThreads)
+    append_kernel(const __grid_constant__ Problem p, const __grid_constant__ AppendPlan plan) {
+  wait_for_predecessor();
+  let_successor_start();
+  if (blockIdx.x >= plan.total_new) {
+    // Rotate a query
+    int64_t index = blockIdx.x - plan.total_new;
+    int b, t;
+    int64_t source;
+    if (p.cu_seqlens_q) {
+      b = find_request(p.cu_seqlens_q, static_cast<int>(p.batch), index);
+      t = static_cast<int>(index - p.cu_seqlens_q[b]);
+      source = index * p.q_stride_token;
+    } else {
+      b = static_cast<int>(index / p.max_q_len);
+      t = static_cast<int>(index - b * p.max_q_len);
+      source = b * p.q_stride_batch + t * p.q_stride_token;
+    }
+    const int64_t position = rotary_start(p, b) + (plan.moving_queries ? t : 0);
+    const int head_dim = static_cast<int>(p.head_dim);
+    for (int i = threadIdx.x; i < p.q_heads * head_dim; i += blockDim.x) {
+      int head = i / head_dim, dim = i - head * head_dim;
+      float x = rotated(p, p.q, p.q_dtype, source + head * p.q_stride_head, dim, position);
+      store_float(plan.rotated_q, p.q_dtype, index * p.q_heads * head_dim + i, x);
+    }
+    return;
+  }
+
+  const Append& append = p.append;
+  const Cache& cache = p.cache;
+  const NewToken token = find_new_token(p, plan.seqlen_new, blockIdx.x);
+  const Place place = find_place(p, plan.page_size, token, blockIdx.x);
+  if (place.page < 0) return;
+  const int64_t position = p.rotary.cos ? rotary_start(p, token.b) + token.t : 0;
+  const bool fp8 = dtype_bytes(cache.dtype) == 1;
+
+  const int head_dim = static_cast<int>(p.head_dim), head_dim_v = static_cast<int>(p.head_dim_v);
+  const int64_t k_source = source_offset(append, token, blockIdx.x, append.k_stride_batch, append.k_stride_token);
+  const int64_t k_target = place.page * cache.k_stride_page + place.slot * cache.k_stride_slot;
+  for (int i = threadIdx.x; i < p.kv_heads * head_dim; i += blockDim.x) {
+    int head = i / head_dim, dim = i - head * head_dim;
+    float x = rotated(p, append.k, append.dtype, k_source + head * append.k_stride_head, dim, position);
+    if (fp8)
+      x /= cache_scale(cache.k_descale, cache.k_descale_stride_batch, cache.k_descale_stride_head, token.b, head);
+    store_float(cache.k, cache.dtype, k_target + head * cache.k_stride_head + dim, x);
+  }
+  const int64_t v_source = source_offset(append, token, blockIdx.x, append.v_stride_batch, append.v_stride_token);
+  const int64_t v_target = place.page * cache.v_stride_page + place.slot * cache.v_stride_slot;
+  for (int i = threadIdx.x; i < p.kv_heads * head_dim_v; i += blockDim.x) {
+    int head = i / head_dim_v, dim = i - head * head_dim_v;
+    float x = load_float(append.v, append.dtype, v_source + head * append.v_stride_head + dim);
+    if (fp8)
+      x /= cache_scale(cache.v_descale, cache.v_descale_stride_batch, cache.v_descale_stride_head, token.b, head);
+    store_float(cache.v, cache.dtype, v_target + head * cache.v_stride_head + dim, x);
+  }
+}
+
+}  // namespace paged_attn

@@ -1,0 +1,640 @@
+// Attention of few rows over many keys on the matrix unit (mma m16n8k16): fp16 and bf16 caches, and fp8 ones widened to
+// fp16 in registers.
+//
+// A warp takes a tile of keys of one (request, kv_head). Keys are the M side of both products, rows the N side:
+// S^T = K Q^T and O^T = V^T P^T, so 8 rows (a group of heads, several tokens) fill a matrix tile and one row wastes
+// nothing of the memory's time. The order of the terms of a product is free, so a lane's 16-byte pieces hold whole
+// terms and no value changes lanes on its way to the matrix unit. Each warp has a queue of its own in shared memory,
+// several tiles deep, which it fills by asynchronous copies of whole 128-byte lines (half lines cost a quarter of the
+// bandwidth) and reads without a barrier of the block. The copies run ahead across the end of a segment into the next
+// one.
+//
+// Grid: plan.blocks thread blocks; the warps of a block take the tiles of a segment in turns.
+// Shared memory: the queues, warp by warp, whose free stages also carry the accumulators when the warps merge; then (m,
+// l).
+#pragma once
+
+#include "merge.cuh"
+
+namespace paged_attn {
+
+template <typename Kv, int kHeadDim, int kRowTiles>
+struct DecodeShape {
+  static constexpr int kRows = 8 * kRowTiles;
+  // Elements of a 16-byte piece; of values a lane takes fewer when 8 lanes share a short row.
+  static constexpr int kVecK = 16 / Kv::kBytes;
+  static constexpr int kVecV = kVecK < kHeadDim / 8 ? kVecK : kHeadDim / 8;
+  static constexpr int kChunksK = kHeadDim / (4 * kVecK);
+  static constexpr int kChunksV = kHeadDim / (8 * kVecV);
+  static constexpr int kPieces = kHeadDim * Kv::kBytes / 16;  // of a row
+  // K and V of 16 keys are a tile, or of 32 when a row is short: 8 KiB mostly.
+  static constexpr int kTileShift = kHeadDim * Kv::kBytes <= 128 ? 5 : 4;
+  static constexpr int kTileKeys = 1 << kTileShift;
+  static constexpr int kSubTiles = kTileKeys / 16;
+  static constexpr int kStageBytesK = kTileKeys * kPieces * 16;
+  static constexpr int kStageBytes = 2 * kStageBytesK;
+  // What fits beside each other on a multiprocessor: the registers of 16 rows or wide heads allow two blocks, else
+  // three.
+  static constexpr int kWarps = kStageBytes > 8192 ? 3 : 4;
+  static constexpr int kBlocks = kHeadDim > 128 || kRowTiles > 1 ? 2 : 3;
+  // The same warps as one block have fewer partials to merge, but all of them meet at the end of a segment.
+  static constexpr int kMostWarps = kWarps * kBlocks;
+  static constexpr int kStagesThatFit = 227 * 1024 / kBlocks / (kWarps * kStageBytes);
+  static constexpr int kStages = kStagesThatFit < 4 ? kStagesThatFit : 4;
+  static constexpr bool kBf16 = IsBf16<Kv>::value;
+  static constexpr bool kFp8 = Kv::kBytes == 1;
+
+  // Places of pieces in a row of shared memory, such that the 8 lanes that read at a time find them in different banks:
+  // of keys, 4 pieces of rows g and g + 1; of values, 2 pieces of rows 2t. Rows of 64 bytes have too few for that.
+  static PD_MEMBER int place_k(int row, int piece) { return kPieces < 8 ? piece : piece ^ (row % 2 * 4); }
+  static PD_MEMBER int place_v(int row, int piece) { return kPieces < 8 ? piece : piece ^ (row / 2 % 4 * 2); }
+
+  // Queues of the warps, then (m, l) of their rows.
+  static constexpr int kQueueBytes = kStages * kStageBytes;
+  static constexpr int kSharedBytesPerWarp = kQueueBytes + kRows * static_cast<int>(sizeof(float2));
+  static_assert(kStages >= 2 && kRows * kHeadDim * 4 <= kStageBytes, "a stage also holds the accumulators of a warp");
+};
+
+// Copies tiles into the queue of its warp, up to kStages - 1 tiles ahead of their use.
+template <typename Kv, int kHeadDim, int kRowTiles>
+struct TileLoader {
+  using Shape = DecodeShape<Kv, kHeadDim, kRowTiles>;
+  static constexpr uint32_t kNowhere = ~0u;
+
+  Walker walker;
+  Segment segment;
+  int tile;        // next to copy
+  bool live;       // there is one
+  int page, slot;  // of key `lane` of that tile; page -1: nothing to read there
+  const int32_t* pages;
+  int base_page, base_slot;  // of a request without a table
+  const char *k_head, *v_head;
+
+  PD_MEMBER void start(const Walker& first) {
+    walker = first;
+    tile = 0;
+    segment.tile_end = 0;
+    live = true;
+  }
+
+  // Moves to the next segment until this warp has a tile in it, and looks up its pages, one tile before they are
+  // needed.
+  PD_MEMBER void find_tile(const Problem& p, const Plan& plan) {
+    const Cache& cache = p.cache;
+    if (tile >= segment.tile_end) {
+      do {
+        live = walker.next(p, plan, segment);
+        if (!live) return;
+        tile = segment.tile + threadIdx.x / kWarp;
+      } while (tile >= segment.tile_end);
+      k_head = static_cast<const char*>(cache.k) + segment.head * cache.k_stride_head * Kv::kBytes;
+      v_head = static_cast<const char*>(cache.v) + segment.head * cache.v_stride_head * Kv::kBytes;
+      const int b = walker.item.b;
+      base_page = cache.cu_seqlens_k ? 0 : table_row(p, b);
+      base_slot = cache.cu_seqlens_k ? cache.cu_seqlens_k[b] : 0;
+      pages = cache.block_table ? cache.block_table + base_page * cache.block_table_stride : nullptr;
+    }
+    const int key = tile * Shape::kTileKeys + threadIdx.x % Shape::kTileKeys;
+    page = -1;
+    if (key < walker.item.key_begin || key >= walker.item.key_end) return;
+    if (pages) {
+      const int index = plan.page_size.divide(key);
+      slot = key - index * static_cast<int>(plan.page_size.divisor);
+      if (index < cache.max_pages) page = pages[index];
+    } else {
+      slot = base_slot + key;
+      if (slot < cache.page_size) page = base_page;
+    }
+  }
+
+  // Starts the copies of one tile into a stage and moves on. Always one group, so that groups count tiles.
+  PD_MEMBER void copy(const Problem& p, const Plan& plan, uint32_t stage) {
+    if (live) {
+      // In pieces of 16 bytes a cache of 64 GiB fits into 32 bits, half of the registers and shuffles of a pointer.
+      const bool found = static_cast<uint32_t>(page) < static_cast<uint32_t>(p.cache.num_pages);
+      const uint32_t k_place = found ? page * plan.k_page_pieces + slot * plan.k_slot_pieces : kNowhere;
+      const uint32_t v_place = found ? page * plan.v_page_pieces + slot * plan.v_slot_pieces : kNowhere;
+      copy_rows<false>(stage, k_head, k_place, static_cast<int>(p.head_dim));
+      copy_rows<true>(stage + Shape::kStageBytesK, v_head, v_place, static_cast<int>(p.head_dim_v));
+      tile += blockDim.x / kWarp;
+      find_tile(p, plan);
+    }
+    copy_commit();
+  }
+
+  // All rows of a tile, 8 consecutive lanes to a line: the memory system takes 8 lanes of 16 bytes at a time.
+  template <bool kValues>
+  PD_MEMBER void copy_rows(uint32_t stage, const char* head, uint32_t place_of_key, int head_dim) {
+    constexpr int kLanes = Shape::kPieces < 8 ? Shape::kPieces : 8, kRows = kWarp / kLanes;
+    const int lane = threadIdx.x % kWarp, first_row = lane / kLanes, piece = lane % kLanes;
+    const int place = kValues ? Shape::place_v(first_row, piece) : Shape::place_k(first_row, piece);
+    const uint32_t target = stage + (first_row * Shape::kPieces + place) * 16;
+    head += piece * 16;
+#pragma unroll
+    for (int row = 0; row < Shape::kTileKeys; row += kRows) {
+      const uint32_t offset = __shfl_sync(~0u, place_of_key, row + first_row);
+      const char* source = head + static_cast<uint64_t>(offset == kNowhere ? 0 : offset) * 16;
+      // The place of a piece of values depends on its row modulo 8; four rows at a time make two cases.
+      const uint32_t exchange = kValues && kRows == 4 && row % 8 != 0 ? 4 * 16 : 0;
+#pragma unroll
+      for (int c = 0; c < Shape::kPieces; c += kLanes) {
+        copy_async((target ^ exchange) + (row * Shape::kPieces + c) * 16, source + c * 16,
+                   offset != kNowhere && (c + piece) * Shape::kVecK < head_dim);
+      }
+    }
+  }
+};
+
+// One warp's rows, in the layout of the matrix unit. A lane holds rows 2t, 2t + 1 of each row tile.
+template <typename Kv, int kHeadDim, int kRowTiles>
+struct Rows {
+  using Shape = DecodeShape<Kv, kHeadDim, kRowTiles>;
+  static constexpr int kLaneRows = 2 * kRowTiles;
+
+  uint32_t q[Shape::kChunksK][Shape::kVecK / 4][kRowTiles][2];
+  float acc[Shape::kChunksV][Shape::kVecV / 2][kRowTiles][4];
+  float m[kLaneRows], l[kLaneRows];
+  float scale[Shape::kFp8 ? kLaneRows : 1];  // of q.k, natural units; per row when the queries were normalised
+
+  // Row of the tile that a lane's entry i stands for.
+  static PD_MEMBER int lane_row(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+
+  static PD_MEMBER int lane_token(const Plan& plan, const Item& item, int i) {
+    return plan.group.divide(item.first_row + lane_row(i));
+  }
+
+  PD_MEMBER void start(const Problem& p, const Plan& plan, const Item& item, int head) {
+    load_queries(p, plan, item, head);
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+      m[i] = -INFINITY;
+      l[i] = 0.f;
+    }
+#pragma unroll
+    for (int c = 0; c < Shape::kChunksV; ++c)
+#pragma unroll
+      for (int j = 0; j < Shape::kVecV / 2; ++j)
+#pragma unroll
+        for (int n = 0; n < kRowTiles; ++n)
+#pragma unroll
+          for (int r = 0; r < 4; ++r) acc[c][j][n][r] = 0.f;
+  }
+
+  PD_MEMBER void load_queries(const Problem& p, const Plan& plan, const Item& item, int head) {
+    const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+    const float scale_all = score_scale(p, item.b, head);
+#pragma unroll
+    for (int n = 0; n < kRowTiles; ++n) {
+      int row = n * 8 + g;
+      bool exists = row < item.rows;
+      int token = plan.group.divide(item.first_row + row);
+      int q_head = head * static_cast<int>(p.group) + item.first_row + row - token * static_cast<int>(p.group);
+      int64_t offset = item.b * p.q_stride_batch + (item.q_begin + token) * p.q_stride_token + q_head * p.q_stride_head;
+      if constexpr (!Shape::kFp8) {
+#pragma unroll
+        for (int chunk = 0; chunk < Shape::kChunksK; ++chunk) {
+          int dim = (chunk * 4 + t) * Shape::kVecK;
+          uint4 words = make_uint4(0, 0, 0, 0);
+          if (exists && dim < p.head_dim) {
+            words = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.q) + offset + dim);
+          }
+          q[chunk][0][n][0] = words.x;
+          q[chunk][0][n][1] = words.y;
+          q[chunk][1][n][0] = words.z;
+          q[chunk][1][n][1] = words.w;
+        }
+        scale[0] = scale_all;
+      } else {
+        load_queries_as_fp16(p, offset, exists, n, scale_all);
+      }
+    }
+  }
+
+  // The queries of row tile n for an fp8 cache, as fp16.
+  PD_MEMBER void load_queries_as_fp16(const Problem& p, int64_t offset, bool exists, int n, float scale_all) {
+    const int t = threadIdx.x % 4;
+    const bool fp8 = p.q_dtype == DType::kFloat8E4M3 || p.q_dtype == DType::kFloat8E5M2;
+    const char* row = static_cast<const char*>(p.q) + offset * (fp8 ? 1 : 2);
+    uint32_t words[Shape::kChunksK][8];
+#pragma unroll
+    for (int chunk = 0; chunk < Shape::kChunksK; ++chunk) {
+      int dim = (chunk * 4 + t) * Shape::kVecK;
+      uint4 low = make_uint4(0, 0, 0, 0), high = low;
+      if (exists && dim < p.head_dim) {
+        const uint4* source = reinterpret_cast<const uint4*>(row + dim * (fp8 ? 1 : 2));
+        low = source[0];
+        if (!fp8) high = source[1];
+      }
+      store_words(words[chunk], low, high);
+    }
+    float up = scale_all;
+    if (p.q_dtype == DType::kBFloat16) up *= ldexpf(1.f, bf16_to_fp16(words));
+#pragma unroll
+    for (int chunk = 0; chunk < Shape::kChunksK; ++chunk)
+#pragma unroll
+      for (int step = 0; step < Shape::kVecK / 4; ++step) {
+        uint32_t low = words[chunk][2 * step], high = words[chunk][2 * step + 1];
+        if (p.q_dtype == DType::kFloat8E4M3) {
+          low = fp8_pair_to_fp16<E4m3, false>(words[chunk][step]);
+          high = fp8_pair_to_fp16<E4m3, true>(words[chunk][step]);
+        } else if (p.q_dtype == DType::kFloat8E5M2) {
+          low = fp8_pair_to_fp16<E5m2, false>(words[chunk][step]);
+          high = fp8_pair_to_fp16<E5m2, true>(words[chunk][step]);
+        }
+        q[chunk][step][n][0] = low;
+        q[chunk][step][n][1] = high;
+      }
+    // A lane loads row g and scores rows 2t, 2t + 1.
+    scale[2 * n] = __shfl_sync(~0u, up, t * 2 * 4);
+    scale[2 * n + 1] = __shfl_sync(~0u, up, (t * 2 + 1) * 4);
+  }
+
+  static PD_MEMBER void store_words(uint32_t (&words)[8], const uint4& low, const uint4& high) {
+    words[0] = low.x;
+    words[1] = low.y;
+    words[2] = low.z;
+    words[3] = low.w;
+    words[4] = high.x;
+    words[5] = high.y;
+    words[6] = high.z;
+    words[7] = high.w;
+  }
+
+  // bf16 has more range than fp16 but fewer bits, so a row divided by the power of two below its largest value loses
+  // nothing that float32 sums would keep. Returns the exponent.
+  static PD_MEMBER int bf16_to_fp16(uint32_t (&words)[Shape::kChunksK][8]) {
+    float largest = 0.f;
+#pragma unroll
+    for (int chunk = 0; chunk < Shape::kChunksK; ++chunk)
+#pragma unroll
+      for (int w = 0; w < 8; ++w) {
+        uint32_t word = words[chunk][w];
+        largest = fmaxf(largest, fmaxf(fabsf(__uint_as_float(word << 16)), fabsf(__uint_as_float(word & 0xffff0000u))));
+      }
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    const int exponent = largest > 0.f && largest < INFINITY ? ilogbf(largest) : 0;
+    // Two factors: a single one would overflow for a row of subnormals.
+    const float down = ldexpf(1.f, -(exponent / 2)), rest = ldexpf(1.f, -(exponent - exponent / 2));
+#pragma unroll
+    for (int chunk = 0; chunk < Shape::kChunksK; ++chunk)
+#pragma unroll
+      for (int w = 0; w < 8; ++w) {
+        uint32_t word = words[chunk][w];
+        words[chunk][w] = pack_pair<false>(__uint_as_float(word << 16) * down * rest,
+                                           __uint_as_float(word & 0xffff0000u) * down * rest);
+      }
+    return exponent;
+  }
+
+  // Probabilities and output of one tile of keys, from its q.k.
+  PD_MEMBER void attend(const Problem& p, const Plan& plan, const Item& item, int head, const char* stage, int tile,
+                        float (&s)[Shape::kSubTiles][kRowTiles][4]) {
+    if (p.softcap != 0.f || p.alibi_slopes) {
+      modify_scores(p, plan, item, head, tile, s);
+    } else {
+      scale_scores(s);
+    }
+    if (tile * Shape::kTileKeys < item.inner_begin || (tile + 1) * Shape::kTileKeys > item.inner_end) {
+      mask_scores(p, plan, item, tile, s);
+    }
+
+    // Online softmax
+    float top[kLaneRows];
+    bool moved = false;
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+      top[i] = m[i];
+#pragma unroll
+      for (int sub = 0; sub < Shape::kSubTiles; ++sub) {
+        top[i] = fmaxf(top[i], fmaxf(s[sub][i / 2][i % 2], s[sub][i / 2][i % 2 + 2]));
+      }
+#pragma unroll
+      for (int step = 4; step < kWarp; step *= 2) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], step));
+      moved |= top[i] != m[i];
+    }
+    if (__any_sync(~0u, moved)) {
+#pragma unroll
+      for (int i = 0; i < kLaneRows; ++i) {
+        rescale(i, fast_rescale(m[i], top[i]));
+        m[i] = top[i];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+      const float base = m[i] == -INFINITY ? 0.f : m[i];
+#pragma unroll
+      for (int sub = 0; sub < Shape::kSubTiles; ++sub)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float& x = s[sub][i / 2][i % 2 + half * 2];
+          x = fast_exp2(x - base);
+          l[i] += x;
+        }
+    }
+    add_values(stage + Shape::kStageBytesK, s);
+  }
+
+  PD_MEMBER void rescale(int i, float factor) {
+    l[i] *= factor;
+#pragma unroll
+    for (int c = 0; c < Shape::kChunksV; ++c)
+#pragma unroll
+      for (int j = 0; j < Shape::kVecV / 2; ++j) {
+        acc[c][j][i / 2][i % 2] *= factor;
+        acc[c][j][i / 2][i % 2 + 2] *= factor;
+      }
+  }
+
+  PD_MEMBER void score_keys(const char* stage, float (&s)[Shape::kSubTiles][kRowTiles][4]) {
+    const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
+    stage += g * Shape::kPieces * 16;
+#pragma unroll
+    for (int sub = 0; sub < Shape::kSubTiles; ++sub) {
+      // Two sums, as each product waits for the one before it.
+      float part[kRowTiles][2][4] = {};
+#pragma unroll
+      for (int chunk = 0; chunk < Shape::kChunksK; ++chunk) {
+        // The same as place_k(g, chunk * 4 + t), with the part that is known at compile time apart.
+        const int place = Shape::kPieces < 8 ? chunk * 4 + t : (chunk % 2 * 4 ^ g % 2 * 4) + t + chunk / 2 * 8;
+        const uint4 low = *reinterpret_cast<const uint4*>(stage + (sub * 16 * Shape::kPieces + place) * 16);
+        const uint4 high = *reinterpret_cast<const uint4*>(stage + ((sub * 16 + 8) * Shape::kPieces + place) * 16);
+        const uint32_t low_words[4] = {low.x, low.y, low.z, low.w}, high_words[4] = {high.x, high.y, high.z, high.w};
+#pragma unroll
+        for (int step = 0; step < Shape::kVecK / 4; ++step)
+#pragma unroll
+          for (int n = 0; n < kRowTiles; ++n) {
+            if constexpr (Shape::kFp8) {
+              mma_16x8x16<false>(part[n][step % 2], fp8_pair_to_fp16<Kv, false>(low_words[step]),
+                                 fp8_pair_to_fp16<Kv, false>(high_words[step]),
+                                 fp8_pair_to_fp16<Kv, true>(low_words[step]),
+                                 fp8_pair_to_fp16<Kv, true>(high_words[step]), q[chunk][step][n]);
+            } else {
+              mma_16x8x16<Shape::kBf16>(part[n][step % 2], low_words[2 * step], high_words[2 * step],
+                                        low_words[2 * step + 1], high_words[2 * step + 1], q[chunk][step][n]);
+            }
+          }
+      }
+#pragma unroll
+      for (int n = 0; n < kRowTiles; ++n)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) s[sub][n][r] = part[n][0][r] + part[n][1][r];
+    }
+  }
+
+  // q.k to scores in log2 units, where no feature asks for more than the scale.
+  PD_MEMBER void scale_scores(float (&s)[Shape::kSubTiles][kRowTiles][4]) {
+#pragma unroll
+    for (int sub = 0; sub < Shape::kSubTiles; ++sub)
+#pragma unroll
+      for (int i = 0; i < kLaneRows; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) s[sub][i / 2][i % 2 + half * 2] *= row_scale(i) * PD_LOG2E;
+  }
+
+  PD_MEMBER float row_scale(int i) const { return scale[Shape::kFp8 ? i : 0]; }
+
+  // The same with softcap and ALiBi.
+  PD_MEMBER void modify_scores(const Problem& p, const Plan& plan, const Item& item, int head, int tile,
+                               float (&s)[Shape::kSubTiles][kRowTiles][4]) {
+    const int first = tile * Shape::kTileKeys + threadIdx.x % kWarp / 4;
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+      const bool exists = lane_row(i) < item.rows;
+      const int q_pos = item.kv_len - item.q_len + lane_token(plan, item, i);
+      const float slope = exists ? row_slope(p, item.b, row_target(p, plan, item, head, lane_row(i)).q_head) : 0.f;
+#pragma unroll
+      for (int sub = 0; sub < Shape::kSubTiles; ++sub)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float& x = s[sub][i / 2][i % 2 + half * 2];
+          float distance = fabsf(static_cast<float>(q_pos - (first + sub * 16 + half * 8)));
+          x = pd_score(x, row_scale(i), p.softcap, slope, distance) * PD_LOG2E;
+        }
+    }
+  }
+
+  // -inf where the row does not see the key. Only the tiles at the ends of what the rows see come here.
+  PD_MEMBER void mask_scores(const Problem& p, const Plan& plan, const Item& item, int tile,
+                             float (&s)[Shape::kSubTiles][kRowTiles][4]) {
+    const int first = tile * Shape::kTileKeys + threadIdx.x % kWarp / 4;
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+      KvRange keys = {0, 0};
+      if (lane_row(i) < item.rows) keys = row_keys(p, item, lane_token(plan, item, i));
+      const int begin = static_cast<int>(keys.begin), end = static_cast<int>(keys.end);
+#pragma unroll
+      for (int sub = 0; sub < Shape::kSubTiles; ++sub)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          int key = first + sub * 16 + half * 8;
+          if (key < begin || key >= end) s[sub][i / 2][i % 2 + half * 2] = -INFINITY;
+        }
+    }
+  }
+
+  PD_MEMBER void add_values(const char* stage, const float (&s)[Shape::kSubTiles][kRowTiles][4]) {
+    const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
+    stage += t * 2 * Shape::kPieces * 16;
+#pragma unroll
+    for (int sub = 0; sub < Shape::kSubTiles; ++sub) {
+      uint32_t probability[kRowTiles][2];
+#pragma unroll
+      for (int n = 0; n < kRowTiles; ++n) {
+        probability[n][0] = transpose_8x8(pack_pair<Shape::kBf16>(s[sub][n][0], s[sub][n][1]));
+        probability[n][1] = transpose_8x8(pack_pair<Shape::kBf16>(s[sub][n][2], s[sub][n][3]));
+      }
+#pragma unroll
+      for (int chunk = 0; chunk < Shape::kChunksV; ++chunk) {
+        uint32_t v[4][4];  // keys 2t, 2t + 1, 2t + 8, 2t + 9
+#pragma unroll
+        for (int quarter = 0; quarter < 4; ++quarter) {
+          const char* row = stage + (sub * 16 + quarter / 2 * 8 + quarter % 2) * Shape::kPieces * 16;
+          if constexpr (Shape::kVecV == Shape::kVecK) {
+            // place_v(2t, chunk * 8 + g)
+            const uint4 words = *reinterpret_cast<const uint4*>(row + ((g ^ t * 2) + chunk * 8) * 16);
+            v[quarter][0] = words.x;
+            v[quarter][1] = words.y;
+            v[quarter][2] = words.z;
+            v[quarter][3] = words.w;
+          } else {
+            const uint2 words = *reinterpret_cast<const uint2*>(row + g * 8);
+            v[quarter][0] = words.x;
+            v[quarter][1] = words.y;
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < Shape::kVecV / 2; ++j) {
+          uint32_t a[4];
+          if constexpr (Shape::kFp8) {
+            // Two values of each key per step: interleave the keys first, then widen.
+            uint32_t near = __byte_perm(v[0][j / 2], v[1][j / 2], j % 2 ? 0x7362 : 0x5140);
+            uint32_t far = __byte_perm(v[2][j / 2], v[3][j / 2], j % 2 ? 0x7362 : 0x5140);
+            a[0] = fp8_pair_to_fp16<Kv, false>(near);
+            a[1] = fp8_pair_to_fp16<Kv, true>(near);
+            a[2] = fp8_pair_to_fp16<Kv, false>(far);
+            a[3] = fp8_pair_to_fp16<Kv, true>(far);
+          } else {
+            a[0] = __byte_perm(v[0][j], v[1][j], 0x5410);
+            a[1] = __byte_perm(v[0][j], v[1][j], 0x7632);
+            a[2] = __byte_perm(v[2][j], v[3][j], 0x5410);
+            a[3] = __byte_perm(v[2][j], v[3][j], 0x7632);
+          }
+#pragma unroll
+          for (int n = 0; n < kRowTiles; ++n) {
+            mma_16x8x16<Shape::kBf16>(acc[chunk][j][n], a[0], a[1], a[2], a[3], probability[n]);
+          }
+        }
+      }
+    }
+  }
+
+  // Leaves (m, l) and the accumulators of this warp for write_rows: rows of float4 at places spread over the banks.
+  PD_MEMBER void publish(char* stage, float2* shared_ml) {
+    const int lane = threadIdx.x % kWarp, g = lane / 4;
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+#pragma unroll
+      for (int step = 4; step < kWarp; step *= 2) l[i] += __shfl_xor_sync(~0u, l[i], step);
+      if (lane < 4) shared_ml[lane_row(i)] = make_float2(m[i], l[i]);
+#pragma unroll
+      for (int c = 0; c < Shape::kChunksV; ++c)
+#pragma unroll
+        for (int j = 0; j < Shape::kVecV / 2; j += 2) {
+          const int quad = ((c * 8 + g) * Shape::kVecV + 2 * j) / 4;
+          *quad_of(stage, lane_row(i), quad) =
+              make_float4(acc[c][j][i / 2][i % 2], acc[c][j][i / 2][i % 2 + 2], acc[c][j + 1][i / 2][i % 2],
+                          acc[c][j + 1][i / 2][i % 2 + 2]);
+        }
+    }
+  }
+
+  static PD_MEMBER float4* quad_of(char* stage, int row, int quad) {
+    return reinterpret_cast<float4*>(stage) + row * (kHeadDim / 4) + (quad ^ (row / 2 % 4 * 2));
+  }
+};
+
+// Merges what the warps of a block published and writes the rows, or their partial when slot >= 0. A thread takes eight
+// dimensions of a row at a time. free_stage: offset of the accumulators in each warp's queue.
+template <typename Shape, typename Rows>
+PD_DEVICE void write_rows(const Problem& p, const Plan& plan, const Item& item, int head, char* queues,
+                          const int* free_stages, const float2* shared_ml, int slot) {
+  const DType out_dtype = output_dtype(p);
+  const int octets = static_cast<int>(p.head_dim_v) / 8, warps = blockDim.x / kWarp;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < item.rows * octets; i += blockDim.x) {
+    const int row = i / octets, octet = i - row * octets;
+    float m = -INFINITY, l = 0.f, acc[8] = {};
+#pragma unroll 4
+    for (int w = 0; w < warps; ++w) m = fmaxf(m, shared_ml[w * Shape::kRows + row].x);
+#pragma unroll 2
+    for (int w = 0; w < warps; ++w) {
+      const float2 ml = shared_ml[w * Shape::kRows + row];
+      const float weight = fast_rescale(ml.x, m);
+      char* stage = queues + w * Shape::kQueueBytes + free_stages[w] * Shape::kStageBytes;
+      const float4 low = *Rows::quad_of(stage, row, 2 * octet), high = *Rows::quad_of(stage, row, 2 * octet + 1);
+      l += ml.y * weight;
+      acc[0] += low.x * weight;
+      acc[1] += low.y * weight;
+      acc[2] += low.z * weight;
+      acc[3] += low.w * weight;
+      acc[4] += high.x * weight;
+      acc[5] += high.y * weight;
+      acc[6] += high.z * weight;
+      acc[7] += high.w * weight;
+    }
+    if (slot < 0) {
+      const RowTarget target = row_target(p, plan, item, head, row);
+      const float factor = finish_row(p, target, item.b, head, m, l, octet == 0);
+      uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float low = acc[2 * j] * factor, high = acc[2 * j + 1] * factor;
+        words[j] = out_dtype == DType::kBFloat16 ? pack_pair<true>(low, high) : pack_pair<false>(low, high);
+      }
+      uint16_t* out = static_cast<uint16_t*>(p.out) + target.out + octet * 8;
+      *reinterpret_cast<uint4*>(out) = make_uint4(words[0], words[1], words[2], words[3]);
+    } else {
+      const int64_t place = static_cast<int64_t>(slot) * plan.rows_per_tile + row;
+      if (octet == 0) plan.partial_ml[place] = make_float2(m, l);
+      float4* out = reinterpret_cast<float4*>(plan.partial_acc + place * plan.partial_stride) + 2 * octet;
+      out[0] = make_float4(acc[0], acc[1], acc[2], acc[3]);
+      out[1] = make_float4(acc[4], acc[5], acc[6], acc[7]);
+    }
+  }
+}
+
+template <typename Kv, int kHeadDim, int kRowTiles>
+__global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWarps* kWarp, 1)
+    decode_kernel(const __grid_constant__ Problem p, const __grid_constant__ Plan plan) {
+  using Shape = DecodeShape<Kv, kHeadDim, kRowTiles>;
+  extern __shared__ __align__(128) char queues[];
+  __shared__ ScanScratch scratch;
+  __shared__ int free_stages[Shape::kMostWarps], shared_number;
+  const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+
+  touch(p);
+  touch(plan);
+  wait_for_predecessor();
+  let_successor_start();
+
+  char* queue = queues + warp * Shape::kQueueBytes;
+  const uint32_t queue_address = static_cast<uint32_t>(__cvta_generic_to_shared(queue));
+  float2* shared_ml = reinterpret_cast<float2*>(queues + warps * Shape::kQueueBytes);
+
+  // Which keys
+  Walker walker;
+  int length = 0;
+  if (plan.balanced) {
+    length = find_stretch(p, plan, scratch, walker);
+  } else {
+    find_split(p, plan, walker);
+  }
+
+  // Start the copies
+  TileLoader<Kv, kHeadDim, kRowTiles> loader;
+  loader.start(walker);
+  loader.find_tile(p, plan);
+#pragma unroll 1
+  for (int stage = 0; stage < Shape::kStages - 1; ++stage)
+    loader.copy(p, plan, queue_address + stage * Shape::kStageBytes);
+  int read_stage = 0, free_stage = Shape::kStages - 1;
+  clear_arrivals(plan);
+
+  Segment segment;
+  Rows<Kv, kHeadDim, kRowTiles> rows;
+  while (walker.next(p, plan, segment)) {
+    rows.start(p, plan, walker.item, segment.head);
+
+    // For each tile of this warp: copy a later one, attend
+#pragma unroll 1
+    for (int tile = segment.tile + warp; tile < segment.tile_end; tile += warps) {
+      // The tile has arrived for every lane, and every lane is done with the stage that is filled next.
+      copy_wait<Shape::kStages - 2>();
+      __syncwarp();
+      float s[Shape::kSubTiles][kRowTiles][4];
+      // Reads of shared memory queue behind copies, so the keys are read before the next copies start.
+      rows.score_keys(queue + read_stage * Shape::kStageBytes, s);
+      loader.copy(p, plan, queue_address + free_stage * Shape::kStageBytes);
+      rows.attend(p, plan, walker.item, segment.head, queue + read_stage * Shape::kStageBytes, tile, s);
+      free_stage = read_stage;
+      read_stage = read_stage + 1 == Shape::kStages ? 0 : read_stage + 1;
+    }
+
+    // Merge the warps through the stage that each has free, write the rows or their partial
+    __syncwarp();
+    rows.publish(queue + free_stage * Shape::kStageBytes, shared_ml + warp * Shape::kRows);
+    if (threadIdx.x % kWarp == 0) free_stages[warp] = free_stage;
+    __syncthreads();
+    const bool whole = segment.first && segment.last;
+    Parts parts = {};
+    if (!whole) parts = find_parts(plan, length, walker, segment);
+    write_rows<Shape, Rows<Kv, kHeadDim, kRowTiles>>(p, plan, walker.item, segment.head, queues, free_stages, shared_ml,
+                                                     whole ? -1 : parts.slot);
+    if (!whole && arrive_last(plan, parts, &shared_number)) merge_parts(p, plan, walker.item, segment.head, parts);
+    __syncthreads();
+  }
+  clear_unclaimed(p);
+}
+
+}  // namespace paged_attn

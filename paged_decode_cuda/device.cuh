@@ -1,0 +1,198 @@
+// The few machine instructions and conversions that the kernels need. No attention here.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#define PD_FN static __host__ __device__ __forceinline__
+#define PD_POSITION int32_t  // 64-bit positions cost registers; the backend refuses requests of 2^30 keys
+#include "partial.h"
+#include "problem.h"
+#include "ranges.h"
+
+#define PD_DEVICE static __device__ __forceinline__  // free functions
+#define PD_MEMBER __device__ __forceinline__
+
+namespace paged_attn {
+
+// What score.h expects for float. 1 - 2 / (e^2x + 1) keeps an absolute error near 1e-7 and saturates cleanly at both
+// ends.
+PD_DEVICE float pd_tanh(float x) { return 1.f - 2.f / (exp2f(2.f * PD_LOG2E * x) + 1.f); }
+
+}  // namespace paged_attn
+
+#include "score.h"
+
+namespace paged_attn {
+
+constexpr int kWarp = 32;
+
+PD_DEVICE float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// pd_rescale with the fast exponential.
+PD_DEVICE float fast_rescale(float from, float to) { return from == to ? 1.f : fast_exp2(from - to); }
+
+// Programmatic dependent launch: a kernel may be resident before its predecessor ends, and touches no memory until
+// then.
+PD_DEVICE void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Brings the arguments of the kernel into the constant cache, a line at a time.
+template <typename T>
+PD_DEVICE void touch(const T& argument) {
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(T) / 8); i += 8) {
+    asm volatile("" ::"l"(reinterpret_cast<const int64_t*>(&argument)[i]));
+  }
+}
+
+PD_DEVICE void let_successor_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Asynchronous copy of 16 bytes into shared memory; reads nothing and writes zeros when `valid` is false.
+PD_DEVICE void copy_async(uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+PD_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kPending>
+PD_DEVICE void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Transposes the 8x8 matrix of 16-bit values that a warp holds, two values per lane.
+PD_DEVICE uint32_t transpose_8x8(uint32_t x) {
+  uint32_t y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+// Tags of what is stored, with the 16-bit type that the matrix unit gets. fp8 becomes fp16, which holds every value of
+// both formats exactly and gives the probabilities 3 bits more than bf16 would.
+struct Fp16 {
+  static constexpr int kBytes = 2;
+};
+struct Bf16 {
+  static constexpr int kBytes = 2;
+};
+struct E4m3 {
+  static constexpr int kBytes = 1;
+};
+struct E5m2 {
+  static constexpr int kBytes = 1;
+};
+
+template <typename Kv>
+struct IsBf16 {
+  static constexpr bool value = false;
+};
+template <>
+struct IsBf16<Bf16> {
+  static constexpr bool value = true;
+};
+
+// d += a * b on a 16x8 tile with 16 terms.
+template <bool kBf16>
+PD_DEVICE void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, const uint32_t (&b)[2]) {
+  if constexpr (kBf16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b[0]), "r"(b[1]));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b[0]), "r"(b[1]));
+  }
+}
+
+template <bool kBf16>
+PD_DEVICE uint32_t pack_pair(float low, float high) {
+  uint32_t word;
+  if constexpr (kBf16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  }
+  return word;
+}
+
+// Two fp8 values in the low or high half of a word, as a pair of fp16.
+template <typename Kv, bool kHigh>
+PD_DEVICE uint32_t fp8_pair_to_fp16(uint32_t word) {
+  if constexpr (sizeof(Kv) && IsBf16<Kv>::value) return word;
+  // e5m2 is the upper byte of an fp16.
+  if constexpr (__is_same(Kv, E5m2)) return __byte_perm(word, 0, kHigh ? 0x3424 : 0x1404);
+#if __CUDA_ARCH__ >= 890
+  uint32_t pair;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(kHigh ? word >> 16 : word)));
+  return pair;
+#else
+  // Moved into place, the 4-bit exponent lacks the difference of the biases, 8: a multiplication by 2^8 is exact for
+  // subnormals too. The one code of NaN is an all-ones magnitude.
+  uint32_t wide = __byte_perm(word, 0, kHigh ? 0x3424 : 0x1404);
+  uint32_t bits = (wide & 0x80008000u) | ((wide & 0x7f007f00u) >> 1);
+  __half2 value = __hmul2(*reinterpret_cast<__half2*>(&bits), __float2half2_rn(256.f));
+  uint32_t pair = *reinterpret_cast<uint32_t*>(&value);
+  if ((wide & 0x00007f00u) == 0x00007f00u) pair |= 0x00007fffu;
+  if ((wide & 0x7f000000u) == 0x7f000000u) pair |= 0x7fff0000u;
+  return pair;
+#endif
+}
+
+// One value of any dtype. The dtype is the same for the whole grid, so the branch does not diverge.
+PD_DEVICE float load_float(const void* base, DType dtype, int64_t index) {
+  switch (dtype) {
+    case DType::kFloat32: return static_cast<const float*>(base)[index];
+    case DType::kFloat16: return __half2float(static_cast<const __half*>(base)[index]);
+    case DType::kBFloat16: return __bfloat162float(static_cast<const __nv_bfloat16*>(base)[index]);
+    case DType::kFloat8E4M3: return static_cast<float>(static_cast<const __nv_fp8_e4m3*>(base)[index]);
+    default: return static_cast<float>(static_cast<const __nv_fp8_e5m2*>(base)[index]);
+  }
+}
+
+// fp8 saturates: a value beyond the largest finite one is stored as that.
+PD_DEVICE void store_float(void* base, DType dtype, int64_t index, float value) {
+  switch (dtype) {
+    case DType::kFloat32: static_cast<float*>(base)[index] = value; break;
+    case DType::kFloat16: static_cast<__half*>(base)[index] = __float2half_rn(value); break;
+    case DType::kBFloat16: static_cast<__nv_bfloat16*>(base)[index] = __float2bfloat16_rn(value); break;
+    case DType::kFloat8E4M3:
+      static_cast<__nv_fp8_storage_t*>(base)[index] = __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3);
+      break;
+    default: static_cast<__nv_fp8_storage_t*>(base)[index] = __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E5M2);
+  }
+}
+
+// Division of a non-negative int by a number that the host knows: a multiplication and a shift.
+struct FastDivisor {
+  uint32_t divisor, multiplier;
+  int32_t shift;
+
+  FastDivisor() : FastDivisor(1) {}
+  explicit FastDivisor(int64_t value) : divisor(static_cast<uint32_t>(value)), multiplier(0), shift(-1) {
+    if (value == 1) return;
+    while ((int64_t{1} << (shift + 1)) < value) ++shift;  // 2^(shift + 1) >= value
+    multiplier = static_cast<uint32_t>((uint64_t{1} << (32 + shift)) / static_cast<uint64_t>(value) + 1);
+  }
+
+  __device__ __forceinline__ int divide(int n) const {
+    return shift < 0 ? n : static_cast<int>(__umulhi(static_cast<uint32_t>(n), multiplier) >> shift);
+  }
+};
+
+}  // namespace paged_attn

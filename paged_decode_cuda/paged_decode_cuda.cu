@@ -1,0 +1,348 @@
+// The CUDA backend: picks the kernel, cuts the work, launches on the current stream. Nothing here reads device memory
+// or waits for the device, except under PAGED_ATTN_CHECK.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <map>
+#include <mutex>
+#include <optional>
+#include <tuple>
+
+#include "append.cuh"
+#include "backend.h"
+#include "check.h"
+#include "instances.h"
+#include "simt.cuh"
+
+// The header above declares it only where USE_CUDA is defined, which not every build does.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+
+namespace paged_attn {
+namespace {
+
+constexpr int kMaxSplits = 256;
+constexpr int64_t kMaxKeys = int64_t{1} << 30;
+// One request of 8 heads on an H200: big blocks take 16.8 us instead of 19.3 at 8192 keys, 12.3 instead of 9.6 at 1024.
+constexpr int kFewHeads = 32, kManyKeys = 4096;
+constexpr int kMaxBalancedItems = 1024;  // every block scans them all
+
+[[noreturn]] void fail_cuda(cudaError_t error, const char* what) {
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+void check_cuda(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) fail_cuda(error, what);
+}
+
+int current_device() {
+  int device;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  return device;
+}
+
+cudaStream_t current_stream(int device) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+struct Device {
+  int processors, shared_per_block;
+};
+
+// Asked for once: it never changes.
+const Device& device_properties(int device) {
+  static std::mutex mutex;
+  static std::map<int, Device> known;
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto found = known.find(device);
+  if (found != known.end()) return found->second;
+  Device d;
+  check_cuda(cudaDeviceGetAttribute(&d.processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  check_cuda(cudaDeviceGetAttribute(&d.shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+             "cudaDeviceGetAttribute");
+  return known[device] = d;
+}
+
+struct Kernel {
+  int blocks_per_processor;
+  bool waits;  // has the instruction that waits for its predecessor, so it may be launched early
+};
+
+// What a kernel is on this device, asked for once. Also allows it all the shared memory that any launch of it may use.
+const Kernel& kernel_properties(const void* function, int device, int threads, int shared_bytes) {
+  static std::mutex mutex;
+  static std::map<std::tuple<const void*, int, int>, Kernel> known;
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto key = std::make_tuple(function, device, threads);
+  const auto found = known.find(key);
+  if (found != known.end()) return found->second;
+  cudaFuncAttributes attributes;
+  check_cuda(cudaFuncGetAttributes(&attributes, function), "cudaFuncGetAttributes");
+  if (shared_bytes > attributes.maxDynamicSharedSizeBytes) {
+    check_cuda(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+               "cudaFuncSetAttribute");
+  }
+  Kernel kernel;
+  check_cuda(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&kernel.blocks_per_processor, function, threads, shared_bytes),
+      "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+  // Code for older devices, which a newer one may compile for itself, lacks the instruction.
+  kernel.waits = attributes.ptxVersion >= 90;
+  return known[key] = kernel;
+}
+
+// Where and on what a call runs.
+struct Context {
+  int index;
+  const Device& device;
+  cudaStream_t stream;
+};
+
+Context current_context() {
+  const int index = current_device();
+  return {index, device_properties(index), current_stream(index)};
+}
+
+// Launches with programmatic dependent launch where the kernel can wait.
+template <typename... Arguments>
+void launch(const void* function, int64_t blocks, int threads, int shared_bytes, const Context& context,
+            Arguments... arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = context.stream;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = kernel_properties(function, context.index, threads, shared_bytes).waits ? 1 : 0;
+  void* pointers[] = {&arguments...};
+  check_cuda(cudaLaunchKernelExC(&config, function, pointers), "launch");
+}
+
+torch::stable::Tensor workspace(int64_t bytes, int device) {
+  return torch::stable::empty({bytes}, torch::headeronly::ScalarType::Byte, std::nullopt,
+                              torch::stable::Device(torch::headeronly::DeviceType::CUDA, device));
+}
+
+bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+bool aligned(int64_t stride, int64_t bytes) { return stride * bytes % 16 == 0; }
+
+// Keys that the cache can hold for one request.
+int64_t capacity(const Problem& p) {
+  return p.cache.block_table ? p.cache.max_pages * p.cache.page_size : p.cache.page_size;
+}
+
+// Whether the kernel on the matrix unit can run this: 16-byte pieces everywhere, 32-bit places of keys.
+bool fits_decode_kernel(const Problem& p) {
+  const Cache& c = p.cache;
+  const int64_t bytes = dtype_bytes(c.dtype), q_bytes = dtype_bytes(p.q_dtype);
+  const bool fp8 = bytes == 1;
+  if (bytes == 4 || q_bytes == 4 || (q_bytes == 1 && !fp8) || p.qv) return false;
+  if (p.head_dim > 256 || p.head_dim_v > 256) return false;
+  const int64_t piece = 16 / bytes;
+  if (p.head_dim % piece != 0 || p.head_dim_v % piece != 0) return false;
+  if (!aligned(c.k) || !aligned(c.v) || !aligned(p.q) || !aligned(p.out)) return false;
+  for (int64_t stride :
+       {c.k_stride_page, c.k_stride_slot, c.k_stride_head, c.v_stride_page, c.v_stride_slot, c.v_stride_head}) {
+    if (!aligned(stride, bytes) || stride < 0) return false;
+  }
+  for (int64_t stride : {p.q_stride_batch, p.q_stride_token, p.q_stride_head}) {
+    if (!aligned(stride, q_bytes)) return false;
+  }
+  for (int64_t stride : {p.out_stride_batch, p.out_stride_token, p.out_stride_head}) {
+    if (!aligned(stride, 2)) return false;
+  }
+  const int64_t pages = pd_max(c.num_pages, 1) - 1, slots = pd_max(c.page_size, 1) - 1;
+  const int64_t last =
+      pd_max(pages * c.k_stride_page + slots * c.k_stride_slot, pages * c.v_stride_page + slots * c.v_stride_slot);
+  return last * bytes / 16 < int64_t{UINT32_MAX};
+}
+
+DecodeKernel decode_kernel_for(const Problem& p) {
+  const int head_dim = static_cast<int>(pd_max(p.head_dim, p.head_dim_v));
+  const int row_tiles = p.max_q_len * p.group <= 8 ? 1 : 2;
+  switch (p.cache.dtype) {
+    case DType::kFloat16: return decode_kernel_fp16(head_dim, row_tiles);
+    case DType::kBFloat16: return decode_kernel_bf16(head_dim, row_tiles);
+    case DType::kFloat8E4M3: return decode_kernel_e4m3(head_dim, row_tiles);
+    case DType::kFloat8E5M2: return decode_kernel_e5m2(head_dim, row_tiles);
+    default: return {};
+  }
+}
+
+// Sets how requests are cut when the cuts must not depend on the batch.
+void plan_fixed_splits(const Problem& p, int split_keys, int limit, Plan& plan) {
+  const int64_t keys = pd_max(capacity(p), 1);
+  int64_t splits;
+  if (p.num_splits > 0) {
+    splits = pd_min(pd_min(p.num_splits, kMaxSplits), pd_ceil_div(keys, int64_t{1} << plan.tile_shift));
+    plan.num_splits = static_cast<int32_t>(splits);
+  } else {
+    splits = pd_min(pd_ceil_div(keys, split_keys), limit);
+    plan.num_splits = 0;
+  }
+  plan.split_tiles = split_keys >> plan.tile_shift;
+  plan.balanced = false;
+  plan.max_splits = FastDivisor(splits);
+  plan.blocks = FastDivisor(plan.items * p.kv_heads * splits);
+}
+
+// Attention alone: the new tokens are in the cache, the queries rotated.
+void attend(const Problem& p, const Context& context) {
+  Plan plan = {};
+  const bool matrix = fits_decode_kernel(p);
+  const DecodeKernel decode = matrix ? decode_kernel_for(p) : DecodeKernel{};
+  const void* kernel = matrix ? decode.function : simt_kernel_for(p);
+  plan.rows_per_tile = matrix ? decode.rows : kSimtWarps;
+  plan.tile_shift = matrix ? decode.tile_shift : kSimtTileShift;
+  plan.page_size = FastDivisor(p.cache.block_table ? p.cache.page_size : 1);
+  plan.group = FastDivisor(p.group);
+  plan.kv_heads = FastDivisor(p.kv_heads);
+  const int64_t row_tiles = pd_ceil_div(p.max_q_len * p.group, plan.rows_per_tile);
+  const int64_t items = p.batch * row_tiles;
+  plan.row_tiles = FastDivisor(row_tiles);
+  plan.items = static_cast<int32_t>(items);
+  plan.partial_stride = static_cast<int32_t>(pd_ceil_div(p.head_dim_v, 4) * 4);
+
+  int threads = kSimtWarps * kWarp, shared_bytes = 0;
+  if (matrix) {
+    const Cache& c = p.cache;
+    const int64_t pieces = 16 / dtype_bytes(c.dtype);
+    plan.k_page_pieces = static_cast<uint32_t>(c.k_stride_page / pieces);
+    plan.k_slot_pieces = static_cast<uint32_t>(c.k_stride_slot / pieces);
+    plan.v_page_pieces = static_cast<uint32_t>(c.v_stride_page / pieces);
+    plan.v_slot_pieces = static_cast<uint32_t>(c.v_stride_slot / pieces);
+    const int64_t most_units = items * p.kv_heads * ((capacity(p) >> plan.tile_shift) + 2);
+    plan.balanced = p.num_splits == 0 && !p.deterministic && items <= kMaxBalancedItems && most_units <= INT32_MAX;
+    // Few (item, kv_head) with many keys are cut into many parts, and big blocks make fewer. Only where results may
+    // depend on the batch, as the number of warps decides the order of sums.
+    const bool big = plan.balanced && items * p.kv_heads <= kFewHeads && capacity(p) >= kManyKeys &&
+                     decode.most_warps * decode.shared_bytes_per_warp + 2048 <= context.device.shared_per_block;
+    const int warps = big ? decode.most_warps : decode.warps;
+    threads = warps * kWarp;
+    shared_bytes = warps * decode.shared_bytes_per_warp;
+    if (plan.balanced) {
+      const Kernel& properties = kernel_properties(kernel, context.index, threads, shared_bytes);
+      plan.blocks = FastDivisor(int64_t{context.device.processors} * properties.blocks_per_processor);
+      plan.min_units = (big ? 1 : 2) * warps;
+      plan.max_splits = FastDivisor(1);
+    } else {
+      plan_fixed_splits(p, 2048, p.deterministic ? 16 : 1, plan);
+    }
+  } else {
+    plan_fixed_splits(p, 512, 32, plan);
+  }
+
+  // Workspace: ready, arrivals, (m, l), accumulators
+  const bool cutting = plan.balanced || plan.max_splits.divisor > 1;
+  const int64_t blocks = plan.blocks.divisor;
+  std::optional<torch::stable::Tensor> space;
+  if (cutting) {
+    const int64_t slots = (plan.balanced ? 2 : 1) * blocks;
+    const int64_t arrival_bytes = pd_ceil_div(8 + blocks * sizeof(int32_t), 256) * 256;
+    const int64_t ml_bytes = pd_ceil_div(slots * plan.rows_per_tile * sizeof(float2), 256) * 256;
+    const int64_t acc_bytes = slots * plan.rows_per_tile * plan.partial_stride * sizeof(float);
+    space = workspace(arrival_bytes + ml_bytes + acc_bytes, context.index);
+    char* base = static_cast<char*>(space->data_ptr());
+    plan.ready = reinterpret_cast<unsigned long long*>(base);
+    plan.arrivals = reinterpret_cast<int32_t*>(base + 8);
+    plan.partial_ml = reinterpret_cast<float2*>(base + arrival_bytes);
+    plan.partial_acc = reinterpret_cast<float*>(base + arrival_bytes + ml_bytes);
+  }
+
+  launch(kernel, blocks, threads, shared_bytes, context, p, plan);
+}
+
+// Whether rows move in 16-byte pieces, with no arithmetic but the conversion to fp8.
+bool fits_copy_kernel(const Problem& p) {
+  const Append& a = p.append;
+  const Cache& c = p.cache;
+  const int64_t from = dtype_bytes(a.dtype), to = dtype_bytes(c.dtype);
+  if (p.rotary.cos || (a.dtype != c.dtype && from != 2)) return false;
+  if (p.head_dim * from % 16 != 0 || p.head_dim_v * from % 16 != 0) return false;
+  if (!aligned(a.k) || !aligned(a.v) || !aligned(c.k) || !aligned(c.v)) return false;
+  for (int64_t stride :
+       {a.k_stride_batch, a.k_stride_token, a.k_stride_head, a.v_stride_batch, a.v_stride_token, a.v_stride_head}) {
+    if (!aligned(stride, from)) return false;
+  }
+  for (int64_t stride :
+       {c.k_stride_page, c.k_stride_slot, c.k_stride_head, c.v_stride_page, c.v_stride_slot, c.v_stride_head}) {
+    if (stride * to % (to == 1 ? 8 : 16) != 0) return false;
+  }
+  return true;
+}
+
+// Writes the new tokens; with a rotary table also puts the rotated queries into rotated_q.
+void append_tokens(const Problem& p, void* rotated_q, const Context& context) {
+  AppendPlan plan = {};
+  plan.page_size = FastDivisor(pd_max(p.cache.page_size, 1));
+  plan.seqlen_new = FastDivisor(pd_max(p.append.seqlen_new, 1));
+  plan.total_new = p.append.total_new;
+  plan.rotated_q = rotated_q;
+  plan.moving_queries = p.window_left >= 0 || p.window_right >= 0 || p.attention_chunk > 0;
+  const int64_t tokens = p.append.total_new + (rotated_q ? p.total_q : 0);
+  if (tokens == 0) return;
+  if (rotated_q || !fits_copy_kernel(p)) {
+    launch(reinterpret_cast<const void*>(&append_kernel), tokens, kAppendThreads, 0, context, p, plan);
+    return;
+  }
+  const int64_t bytes = dtype_bytes(p.append.dtype);
+  plan.vectors_k = FastDivisor(p.head_dim * bytes / 16);
+  plan.vectors_v = FastDivisor(p.head_dim_v * bytes / 16);
+  // Several tokens per thread keep more of the memory busy, once there are tokens for every multiprocessor.
+  const bool many = tokens > 8 * int64_t{context.device.processors};
+  const bool fp8 = p.append.dtype != p.cache.dtype;
+  const void* kernel = fp8    ? many ? reinterpret_cast<const void*>(&copy_kernel<4, true>)
+                                     : reinterpret_cast<const void*>(&copy_kernel<1, true>)
+                       : many ? reinterpret_cast<const void*>(&copy_kernel<4, false>)
+                              : reinterpret_cast<const void*>(&copy_kernel<1, false>);
+  launch(kernel, pd_ceil_div(tokens, many ? 4 : 1), kAppendThreads, 0, context, p, plan);
+}
+
+}  // namespace
+
+std::string unsupported_reason(const Problem& p) {
+  if (p.batch > INT32_MAX || p.total_q * p.group > INT32_MAX || capacity(p) >= kMaxKeys) {
+    return "cuda: expected sizes below 2^31 (batch, total_q * group) and of 2^30 (keys of one request), got " +
+           std::to_string(p.batch) + ", " + std::to_string(p.total_q * p.group) + ", " + std::to_string(capacity(p));
+  }
+  return "";
+}
+
+void run_attention(const Problem& problem) {
+  Problem p = problem;
+  // Farther than any key, and sums of two still fit into 32 bits.
+  p.window_left = pd_min(p.window_left, kMaxKeys);
+  p.window_right = pd_min(p.window_right, kMaxKeys);
+  p.attention_chunk = pd_min(p.attention_chunk, kMaxKeys);
+  const Context context = current_context();
+  if (checks_enabled()) check_values_on_device(p, context.stream);
+
+  std::optional<torch::stable::Tensor> rotated;
+  if (p.append.k && p.kv_heads > 0) {
+    if (p.rotary.cos) rotated = workspace(p.total_q * p.q_heads * p.head_dim * dtype_bytes(p.q_dtype), context.index);
+    append_tokens(p, rotated ? rotated->data_ptr() : nullptr, context);
+    if (rotated) {
+      p.q = rotated->data_ptr();
+      p.q_stride_head = p.head_dim;
+      p.q_stride_token = p.q_heads * p.head_dim;
+      p.q_stride_batch = p.cu_seqlens_q ? 0 : p.max_q_len * p.q_stride_token;
+    }
+  }
+  if (p.total_q == 0 || p.q_heads == 0) return;
+  attend(p, context);
+}
+
+void run_kv_write(const Problem& p) {
+  const Context context = current_context();
+  if (checks_enabled()) check_values_on_device(p, context.stream);
+  append_tokens(p, nullptr, context);
+}
+
+std::string instruction_set() { return ""; }
+
+}  // namespace paged_attn
