@@ -21,7 +21,9 @@ struct Block {
 };
 
 // A partial result of every row of a block: acc[width], m, l (partial.h), heads outermost.
-static inline int64_t partial_floats(const Block& block, int64_t width) { return block.heads() * block.rows() * (width + 2); }
+static inline int64_t partial_floats(const Block& block, int64_t width) {
+  return block.heads() * block.rows() * (width + 2);
+}
 
 // One new token and where it goes.
 struct TokenWrite {
