@@ -78,8 +78,9 @@ void add_blocks(const Problem& p, int64_t b, std::vector<Work>& works) {
 }
 
 int64_t choose_splits(const Problem& p, const Block& block, int64_t item_cost) {
-  if (p.num_splits > 0) return p.num_splits;
   const int64_t keys = block.keys.end - block.keys.begin;
+  // Splits beyond one per kSplitAlign keys would be empty.
+  if (p.num_splits > 0) return pd_max(1, pd_min(p.num_splits, pd_ceil_div(keys, kSplitAlign)));
   if (p.deterministic) return pd_max(1, pd_ceil_div(keys, kDeterministicSplit));
   return pd_max(1, pd_min(pd_ceil_div(cost_of(block), pd_max(item_cost, 1)), keys / kMinSplitKeys));
 }

@@ -23,7 +23,7 @@ def assert_same_bits(a, b):
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("num_splits", [1, 2, 3, 7, 16, 64, 1000])
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 7, 16, 64, 1000, 1_000_000])
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_any_number_of_splits(paged_attn, device, case, num_splits):
     check(paged_attn, case, device, num_splits=num_splits)
