@@ -457,6 +457,15 @@ def test_kv_paged_write_of_inputs_that_require_grad(paged_attn, device, name):
         paged_attn.kv_paged_write(**arguments)
 
 
+def test_scalars_with_an_int_length(paged_attn, device):
+    """The batch size of an int length is read from the first tensor: that must have one."""
+    cache, scalar = torch.zeros(1, 2, 1, 4, device=device), torch.zeros((), device=device)
+    with pytest.raises(ERRORS, match="q: expected"):
+        paged_attn.flash_attn_with_kvcache(scalar, cache, cache, cache_seqlens=1)
+    with pytest.raises(ERRORS, match="k: expected"):
+        paged_attn.kv_paged_write(scalar, scalar, cache, cache, None, 1)
+
+
 MERGES = {
     "shape of out_b": (1, (2, 3, 4, 32), "out_b"),
     "shape of lse_a": (2, (2, 3, 4), "lse_a"),

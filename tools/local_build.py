@@ -138,7 +138,7 @@ def cuda_version() -> str:
 def cuda_libraries() -> str:
     """CUDA's runtime, inside the extension: the one thing of a toolkit that a user would have to have."""
     toolkit = Path(shutil.which("nvcc")).resolve().parent.parent
-    return f"-L{toolkit}/lib64 -lcudart_static -ldl -lrt -lpthread"
+    return f"-L{toolkit}/lib64 -L{toolkit}/lib -lcudart_static -ldl -lrt -lpthread"
 
 
 def flags_for(flags: list[str], arch: str) -> list[str]:

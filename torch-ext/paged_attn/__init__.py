@@ -129,9 +129,6 @@ def flash_attn_with_kvcache(
     """
     block_table = _one_of("block_table", block_table, "page_table", page_table)
     s_aux = _one_of("s_aux", s_aux, "sinks", sinks)
-    if isinstance(cache_seqlens, int):
-        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     return _run(
         q, k_cache, v_cache, out, return_softmax_lse, cache_seqlens, block_table, softmax_scale, causal, window_size,
         softcap, num_splits, deterministic, k, v, cu_seqlens_q, None, cu_seqlens_k_new, max_seqlen_q, cache_batch_idx,
@@ -288,6 +285,8 @@ def kv_paged_write(
             then.
     """
     _refuse_grad("k v k_cache v_cache", k, v, k_cache, v_cache)
+    if k.dim() < 3:
+        raise ValueError(f"k: expected a tensor of 3 or 4 dimensions, got shape {tuple(k.shape)}")
     if isinstance(cache_seqlens, int):
         batch = k.shape[0] if cu_seqlens_k_new is None else cu_seqlens_k_new.shape[0] - 1
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=k.device)
@@ -385,6 +384,9 @@ def _run(
         name, tensor = ("q", q) if q.dim() < 3 else ("v_cache", v_cache)
         raise ValueError(f"{name}: expected a tensor of 3 or 4 dimensions, got shape {tuple(tensor.shape)}")
     head_dim_v = v_cache.shape[-1]
+    if isinstance(cache_seqlens, int):
+        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     if softmax_scale is None:
         softmax_scale = (q.shape[-1] if qv is None else q.shape[-1] + head_dim_v) ** -0.5
     window_left, window_right = window_size
