@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -137,7 +136,9 @@ def cuda_version() -> str:
 
 def cuda_libraries() -> str:
     """CUDA's runtime, inside the extension: the one thing of a toolkit that a user would have to have."""
-    toolkit = Path(shutil.which("nvcc")).resolve().parent.parent
+    # nvcc may be a script that calls the real one: only its own words tell where the libraries are.
+    plan = subprocess.run(["nvcc", "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    toolkit = Path(re.search(r"^#\$ TOP=(.+)$", plan, re.MULTILINE)[1].strip()).resolve()
     return f"-L{toolkit}/lib64 -L{toolkit}/lib -lcudart_static -ldl -lrt -lpthread"
 
 
