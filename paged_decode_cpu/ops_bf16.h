@@ -61,7 +61,6 @@ struct OpsBf16 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(bit_cast<__m512>(x)));
   }
   static f32v as_f32(Reg r) { return bit_cast<f32v>(r); }
-  static Reg from_f32(f32v r) { return bit_cast<Reg>(r); }
 
   static void decode(__m512i bytes, Reg* r) {
     constexpr const BfloatTable& table = kCacheType == DType::kFloat8E4M3 ? kE4M3Bfloat : kE5M2Bfloat;

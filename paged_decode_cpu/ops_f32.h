@@ -20,7 +20,6 @@ struct OpsF32 {
   static Reg load_elems(const Elem* p) { return load<DType::kFloat32>(p); }
   static void store_elems(Elem* p, f32v x) { store<DType::kFloat32>(p, x); }
   static f32v as_f32(Reg r) { return r; }
-  static Reg from_f32(f32v r) { return r; }
 
   static void load_keys(const char* row, Reg* r) { r[0] = load<kCacheType>(row); }
   static void load_keys_tail(const char* row, int64_t n, Reg* r) { r[0] = load_tail<kCacheType>(row, n); }

@@ -457,6 +457,13 @@ def test_kv_paged_write_of_inputs_that_require_grad(paged_attn, device, name):
         paged_attn.kv_paged_write(**arguments)
 
 
+def test_slots_of_pages_without_slots(paged_attn, device):
+    cache, token = torch.zeros(3, 0, 1, 4, device=device), torch.zeros(1, 1, 4, device=device)
+    slots = torch.zeros(1, dtype=torch.int64, device=device)
+    with pytest.raises(ERRORS, match=r"page_size.*0"):
+        paged_attn.kv_paged_write(token, token, cache, cache, slot_mapping=slots)
+
+
 def test_scalars_with_an_int_length(paged_attn, device):
     """The batch size of an int length is read from the first tensor: that must have one."""
     cache, scalar = torch.zeros(1, 2, 1, 4, device=device), torch.zeros((), device=device)

@@ -352,6 +352,7 @@ void kv_paged_write(const Tensor& k, const Tensor& v, Tensor& k_cache, Tensor& v
   p.cache = check_cache({k_cache, v_cache, slot_mapping ? none : block_table, none, none, k_descale, v_descale}, k,
                         batch, kv_heads, head_dim, head_dim_v);
   if (slot_mapping) {
+    if (p.cache.page_size == 0) fail("k_cache: expected page_size of at least 1, got 0");
     Dim total_new("total_new", p.append.total_new, "k");
     check(*slot_mapping, "slot_mapping", {ScalarType::Long}, {&total_new}, k);
     p.append.slot_mapping = data<int64_t>(slot_mapping);
