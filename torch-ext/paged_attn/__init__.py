@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 _attend = ops.flash_attn_with_kvcache.default
+_attend_plainly = ops.flash_attn_with_kvcache_plain.default
 _append_and_attend = ops.flash_attn_with_kvcache_append.default
 _write = ops.kv_paged_write.default
 
@@ -284,7 +285,8 @@ def kv_paged_write(
         ValueError, RuntimeError: an argument does not fit, or a slot lies outside the cache. Nothing has been written
             then.
     """
-    _refuse_grad("k v k_cache v_cache", k, v, k_cache, v_cache)
+    if torch.is_grad_enabled():
+        _refuse_grad("k v k_cache v_cache", k, v, k_cache, v_cache)
     if k.dim() < 3:
         raise ValueError(f"k: expected a tensor of 3 or 4 dimensions, got shape {tuple(k.shape)}")
     if isinstance(cache_seqlens, int):
@@ -379,37 +381,54 @@ def _run(
     rotary_seqlens=None,
 ):  # fmt: skip
     """Fills defaults, allocates the results and calls the operator; every check of a tensor is there."""
-    _refuse_grad("q k_cache v_cache k v qv s_aux", q, k_cache, v_cache, k, v, qv, sinks)
+    if torch.is_grad_enabled():
+        _refuse_grad("q k_cache v_cache k v qv s_aux", q, k_cache, v_cache, k, v, qv, sinks)
     if q.dim() < 3 or v_cache.dim() < 3:
         name, tensor = ("q", q) if q.dim() < 3 else ("v_cache", v_cache)
         raise ValueError(f"{name}: expected a tensor of 3 or 4 dimensions, got shape {tuple(tensor.shape)}")
-    head_dim_v = v_cache.shape[-1]
+    head_dim, head_dim_v = q.shape[-1], v_cache.shape[-1]
     if isinstance(cache_seqlens, int):
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     if softmax_scale is None:
-        softmax_scale = (q.shape[-1] if qv is None else q.shape[-1] + head_dim_v) ** -0.5
+        softmax_scale = (head_dim if qv is None else head_dim + head_dim_v) ** -0.5
     window_left, window_right = window_size
     if causal:
         window_right = 0
     if out is None:
-        dtype = torch.bfloat16 if q.dtype in _FP8 else q.dtype
-        out = torch.empty((*q.shape[:-1], head_dim_v), dtype=dtype, device=q.device)
+        fp8 = q.dtype in _FP8
+        if head_dim == head_dim_v and not fp8:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        else:
+            dtype = torch.bfloat16 if fp8 else q.dtype
+            out = torch.empty((*q.shape[:-1], head_dim_v), dtype=dtype, device=q.device)
     lse = None
     if return_lse:
         # (batch, seqlen_q, q_heads) -> (batch, q_heads, seqlen_q), or (total_q, q_heads) -> (q_heads, total_q)
         shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    # Only a bound: a tensor is not read, for that would wait for the device.
-    max_seqlen_q = max_seqlen_q if isinstance(max_seqlen_q, int) else q.shape[0]
-    # By position: the dispatcher looks keywords up one by one, which a short decode step would feel.
-    operator = _attend if k is None and v is None else _append_and_attend
-    operator(
-        q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_left, window_right, softcap,
-        num_splits, deterministic, k, v, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, max_seqlen_q, cache_batch_idx,
-        cache_leftpad, alibi_slopes, sinks, attention_chunk, qv, q_descale, k_descale, v_descale,
-        rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens,
+    # What the dispatcher does per argument is felt by a decode step of a short context, most of all with keywords:
+    # arguments go by position, a plain call has an operator of its own, and a plain append ends after `v`.
+    plain = (
+        cu_seqlens_q is cu_seqlens_k is cu_seqlens_k_new is cache_batch_idx is cache_leftpad is alibi_slopes is sinks
+        is qv is q_descale is k_descale is v_descale is rotary_cos is rotary_sin is rotary_seqlens is None
+        and window_left == -1 and softcap == 0.0 and num_splits == attention_chunk == 0 and not deterministic
     )  # fmt: skip
+    append = k is not None or v is not None
+    if plain and not append:
+        _attend_plainly(q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right)
+    elif plain:
+        _append_and_attend(q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right, k, v)
+    else:
+        operator = _append_and_attend if append else _attend
+        # Only a bound: a tensor is not read, for that would wait for the device.
+        max_seqlen_q = max_seqlen_q if isinstance(max_seqlen_q, int) else q.shape[0]
+        operator(
+            q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right, k, v, cu_seqlens_q,
+            cu_seqlens_k, cu_seqlens_k_new, max_seqlen_q, window_left, softcap, num_splits, deterministic,
+            cache_batch_idx, cache_leftpad, alibi_slopes, sinks, attention_chunk, qv, q_descale, k_descale, v_descale,
+            rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens,
+        )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -425,10 +444,9 @@ def _refuse_dropout(dropout_p):
 
 
 def _refuse_grad(names, *tensors):
-    if torch.is_grad_enabled():
-        for i, tensor in enumerate(tensors):
-            if tensor is not None and tensor.requires_grad:
-                raise ValueError(
-                    f"{names.split()[i]}: expected a tensor that asks for no gradient (forward only, for inference), "
-                    "got requires_grad=True; use torch.no_grad() or detach()"
-                )
+    for i, tensor in enumerate(tensors):
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(
+                f"{names.split()[i]}: expected a tensor that asks for no gradient (forward only, for inference), "
+                "got requires_grad=True; use torch.no_grad() or detach()"
+            )

@@ -16,5 +16,10 @@ def _returns_nothing(*arguments, **keywords):
             )
 
 
-for _name in ("flash_attn_with_kvcache", "flash_attn_with_kvcache_append", "kv_paged_write"):
+for _name in (
+    "flash_attn_with_kvcache",
+    "flash_attn_with_kvcache_append",
+    "flash_attn_with_kvcache_plain",
+    "kv_paged_write",
+):
     torch.library.register_fake(add_op_namespace_prefix(_name))(_returns_nothing)
