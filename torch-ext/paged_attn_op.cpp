@@ -31,8 +31,20 @@ constexpr std::initializer_list<ScalarType> kInt32 = {ScalarType::Int};
 constexpr std::initializer_list<ScalarType> kFloat32 = {ScalarType::Float};
 
 template <typename T>
-const T* data(const std::optional<Tensor>& t) {
-  return t ? static_cast<const T*>(t->data_ptr()) : nullptr;
+Address<T> address(const Tensor& t) {
+#ifdef METAL_KERNEL
+  // data_ptr() is the buffer plus the offset; an empty tensor has neither.
+  char* data = static_cast<char*>(t.data_ptr());
+  const int64_t offset = data ? t.storage_offset() * t.element_size() : 0;
+  return {data - offset, offset};
+#else
+  return static_cast<T*>(t.data_ptr());
+#endif
+}
+
+template <typename T>
+Address<const T> data(const std::optional<Tensor>& t) {
+  return t ? address<const T>(*t) : Address<const T>{};
 }
 
 void check_optional_int32(const std::optional<Tensor>& t, const char* name, Dim& size, const Tensor& like) {
@@ -47,8 +59,8 @@ struct CacheArguments {
 
 // A (batch, kv_heads) table of scales; either dimension may be broadcast with stride 0.
 void check_descale(const std::optional<Tensor>& t, const char* name, Dim& batch, Dim& kv_heads, const Tensor& like,
-                   const float** table, int64_t* stride_batch, int64_t* stride_head) {
-  *table = nullptr;
+                   Address<const float>* table, int64_t* stride_batch, int64_t* stride_head) {
+  *table = {};
   if (!t) return;
   const Tensor& d = *t;
   const bool fits =
@@ -58,7 +70,7 @@ void check_descale(const std::optional<Tensor>& t, const char* name, Dim& batch,
          "] or a 1 in place of either, got " + shape_str(d));
   if (d.device() != like.device())
     fail(std::string(name) + ": expected a tensor on the device of q, got one on another device");
-  *table = static_cast<const float*>(d.data_ptr());
+  *table = address<const float>(d);
   *stride_batch = d.size(0) == 1 ? 0 : d.stride(0);
   *stride_head = d.size(1) == 1 ? 0 : d.stride(1);
 }
@@ -90,8 +102,8 @@ Cache check_cache(const CacheArguments& a, const Tensor& like, Dim& batch, Dim& 
     c.v_stride_page = v.stride(0);
   }
   const int64_t slot = k.dim() - 3;
-  c.k = k.data_ptr();
-  c.v = v.data_ptr();
+  c.k = address<void>(k);
+  c.v = address<void>(v);
   c.k_stride_slot = k.stride(slot);
   c.k_stride_head = k.stride(slot + 1);
   c.v_stride_slot = v.stride(slot);
@@ -138,8 +150,8 @@ Append check_append(const Tensor& k, const Tensor& v, const std::optional<Tensor
     check(*cu_seqlens_k_new, "cu_seqlens_k_new", kInt32, {&entries}, like);
     a.cu_seqlens_k_new = data<int32_t>(cu_seqlens_k_new);
   }
-  a.k = k.data_ptr();
-  a.v = v.data_ptr();
+  a.k = address<const void>(k);
+  a.v = address<const void>(v);
   a.dtype = dtype_of(k.scalar_type());
   const int64_t token = k.dim() - 3;
   a.k_stride_token = k.stride(token);
@@ -202,9 +214,9 @@ void flash_attn_with_kvcache(
     p.out_stride_batch = out.stride(0);
     p.lse_stride_batch = lse ? lse->stride(0) : 0;
   }
-  p.q = q.data_ptr();
-  p.out = out.data_ptr();
-  p.lse = lse ? static_cast<float*>(lse->data_ptr()) : nullptr;
+  p.q = address<const void>(q);
+  p.out = address<void>(out);
+  p.lse = lse ? address<float>(*lse) : Address<float>{};
   p.q_stride_token = q.stride(token);
   p.q_stride_head = q.stride(token + 1);
   p.out_stride_token = out.stride(token);
@@ -257,8 +269,8 @@ void flash_attn_with_kvcache(
     check(*rotary_sin, "rotary_sin", {q_type}, {&rotary_len, &half}, q);
     if (2 * half.size > p.head_dim)
       fail("rotary_cos: expected rotary_dim of at most head_dim = " + str(p.head_dim) + ", got " + str(2 * half.size));
-    p.rotary.cos = rotary_cos->data_ptr();
-    p.rotary.sin = rotary_sin->data_ptr();
+    p.rotary.cos = address<const void>(*rotary_cos);
+    p.rotary.sin = address<const void>(*rotary_sin);
     p.rotary.cos_stride = rotary_cos->stride(0);
     p.rotary.sin_stride = rotary_sin->stride(0);
     p.rotary.rotary_len = rotary_len.size;
@@ -278,7 +290,7 @@ void flash_attn_with_kvcache(
       check(*qv, "qv", {q_type}, {&batch, &seqlen_q, &q_heads, &head_dim_v}, q);
       p.qv_stride_batch = qv->stride(0);
     }
-    p.qv = qv->data_ptr();
+    p.qv = address<const void>(*qv);
     p.qv_stride_token = qv->stride(token);
     p.qv_stride_head = qv->stride(token + 1);
   }
@@ -305,7 +317,7 @@ void flash_attn_with_kvcache(
   }
   if (sinks) {
     check(*sinks, "s_aux", kFloatTypes, {&q_heads}, q);
-    p.sinks = sinks->data_ptr();
+    p.sinks = address<const void>(*sinks);
     p.sinks_dtype = dtype_of(sinks->scalar_type());
   }
   check_descale(q_descale, "q_descale", batch, kv_heads, q, &p.q_descale, &p.q_descale_stride_batch,

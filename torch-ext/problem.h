@@ -24,49 +24,64 @@ PD_FN constexpr int64_t dtype_bytes(DType dtype) {
   return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? 2 : 1;
 }
 
+// Where a tensor begins. A pointer, but on Metal the host knows no addresses: a place in an MTLBuffer.
+#ifdef METAL_KERNEL
+template <typename T>
+struct Address {
+  void* buffer;
+  int64_t offset;  // in bytes
+
+  // Null where no tensor is given. To read through it, the buffer must be plain memory: a copy on the host.
+  operator T*() const { return static_cast<T*>(buffer); }
+};
+#else
+template <typename T>
+using Address = T*;
+#endif
+
 // Where the keys of a request live. Three forms, told apart by what is given:
 //   paged       block_table given: key j is slot j % page_size of page block_table[table_row][j / page_size]
 //   contiguous  neither: the cache row of a request is one page that holds all its keys
 //   ragged      cu_seqlens_k given: all keys in one page, a request starts at slot cu_seqlens_k[b]
 struct Cache {
-  void* k;  // [num_pages, page_size, kv_heads, head_dim]
-  void* v;  // [num_pages, page_size, kv_heads, head_dim_v]
+  Address<void> k;  // [num_pages, page_size, kv_heads, head_dim]
+  Address<void> v;  // [num_pages, page_size, kv_heads, head_dim_v]
   int64_t k_stride_page, k_stride_slot, k_stride_head;
   int64_t v_stride_page, v_stride_slot, v_stride_head;
   int64_t num_pages, page_size;
   DType dtype;
-  const int32_t* block_table;  // [table_rows, max_pages]
+  Address<const int32_t> block_table;  // [table_rows, max_pages]
   int64_t block_table_stride;
   int64_t table_rows, max_pages;
-  const int32_t* cu_seqlens_k;     // [batch + 1]
-  const int32_t* cache_batch_idx;  // [batch] row of block_table, or of the contiguous cache
-  const float* k_descale;          // [batch, kv_heads], value = stored * descale
-  const float* v_descale;
+  Address<const int32_t> cu_seqlens_k;     // [batch + 1]
+  Address<const int32_t> cache_batch_idx;  // [batch] row of block_table, or of the contiguous cache
+  Address<const float> k_descale;          // [batch, kv_heads], value = stored * descale
+  Address<const float> v_descale;
   int64_t k_descale_stride_batch, k_descale_stride_head;
   int64_t v_descale_stride_batch, v_descale_stride_head;
 };
 
 // New keys and values, written at cache_seqlens (or at slot_mapping), before any key is read.
 struct Append {
-  const void* k;  // [batch, seqlen_new, kv_heads, head_dim], or [total_new, ...] with cu_seqlens_k_new
-  const void* v;  // the same with head_dim_v
+  Address<const void> k;  // [batch, seqlen_new, kv_heads, head_dim], or [total_new, ...] with cu_seqlens_k_new
+  Address<const void> v;  // the same with head_dim_v
   DType dtype;
   int64_t k_stride_batch, k_stride_token, k_stride_head;  // stride_batch is 0 with cu_seqlens_k_new
   int64_t v_stride_batch, v_stride_token, v_stride_head;
-  int64_t seqlen_new;               // tokens per request; without meaning with cu_seqlens_k_new
-  int64_t total_new;                // tokens of all requests
-  const int32_t* cu_seqlens_k_new;  // [batch + 1]
-  const int64_t* slot_mapping;      // [total_new]; a negative slot skips its token
+  int64_t seqlen_new;                       // tokens per request; without meaning with cu_seqlens_k_new
+  int64_t total_new;                        // tokens of all requests
+  Address<const int32_t> cu_seqlens_k_new;  // [batch + 1]
+  Address<const int64_t> slot_mapping;      // [total_new]; a negative slot skips its token
 };
 
 // Rotary embedding of the new keys and of the queries; tables in the dtype of q.
 struct Rotary {
-  const void* cos;  // [rotary_len, rotary_dim / 2]
-  const void* sin;
+  Address<const void> cos;  // [rotary_len, rotary_dim / 2]
+  Address<const void> sin;
   int64_t cos_stride, sin_stride;
   int64_t rotary_len, rotary_dim;
   bool interleaved;
-  const int32_t* seqlens;  // [batch]: position of the first new token instead of cache_seqlens
+  Address<const int32_t> seqlens;  // [batch]: position of the first new token instead of cache_seqlens
 };
 
 struct Problem {
@@ -76,19 +91,19 @@ struct Problem {
   int64_t total_q, max_q_len;  // max_q_len: q_len of every request without cu_seqlens_q
   DType q_dtype;
 
-  const void* q;   // [batch, seqlen_q, q_heads, head_dim], or [total_q, ...] with cu_seqlens_q
-  const void* qv;  // like q with head_dim_v
-  void* out;       // like q with head_dim_v, in q's dtype
-  float* lse;      // [batch, q_heads, seqlen_q], or [q_heads, total_q]
+  Address<const void> q;   // [batch, seqlen_q, q_heads, head_dim], or [total_q, ...] with cu_seqlens_q
+  Address<const void> qv;  // like q with head_dim_v
+  Address<void> out;       // like q with head_dim_v, in q's dtype
+  Address<float> lse;      // [batch, q_heads, seqlen_q], or [q_heads, total_q]
   int64_t q_stride_batch, q_stride_token, q_stride_head;  // stride_batch is 0 with cu_seqlens_q
   int64_t qv_stride_batch, qv_stride_token, qv_stride_head;
   int64_t out_stride_batch, out_stride_token, out_stride_head;
   int64_t lse_stride_batch, lse_stride_head;
 
-  const int32_t* cu_seqlens_q;   // [batch + 1]
-  const int32_t* cache_seqlens;  // [batch]: kv_len before the append, or the full one without it
-  int64_t seqlen_k;              // kv_len of every request when neither cache_seqlens nor cu_seqlens_k is given
-  const int32_t* cache_leftpad;  // [batch]
+  Address<const int32_t> cu_seqlens_q;   // [batch + 1]
+  Address<const int32_t> cache_seqlens;  // [batch]: kv_len before the append, or the full one without it
+  int64_t seqlen_k;                      // kv_len of every request when neither cache_seqlens nor cu_seqlens_k is given
+  Address<const int32_t> cache_leftpad;  // [batch]
 
   Cache cache;
   Append append;  // append.k == nullptr: nothing to write
@@ -98,11 +113,11 @@ struct Problem {
   float softcap;                      // 0 is off
   int64_t window_left, window_right;  // -1 is unlimited; causal arrives as window_right == 0
   int64_t attention_chunk;            // 0 is off
-  const float* alibi_slopes;          // [batch, q_heads]
+  Address<const float> alibi_slopes;  // [batch, q_heads]
   int64_t alibi_stride_batch;         // 0 when one row serves every request
-  const void* sinks;                  // [q_heads]
+  Address<const void> sinks;          // [q_heads]
   DType sinks_dtype;
-  const float* q_descale;  // [batch, kv_heads]
+  Address<const float> q_descale;  // [batch, kv_heads]
   int64_t q_descale_stride_batch, q_descale_stride_head;
 
   int64_t num_splits;  // 0: the plan chooses
