@@ -1,11 +1,18 @@
 // A partial result of a row over some of its keys is (m, l, acc):
-//   m    the largest score in log2 units, -inf when no key was seen
+//   m    the largest score in log2 units, PD_EMPTY when no key was seen
 //   l    sum of exp2(score - m)
 //   acc  sum of exp2(score - m) * value, not normalised
-// Empty is (-inf, 0, 0), the neutral element of the merge. Uses infinities: no fast-math here.
+// Empty is (PD_EMPTY, 0, 0), the neutral element of the merge. PD_EMPTY is -inf (so no fast-math here), on a device whose
+// compiler assumes finite numbers one below all scores.
 #pragma once
 
+#ifndef PD_EMPTY
 #include <math.h>
+#define PD_EMPTY -INFINITY
+#define PD_EXP2 exp2f
+#define PD_LOG2 log2f
+#define PD_THREAD  // the address space of local variables
+#endif
 
 #ifndef PD_FN
 #define PD_FN static inline
@@ -17,20 +24,20 @@ namespace paged_attn {
 #define PD_LN2 0.6931471805599453f
 
 // Factor that takes sums relative to `from` to sums relative to `to` (to >= from). The comparison
-// covers two empty partials (-inf, -inf) and two infinite ones, where a difference would be NaN.
-PD_FN float pd_rescale(float from, float to) { return from == to ? 1.f : exp2f(from - to); }
+// covers two empty partials and two infinite ones, where a difference would be NaN.
+PD_FN float pd_rescale(float from, float to) { return from == to ? 1.f : PD_EXP2(from - to); }
 
 // A sink is one more key without a value: merged once per row, after all splits.
-PD_FN void pd_add_sink(float sink, float* m, float* l, float* acc_factor) {
+PD_FN void pd_add_sink(float sink, PD_THREAD float* m, PD_THREAD float* l, PD_THREAD float* acc_factor) {
   float sink_m = sink * PD_LOG2E;
   float new_m = *m > sink_m ? *m : sink_m;
   *acc_factor = pd_rescale(*m, new_m);
-  *l = *l * *acc_factor + (sink_m == -INFINITY ? 0.f : pd_rescale(sink_m, new_m));
+  *l = *l * *acc_factor + (sink_m == PD_EMPTY ? 0.f : pd_rescale(sink_m, new_m));
   *m = new_m;
 }
 
-// log of the whole denominator, natural units; -inf when no key and no sink was seen.
-PD_FN float pd_lse(float m, float l) { return l == 0.f ? -INFINITY : (m + log2f(l)) * PD_LN2; }
+// log of the whole denominator, natural units; PD_EMPTY when no key and no sink was seen.
+PD_FN float pd_lse(float m, float l) { return l == 0.f ? PD_EMPTY : (m + PD_LOG2(l)) * PD_LN2; }
 
 // Factor that turns acc into the output; 0 for a row that saw nothing.
 PD_FN float pd_normalizer(float l) { return l == 0.f ? 0.f : 1.f / l; }

@@ -2,7 +2,9 @@
 // start of the request's keys. Plain integers only: this file is compiled for every device.
 #pragma once
 
+#ifndef __METAL_VERSION__  // which has these types built in
 #include <stdint.h>
+#endif
 
 #ifndef PD_FN
 #define PD_FN static inline

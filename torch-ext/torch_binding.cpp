@@ -39,6 +39,8 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CompositeExplicitAutograd
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
 #elif defined(CUDA_KERNEL)
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
+#elif defined(METAL_KERNEL)
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, MPS, ops) {
 #endif
   ops.impl("flash_attn_with_kvcache", TORCH_BOX(&paged_attn::flash_attn_with_kvcache));
   ops.impl("flash_attn_with_kvcache_append", TORCH_BOX(&paged_attn::flash_attn_with_kvcache));

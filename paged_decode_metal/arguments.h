@@ -1,0 +1,120 @@
+// What host and shader agree on: the places of buffers, the numbers of function constants, the sizes and strides of a
+// call. Compiled by both.
+#pragma once
+
+#ifndef __METAL_VERSION__
+#include <stdint.h>
+#endif
+
+namespace paged_attn {
+
+enum BufferIndex {
+  kArgumentsBuffer,
+  kQueryBuffer,
+  kQvBuffer,
+  kOutBuffer,
+  kLseBuffer,
+  kKeyCacheBuffer,
+  kValueCacheBuffer,
+  kBlockTableBuffer,
+  kBatchIdxBuffer,
+  kSeqlensBuffer,
+  kLeftpadBuffer,
+  kCuSeqlensQBuffer,
+  kCuSeqlensKBuffer,
+  kCuSeqlensNewBuffer,
+  kQDescaleBuffer,
+  kKDescaleBuffer,
+  kVDescaleBuffer,
+  kSlopesBuffer,
+  kSinksBuffer,
+  kPartialAccBuffer,
+  kPartialSumsBuffer,
+  kNewKeysBuffer,
+  kNewValuesBuffer,
+  kSlotMappingBuffer,
+  kCosBuffer,
+  kSinBuffer,
+  kRotarySeqlensBuffer,
+  kRotatedBuffer,
+  kNumBuffers
+};
+
+// Each combination that occurs is a pipeline of its own, so what is off costs nothing.
+enum ConstantIndex {
+  // bool: which tensors are given
+  kHasBlockTable,
+  kHasBatchIdx,
+  kHasSeqlens,
+  kHasLeftpad,
+  kHasCuSeqlensQ,
+  kHasCuSeqlensK,
+  kHasNew,
+  kHasCuSeqlensNew,
+  kHasQDescale,
+  kHasKDescale,
+  kHasVDescale,
+  kHasQv,
+  kHasSlopes,
+  kHasSinks,
+  kHasLse,
+  kHasSlotMapping,
+  kHasRotary,
+  kHasRotarySeqlens,
+  // bool: how
+  kHasSoftcap,
+  kHasSplits,  // a request may be cut
+  kWide,       // the cache has offsets of more than 31 bits
+  kAligned,    // rows of the caches (when writing: also of the new tokens) are whole vectors of 8 elements
+  kInterleaved,
+  // int
+  kHeadDim,
+  kHeadDimV,
+  kPageSize,  // with a block table
+  kQueryType,
+  kCacheType,
+  kNewType,
+  kSinksType,
+  kNumConstants,
+  kFirstInt = kHeadDim
+};
+
+enum Sizes {
+  kSimdWidth = 32,
+  kMaxSimdgroups = 8,  // of a threadgroup of attend
+  kVector = 8,         // elements that a lane handles at once
+  kSplitKeys = 512,    // a longer request is cut, as far as the plan allows
+  kMaxSplitRows = 64,  // of a request and kv_head: with more there is enough to do without cuts
+};
+
+// The numbers of DType in problem.h
+enum Types { kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2 };
+
+struct Strides {
+  int64_t outer, middle, head;  // of (page, slot, head) in caches, of (batch, token, head) elsewhere
+};
+
+struct Arguments {
+  Strides q, qv, out, k_cache, v_cache, new_k, new_v;
+  int64_t lse_stride_batch, lse_stride_head;
+  int64_t block_table_stride;
+  int64_t q_descale_stride_batch, q_descale_stride_head;
+  int64_t k_descale_stride_batch, k_descale_stride_head;
+  int64_t v_descale_stride_batch, v_descale_stride_head;
+  int64_t slopes_stride_batch;
+  int64_t cos_stride, sin_stride;
+  int64_t cache_slots;  // of a page; of all keys when they are packed
+  int32_t batch, q_heads, kv_heads, group;
+  int32_t max_q_len, total_q;
+  int32_t seqlen_k, capacity;  // keys of every request when no length is given; keys that a request can have
+  int32_t num_pages, max_pages, table_rows;
+  int32_t window_left, window_right, attention_chunk;
+  int32_t num_splits, max_splits;  // asked for, 0: by length; room for
+  int32_t split_row_tiles;         // items of a request and kv_head that may be cut
+  int32_t seqlen_new, total_new;
+  int32_t rotary_dim, rotary_len;
+  int32_t moving_queries;  // queries are rotated at their own positions, else all at the first
+  float scale, softcap;
+};
+
+}  // namespace paged_attn

@@ -1,0 +1,49 @@
+// Merges the partials of the rows whose keys were cut, in the order of their splits. One threadgroup per item, one
+// simdgroup per row.
+#pragma once
+
+#include "item.h"
+
+namespace paged_attn {
+
+[[kernel]] void merge(
+    constant Arguments& a [[buffer(kArgumentsBuffer)]], PD_TABLE_BUFFERS,
+    device void* out [[buffer(kOutBuffer)]],
+    device uint* lse [[buffer(kLseBuffer), function_constant(has_lse)]],
+    const device float* v_descale [[buffer(kVDescaleBuffer), function_constant(has_v_descale)]],
+    const device void* sinks [[buffer(kSinksBuffer), function_constant(has_sinks)]],
+    const device float* partial_acc [[buffer(kPartialAccBuffer)]],
+    const device float2* partial_sums [[buffer(kPartialSumsBuffer)]],
+    uint3 position [[threadgroup_position_in_grid]],
+    uint3 group_size [[threads_per_threadgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  const Tables tables = PD_TABLES;
+  const Output output = {out, lse, sinks, v_descale};
+  const int rows = group_size.x / kSimdWidth;
+  const Item item = load_item(a, tables, position.x, position.y, position.z, rows);
+  if (int(simdgroup) >= item.rows || item.splits == 1) return;
+  const long first = partial_of(a, item, position.x, 0) * rows + simdgroup;
+
+  float m = PD_EMPTY, l = 0.f;
+  for (int split = lane; split < item.splits; split += kSimdWidth) m = max(m, partial_sums[first + split * rows].x);
+  m = simd_max(m);
+  for (int split = lane; split < item.splits; split += kSimdWidth) {
+    const float2 sums = partial_sums[first + split * rows];
+    l += sums.y * pd_rescale(sums.x, m);
+  }
+  l = simd_sum(l);
+
+  const Row row = load_row(a, item, simdgroup);
+  const float normalizer = finish_row(a, output, item, row, m, l, lane == 0);
+  const long target = element_of(a.out, item, row);
+  for (int dim = lane; dim < head_dim_v; dim += kSimdWidth) {
+    float x = 0.f;
+    for (int split = 0; split < item.splits; ++split) {
+      const long partial = first + split * rows;
+      x += partial_acc[partial * head_dim_v + dim] * pd_rescale(partial_sums[partial].x, m);
+    }
+    store_float(out, query_type, target + dim, x * normalizer);
+  }
+}
+
+}  // namespace paged_attn
