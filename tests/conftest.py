@@ -5,6 +5,7 @@ PAGED_ATTN_TEST_DEVICE the device of the tensors; default cpu
 """
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,14 @@ KERNEL = "org/paged-attn"
 if "PAGED_ATTN_BUILD" in os.environ:
     os.environ["LOCAL_KERNELS"] = f"{KERNEL}={os.environ['PAGED_ATTN_BUILD']}"
 os.environ.setdefault("LOCAL_KERNELS", f"{KERNEL}={REPOSITORY}")
+
+
+# Without a Mac the mps device is the fake of tests/metal.
+if os.environ.get("PAGED_ATTN_TEST_DEVICE") == "mps" and not torch.backends.mps.is_available():
+    sys.path.insert(0, str(REPOSITORY / "tests" / "metal"))
+    import fake_mps
+
+    fake_mps.load()
 
 
 def pytest_configure(config):

@@ -1,0 +1,260 @@
+"""Builds on Linux, with clang 19 and ninja, what the Metal tests need; all of it into build/.metal/.
+
+    kernels(path)   a .metal file -> a shared library for emulator.Library
+    device()        the fake Metal runtime and the mps device of torch, one shared library
+    extension()     the package: torch-ext, paged_decode_metal/*.mm and the kernels -> a directory for `kernels`
+
+Ninja compiles again only what changed. As a program: `build.py [--variant plain]` builds the extension and prints its
+directory.
+"""
+
+import argparse
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import ninja
+import tomlkit
+import torch
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+OUT = ROOT / "build" / ".metal"
+SHIM, HOST = HERE / "shim", HERE / "host"
+sys.path[:0] = [str(ROOT / "tools"), str(HERE)]
+
+import local_build  # noqa: E402
+import msl  # noqa: E402
+
+CXX = msl.CXX
+PACKAGES = "clang-19 libclang-rt-19-dev llvm-19 libobjc-12-dev libblocksruntime-dev"
+
+# How the kernels are compiled. `plain` contracts a * b + c within an expression, as Apple's compiler does; `fast` is
+# Metal's default, fast math; `count` counts memory traffic and finds races between threadgroups.
+VARIANTS = {
+    "plain": "-O2 -ffp-contract=on",
+    "fast": "-O2 -ffast-math",
+    "asan": "-O1 -ffp-contract=on -fsanitize=address,undefined -fno-sanitize=function,vptr "
+    "-fno-sanitize-recover=undefined",
+    "tsan": "-O1 -ffp-contract=on -fsanitize=thread",
+    "count": "-O2 -ffp-contract=on -fno-vectorize -fno-slp-vectorize -fsanitize-coverage=trace-loads,trace-stores",
+}
+RUNTIME_VARIANTS = {
+    "asan": "-fsanitize=address",
+    "tsan": "-DMTL_THREAD_SANITIZER",
+    "count": "-DMTL_COUNT",
+}
+LINK_VARIANTS = {"asan": "-fsanitize=address,undefined -shared-libasan", "tsan": "-fsanitize=thread -shared-libsan"}
+
+KERNEL_FLAGS = (
+    "-std=c++20 -g1 -fPIC -fvisibility=hidden -fno-math-errno -Xclang -ffloat16-excess-precision=none "
+    "-Xclang -fbfloat16-excess-precision=none -Wno-reserved-user-defined-literal -Wno-unused -Wno-undefined-inline "
+    "-Wno-unknown-pragmas -Wno-nan-infinity-disabled"
+)
+HOST_FLAGS = "-std=c++20 -g1 -O1 -fPIC -fblocks -Wall -Wno-unused-command-line-argument"
+OBJC_FLAGS = "-x objective-c++ -fobjc-runtime=gcc -fconstant-string-class=NSConstantString -fobjc-exceptions"
+
+RULES = """\
+rule msl
+  command = $python $msl $in -o $out --depfile $out.d $flags
+  depfile = $out.d
+  deps = gcc
+  description = translate $in
+
+rule cxx
+  command = $cxx -MMD -MF $out.d $flags -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = compile $in
+
+rule link
+  command = $cxx -shared $in $flags -o $out
+  description = link $out
+
+"""
+
+
+class Missing(Exception):
+    """What this machine lacks, and how to get it."""
+
+
+def require_clang() -> None:
+    if shutil.which(CXX) is None:
+        raise Missing(f"{CXX} is not installed; on Debian and Ubuntu: apt install {PACKAGES}")
+
+
+def gcc_folder() -> Path:
+    """Where Debian puts the headers and the library of the Objective-C runtime."""
+    folders = [p.parent.parent for p in Path("/usr/lib/gcc").glob("*/*/include/objc") if p.is_dir()]
+    if not folders or not Path("/usr/include/Block.h").exists():
+        raise Missing(f"the Objective-C and Blocks runtimes are not installed; apt install {PACKAGES}")
+    return max(folders, key=lambda p: p.name.zfill(4))
+
+
+def run_ninja(name: str, lines: list[str], target: Path) -> Path:
+    OUT.mkdir(parents=True, exist_ok=True)
+    file = OUT / f"{name}.ninja"
+    header = [
+        f"builddir = {OUT / name}.state",
+        f"cxx = {CXX}",
+        f"python = {sys.executable}",
+        f"msl = {HERE / 'msl.py'}",
+    ]
+    local_build.write_if_changed(file, "\n".join([*header, RULES, *lines, ""]))
+    command = [Path(ninja.BIN_DIR) / "ninja", "-f", file, "-C", OUT, "--quiet", target]
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(run.stdout + run.stderr)
+    return target
+
+
+def kernel_lines(source: Path, variant: str, includes: list[Path], defines: list[str]) -> tuple[list[str], Path]:
+    """Rules that make a shared library of a .metal file."""
+    digest = hashlib.sha256(json.dumps([str(source), *map(str, includes), *defines]).encode()).hexdigest()[:8]
+    folder = OUT / variant
+    stem = folder / f"{source.stem}-{digest}"
+    runtime = " ".join(["-std=c++20 -O2 -g1 -fPIC -fvisibility=hidden", RUNTIME_VARIANTS.get(variant, "")])
+    options = " ".join([*(f"-I {path}" for path in includes), *(f"-D {define}" for define in defines)])
+    lines = [
+        f"build {folder}/runtime.o: cxx {SHIM}/runtime.cpp",
+        f"  flags = {runtime}",
+        f"build {folder}/bfloat16.o: cxx {SHIM}/bfloat16.cpp",
+        "  flags = -std=c++20 -O2 -fPIC -fvisibility=hidden",
+        f"build {stem}.cpp: msl {source} | {HERE}/msl.py",
+        f"  flags = {options}",
+        f"build {stem}.o: cxx {stem}.cpp",
+        f"  flags = {KERNEL_FLAGS} {VARIANTS[variant]} -I{SHIM}",
+        f"build {stem}.so: link {stem}.o {folder}/runtime.o {folder}/bfloat16.o",
+        f"  flags = {LINK_VARIANTS.get(variant, '')}",
+    ]
+    return lines, Path(f"{stem}.so")
+
+
+def kernels(source: Path, variant: str = "plain", includes: list[Path] = (), defines: list[str] = ()) -> Path:
+    require_clang()
+    lines, library = kernel_lines(Path(source).resolve(), variant, list(includes), list(defines))
+    return run_ninja(f"{variant}-{library.stem}", lines, library)
+
+
+def device_lines() -> tuple[list[str], Path]:
+    gcc, torch_dir = gcc_folder(), Path(torch.__file__).parent
+    includes = f"-I{HOST}/include -I{SHIM} -I{gcc}/include -isystem {torch_dir}/include"
+    includes += f" -isystem {torch_dir}/include/torch/csrc/api/include"
+    library = OUT / "host" / "libfake_mps.so"
+    lines = []
+    for source in ("fake_metal.mm", "fake_torch.mm"):
+        lines.append(f"build {OUT}/host/{source}.o: cxx {HOST}/{source}")
+        lines.append(f"  flags = {HOST_FLAGS} {OBJC_FLAGS} {includes}")
+    lines.append(f"build {library}: link {OUT}/host/fake_metal.mm.o {OUT}/host/fake_torch.mm.o")
+    lines.append(f"  flags = -L{torch_dir}/lib -ltorch -ltorch_cpu -lc10 -L{gcc} -lobjc -lBlocksRuntime -ldl")
+    return lines, library
+
+
+def device() -> Path:
+    require_clang()
+    lines, library = device_lines()
+    return run_ninja("host", lines, library)
+
+
+METALLIB_H = """\
+// Stands for what kernel-builder's metallib_to_header.py writes. Instead of Apple's machine code the data names the
+// shared libraries of the kernels; {variant} is filled in by the fake device.
+#pragma once
+#include <Metal/Metal.h>
+#include <cstddef>
+namespace paged_attn_metal {
+static const unsigned char metallib_data[] = "EMULATED:@LIBRARIES@";
+static const size_t metallib_data_len = sizeof metallib_data - 1;
+inline id<MTLLibrary> createLibrary(id<MTLDevice> device, NSError** error = nullptr) {
+  dispatch_data_t data = dispatch_data_create(metallib_data, metallib_data_len, dispatch_get_main_queue(), ^{
+  });
+  return [device newLibraryWithData:data error:error];
+}
+}  // namespace paged_attn_metal
+"""
+
+
+def metal_sections() -> list[local_build.Section]:
+    config = tomlkit.parse((ROOT / "build.toml").read_text()).unwrap()
+    return local_build.read_sections(config, "metal", "aarch64")
+
+
+def metal_sources() -> list[tuple[Path, list[Path]]]:
+    """The .metal files of build.toml, each with its include folders."""
+    found = []
+    for section in metal_sections():
+        includes = [Path(flag[2:]) for flag in section.flags if flag.startswith("-I")]
+        found += [(ROOT / source, includes) for source in section.sources if source.endswith(".metal")]
+    return found
+
+
+def extension(variants: list[str] = ("plain",)) -> Path:
+    """The directory of the built package. Environment METAL_VARIANT picks one of the variants of its kernels."""
+    require_clang()
+    gcc, torch_dir = gcc_folder(), Path(torch.__file__).parent
+    sections = metal_sections()
+    namespace = f"_paged_attn_metal_{local_build.source_digest(sections, HOST_FLAGS)}"
+    work = OUT / "extension"
+    lines, fake = device_lines()
+    libraries = {}
+    for variant in variants:
+        for source, includes in metal_sources():
+            rules, library = kernel_lines(source, variant, includes, [])
+            lines += [rule for rule in rules if rule not in lines or not rule.startswith("build ")]
+            libraries[library] = f"{OUT}/{{variant}}/{library.name}"
+    data = ";".join(dict.fromkeys(libraries.values()))
+    local_build.write_if_changed(work / "registration.h", local_build.REGISTRATION_H)
+    local_build.write_if_changed(work / "metallib.h", METALLIB_H.replace("@LIBRARIES@", data))
+
+    system = f"-isystem {torch_dir}/include -isystem {torch_dir}/include/torch/csrc/api/include"
+    objects = []
+    for section in sections:
+        define = f"-DTORCH_EXTENSION_NAME={namespace}" if section.name == "torch" else ""
+        for source in section.sources:
+            if not source.endswith((".cpp", ".mm")):
+                continue
+            language = OBJC_FLAGS if source.endswith(".mm") else ""
+            objects.append(work / f"{source}.o")
+            lines.append(f"build {objects[-1]}: cxx {ROOT / source}")
+            lines.append(
+                f"  flags = {HOST_FLAGS} {language} {' '.join(section.flags)} -DMETAL_KERNEL {define} -I{work} "
+                f"-DEMBEDDED_METALLIB_HEADER='\"metallib.h\"' -DEMBEDDED_METALLIB_NAMESPACE=paged_attn_metal "
+                f"-DPy_LIMITED_API=0x03090000 -I{HOST}/include -I{gcc}/include {system}"
+            )
+    built = work / "extension.so"
+    lines.append(f"build {built}: link {' '.join(map(str, objects))} {fake} | {' '.join(map(str, libraries))}")
+    lines.append(
+        f"  flags = -Wl,-rpath,{fake.parent} -L{torch_dir}/lib -ltorch -ltorch_cpu -lc10 -L{gcc} -lobjc -lBlocksRuntime"
+    )
+    run_ninja("extension", lines, built)
+
+    general = tomlkit.parse((ROOT / "build.toml").read_text()).unwrap()["general"]
+    metadata = {key: general[key] for key in ("name", "version", "license")}
+    metadata |= {"id": namespace, "python-depends": [], "backend": {"type": "metal"}}
+    python = ROOT / "torch-ext" / "paged_attn"
+    files = {str(path.relative_to(python)): path.read_bytes() for path in python.rglob("*.py")}
+    files["_ops.py"] = local_build.OPS_PY.format(namespace=namespace).encode()
+    files["metadata.json"] = (json.dumps(metadata, indent=2) + "\n").encode()
+    files[f"{namespace}.abi3.so"] = built.read_bytes()
+    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    folder = OUT / f"torch{version[1]}{version[2]}-metal-aarch64-darwin"
+    local_build.install(folder, files)
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--variant", choices=VARIANTS, action="append", help="of the kernels; default: plain")
+    args = parser.parse_args()
+    try:
+        print(extension(args.variant or ["plain"]))
+    except Missing as missing:
+        sys.exit(str(missing))
+
+
+if __name__ == "__main__":
+    main()
