@@ -70,4 +70,24 @@ void check_values(const Problem& p) {
     for (int64_t b = 0; b < p.batch; ++b) check_visible_pages(p, b);
 }
 
+void check_new_places(const Problem& p) {
+  const Append& a = p.append;
+  const Cache& c = p.cache;
+  if (!a.k) return;
+  if (a.slot_mapping) {
+    for (int64_t i = 0; i < a.total_new; ++i) {
+      if (a.slot_mapping[i] >= c.num_pages * c.page_size) {
+        bad_value("slot_mapping", i, a.slot_mapping[i],
+                  "less than num_pages * page_size = " + std::to_string(c.num_pages * c.page_size));
+      }
+    }
+    return;
+  }
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const Request r = request_of(p, b);
+    for (int64_t key = r.old_len; key < r.kv_len; ++key)
+      check_page(c, b, key / c.page_size, slot_of_key(c, b, key).page);
+  }
+}
+
 }  // namespace paged_attn

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "request.h"
+#include "ranges.h"
 #include "values.h"
 
 namespace paged_attn {
@@ -32,27 +32,6 @@ class HostCopies {
   cudaStream_t stream_;
   std::vector<std::unique_ptr<char[]>> copies_;
 };
-
-// Where the new tokens go.
-void check_new_tokens(const Problem& p) {
-  const Append& a = p.append;
-  const Cache& c = p.cache;
-  if (!a.k) return;
-  if (a.slot_mapping) {
-    for (int64_t i = 0; i < a.total_new; ++i) {
-      if (a.slot_mapping[i] >= c.num_pages * c.page_size) {
-        bad_value("slot_mapping", i, a.slot_mapping[i],
-                  "less than num_pages * page_size = " + std::to_string(c.num_pages * c.page_size));
-      }
-    }
-    return;
-  }
-  for (int64_t b = 0; b < p.batch; ++b) {
-    const Request r = request_of(p, b);
-    for (int64_t key = r.old_len; key < r.kv_len; ++key)
-      check_page(c, b, key / c.page_size, slot_of_key(c, b, key).page);
-  }
-}
 
 }  // namespace
 
@@ -80,7 +59,7 @@ void check_values_on_device(const Problem& problem, cudaStream_t stream) {
   host.fetch(p.append.slot_mapping, p.append.total_new);
   host.fetch(p.rotary.seqlens, p.batch);
   check_values(p);
-  check_new_tokens(p);
+  check_new_places(p);
 }
 
 }  // namespace paged_attn

@@ -37,6 +37,8 @@ enum BufferIndex {
   kSinBuffer,
   kRotarySeqlensBuffer,
   kRotatedBuffer,
+  kTableBuffer,
+  kCopyBuffer,
   kNumBuffers
 };
 
@@ -112,6 +114,7 @@ struct Arguments {
   int32_t num_splits, max_splits;  // asked for, 0: by length; room for
   int32_t split_row_tiles;         // items of a request and kv_head that may be cut
   int32_t seqlen_new, total_new;
+  int64_t total_words;  // of a table that the host fetches
   int32_t rotary_dim, rotary_len;
   int32_t moving_queries;  // queries are rotated at their own positions, else all at the first
   float scale, softcap;

@@ -2,6 +2,7 @@
 // kernel_name() of paged_decode_metal.mm; everything else is a function constant.
 #include "append.h"
 #include "attend.h"
+#include "fetch.h"
 #include "merge.h"
 
 using namespace paged_attn;

@@ -1,9 +1,5 @@
 // The Metal backend: picks the shaders, cuts the work, encodes into torch's own command encoder. Nothing here waits for
-// the device, and the host reads none of its memory.
-//
-// The headers of at::mps are not part of torch's stable ABI, which has no way to a command encoder; so this backend,
-// unlike the others, is built for each version of torch.
-#include <ATen/mps/MPSDevice.h>
+// the device, and the host reads none of its memory, except under PAGED_ATTN_CHECK.
 #include <ATen/mps/MPSStream.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -11,16 +7,13 @@
 #import <Foundation/Foundation.h>
 #import <Metal/Metal.h>
 
-#include <array>
-#include <map>
 #include <optional>
-#include <stdexcept>
 #include <string>
 
-#include "arguments.h"
 #include "backend.h"
+#include "check.h"
+#include "encode.h"
 #include "ranges.h"
-#include EMBEDDED_METALLIB_HEADER
 
 namespace paged_attn {
 namespace {
@@ -35,87 +28,6 @@ constexpr int kAppendThreads = 128;
 static_assert(kFloat32 == int(DType::kFloat32) && kFloat16 == int(DType::kFloat16) &&
               kBFloat16 == int(DType::kBFloat16) && kFloat8E4M3 == int(DType::kFloat8E4M3) &&
               kFloat8E5M2 == int(DType::kFloat8E5M2));
-
-using Constants = std::array<int32_t, kNumConstants>;
-
-// What a dispatch needs beside its kernel. A place without a buffer stays unbound: the shader has no such argument then.
-struct Call {
-  Arguments arguments = {};
-  Constants constants = {};
-  std::array<Address<const void>, kNumBuffers> buffers = {};
-
-  template <typename T>
-  void bind(int index, Address<T> address) {
-    buffers[index] = {address.buffer, address.offset};
-  }
-
-  template <typename T>
-  void bind_optional(int index, Address<T> address, int constant) {
-    constants[constant] = address.buffer != nullptr;
-    bind(index, address);
-  }
-};
-
-[[noreturn]] void fail(const std::string& what, NSError* error) {
-  throw std::runtime_error("metal: " + what + ": " + (error ? error.localizedDescription.UTF8String : "unknown error"));
-}
-
-// Compiled once for every kernel and combination of constants. Called on the stream's queue only, which runs one block
-// at a time.
-id<MTLComputePipelineState> pipeline_for(const std::string& name, const Constants& constants) {
-  static std::map<std::string, id<MTLComputePipelineState>> known;
-  static id<MTLLibrary> library = nil;
-  const std::string key =
-      name + std::string(reinterpret_cast<const char*>(constants.data()), sizeof(int32_t) * constants.size());
-  const auto found = known.find(key);
-  if (found != known.end()) return found->second;
-
-  id<MTLDevice> device = at::mps::MPSDevice::getInstance()->device();
-  NSError* error = nil;
-  if (!library) library = EMBEDDED_METALLIB_NAMESPACE::createLibrary(device, &error);
-  if (!library) fail("the library of shaders does not load", error);
-  MTLFunctionConstantValues* values = [[MTLFunctionConstantValues new] autorelease];
-  for (int i = 0; i < kNumConstants; ++i) {
-    const bool flag = constants[i] != 0;
-    if (i < kFirstInt) {
-      [values setConstantValue:&flag type:MTLDataTypeBool atIndex:i];
-    } else {
-      [values setConstantValue:&constants[i] type:MTLDataTypeInt atIndex:i];
-    }
-  }
-  id<MTLFunction> function = [[library newFunctionWithName:[NSString stringWithUTF8String:name.c_str()]
-                                            constantValues:values
-                                                     error:&error] autorelease];
-  if (!function) fail("no function " + name, error);
-  id<MTLComputePipelineState> pipeline = [device newComputePipelineStateWithFunction:function error:&error];
-  if (!pipeline) fail("no pipeline for " + name, error);
-  return known[key] = pipeline;
-}
-
-// Threads of a threadgroup: as many as asked for, as far as the registers of the kernel allow, in whole simdgroups.
-int64_t threads_of(id<MTLComputePipelineState> pipeline, const std::string& name, int64_t wanted, int64_t least) {
-  const int64_t limit = static_cast<int64_t>(pipeline.maxTotalThreadsPerThreadgroup) / kSimdWidth * kSimdWidth;
-  if (limit < least)
-    throw std::runtime_error("metal: " + name + ": expected a device with threadgroups of at least " +
-                             std::to_string(least) + " threads for it, got " + std::to_string(limit));
-  return pd_min(wanted, limit);
-}
-
-void encode(id<MTLComputeCommandEncoder> encoder, const std::string& name, const Call& call, MTLSize groups,
-            int64_t threads, int64_t least_threads) {
-  id<MTLComputePipelineState> pipeline = pipeline_for(name, call.constants);
-  threads = threads_of(pipeline, name, threads, least_threads);
-  [encoder setComputePipelineState:pipeline];
-  [encoder setBytes:&call.arguments length:sizeof(Arguments) atIndex:kArgumentsBuffer];
-  for (int i = 0; i < kNumBuffers; ++i) {
-    const Address<const void>& address = call.buffers[i];
-    // A cache without pages has no buffer and is never read, but it is an argument always.
-    if (address.buffer || i == kKeyCacheBuffer || i == kValueCacheBuffer) {
-      [encoder setBuffer:__builtin_bit_cast(id<MTLBuffer>, address.buffer) offset:address.offset atIndex:i];
-    }
-  }
-  [encoder dispatchThreadgroups:groups threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
-}
 
 // Memory for the time of a call. The encoder keeps it until the device is done.
 struct Workspace {
@@ -293,6 +205,7 @@ std::string unsupported_reason(const Problem& p) {
 }
 
 void run_attention(const Problem& p) {
+  if (checks_enabled()) check_values_on_device(p);
   Call call = make_call(p);
   const Call append_call = call;
   Arguments& a = call.arguments;
@@ -358,6 +271,7 @@ void run_attention(const Problem& p) {
 }
 
 void run_kv_write(const Problem& p) {
+  if (checks_enabled()) check_values_on_device(p);
   if (!p.append.k || p.kv_heads == 0) return;
   const Call call = make_call(p);
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();

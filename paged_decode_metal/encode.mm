@@ -1,0 +1,77 @@
+#include "encode.h"
+
+#include <ATen/mps/MPSDevice.h>
+#import <Foundation/Foundation.h>
+
+#include <map>
+#include <stdexcept>
+
+#include "ranges.h"
+#include EMBEDDED_METALLIB_HEADER
+
+namespace paged_attn {
+namespace {
+
+[[noreturn]] void fail(const std::string& what, NSError* error) {
+  throw std::runtime_error("metal: " + what + ": " + (error ? error.localizedDescription.UTF8String : "unknown error"));
+}
+
+// Compiled once for every kernel and combination of constants. Called on the stream's queue only, which runs one block
+// at a time.
+id<MTLComputePipelineState> pipeline_for(const std::string& name, const Constants& constants) {
+  static std::map<std::string, id<MTLComputePipelineState>> known;
+  static id<MTLLibrary> library = nil;
+  const std::string key =
+      name + std::string(reinterpret_cast<const char*>(constants.data()), sizeof(int32_t) * constants.size());
+  const auto found = known.find(key);
+  if (found != known.end()) return found->second;
+
+  id<MTLDevice> device = at::mps::MPSDevice::getInstance()->device();
+  NSError* error = nil;
+  if (!library) library = EMBEDDED_METALLIB_NAMESPACE::createLibrary(device, &error);
+  if (!library) fail("the library of shaders does not load", error);
+  MTLFunctionConstantValues* values = [[MTLFunctionConstantValues new] autorelease];
+  for (int i = 0; i < kNumConstants; ++i) {
+    const bool flag = constants[i] != 0;
+    if (i < kFirstInt) {
+      [values setConstantValue:&flag type:MTLDataTypeBool atIndex:i];
+    } else {
+      [values setConstantValue:&constants[i] type:MTLDataTypeInt atIndex:i];
+    }
+  }
+  id<MTLFunction> function = [[library newFunctionWithName:[NSString stringWithUTF8String:name.c_str()]
+                                            constantValues:values
+                                                     error:&error] autorelease];
+  if (!function) fail("no function " + name, error);
+  id<MTLComputePipelineState> pipeline = [device newComputePipelineStateWithFunction:function error:&error];
+  if (!pipeline) fail("no pipeline for " + name, error);
+  return known[key] = pipeline;
+}
+
+int64_t threads_of(id<MTLComputePipelineState> pipeline, const std::string& name, int64_t wanted, int64_t least) {
+  const int64_t limit = static_cast<int64_t>(pipeline.maxTotalThreadsPerThreadgroup) / kSimdWidth * kSimdWidth;
+  if (limit < least)
+    throw std::runtime_error("metal: " + name + ": expected a device with threadgroups of at least " +
+                             std::to_string(least) + " threads for it, got " + std::to_string(limit));
+  return pd_min(wanted, limit);
+}
+
+}  // namespace
+
+void encode(id<MTLComputeCommandEncoder> encoder, const std::string& name, const Call& call, MTLSize groups,
+            int64_t threads, int64_t least_threads) {
+  id<MTLComputePipelineState> pipeline = pipeline_for(name, call.constants);
+  threads = threads_of(pipeline, name, threads, least_threads);
+  [encoder setComputePipelineState:pipeline];
+  [encoder setBytes:&call.arguments length:sizeof(Arguments) atIndex:kArgumentsBuffer];
+  for (int i = 0; i < kNumBuffers; ++i) {
+    const Address<const void>& address = call.buffers[i];
+    // A cache without pages has no buffer and is never read, but it is an argument always.
+    if (address.buffer || i == kKeyCacheBuffer || i == kValueCacheBuffer) {
+      [encoder setBuffer:__builtin_bit_cast(id<MTLBuffer>, address.buffer) offset:address.offset atIndex:i];
+    }
+  }
+  [encoder dispatchThreadgroups:groups threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
+}
+
+}  // namespace paged_attn

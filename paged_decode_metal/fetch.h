@@ -1,0 +1,14 @@
+// Copies a table of lengths or pages to where the host can read it. Only for PAGED_ATTN_CHECK.
+#pragma once
+
+#include "device.h"
+
+namespace paged_attn {
+
+[[kernel]] void fetch(constant Arguments& a [[buffer(kArgumentsBuffer)]],
+                      const device int* table [[buffer(kTableBuffer)]], device int* copy [[buffer(kCopyBuffer)]],
+                      uint index [[thread_position_in_grid]]) {
+  if (index < a.total_words) copy[index] = table[index];
+}
+
+}  // namespace paged_attn
