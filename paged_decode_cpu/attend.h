@@ -20,17 +20,15 @@ namespace {
 
 constexpr int64_t kPackedBlock = 24;  // rows between which packed keys and values stay in L1
 
-// From this many rows per kv_head on, laying keys and values out costs less than it saves.
-constexpr int64_t kMinPackedRows = 12;
-
 // What the softmax of kLanes scores counts as in the pace of the fetch, in reads of a line by the products.
 constexpr int64_t kSoftmaxLines = 2;
 
 inline int64_t round_up(int64_t n, int64_t step) { return pd_ceil_div(n, step) * step; }
 
 // Two tiles of all heads, the current one and the next, stay well inside L2.
-inline int64_t tile_keys(const Problem& p, const Block& block) {
-  if (block.rows() >= kMinPackedRows) return block.heads() == 1 ? kMaxTile : kMaxTile / 2;
+template <class Ops>
+int64_t tile_keys(const Problem& p, const Block& block) {
+  if (block.rows() >= Ops::kMinPackedRows) return block.heads() == 1 ? kMaxTile : kMaxTile / 2;
   const int64_t slot_bytes = block.heads() * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
   const int64_t keys = (int64_t(128) << 10) / slot_bytes / 16 * 16;
   return pd_min(pd_max(keys, 16), kMaxTile);
@@ -76,9 +74,9 @@ struct Scratch {
   Scratch(const Problem& problem, const Block& block, char* base) {
     depth = round_up(problem.head_dim, Ops::kChunk);
     width = round_up(problem.head_dim_v, Ops::kChunk);
-    tile = tile_keys(problem, block);
+    tile = tile_keys<Ops>(problem, block);
     const int64_t rows = block.heads() * block.rows();
-    const bool packed = block.rows() >= kMinPackedRows;
+    const bool packed = block.rows() >= Ops::kMinPackedRows;
     bytes = 0;
     take(base, rows * depth, &q);
     take(base, problem.qv ? rows * width : 0, &qv);
@@ -160,11 +158,16 @@ void start_fetch(const Problem& p, const Block& block, const Scratch<Ops>& s, co
   list(next.k, c.k_stride_head, p.head_dim);
   list(next.v, c.v_stride_head, p.head_dim_v);
   // The pace at which both are done when this tile is.
-  const int64_t passes = rows >= kMinPackedRows ? 1 : pd_ceil_div(rows, kMaxDotRows);
-  const int64_t reads = heads * passes * tile.n * (s.depth + s.width) / Ops::kChunk;
-  const int64_t softmax = heads * rows * pd_ceil_div(tile.n, kLanes) * kSoftmaxLines;
+  int64_t units;
+  if (rows >= Ops::kMinPackedRows) {
+    const int64_t panels = pd_ceil_div(tile.n, kPanel) * s.depth + pd_ceil_div(s.width, kPanel) * tile.n;
+    units = heads * pd_ceil_div(rows, kPackedRows) * panels / Ops::kDepth;
+  } else {
+    units = heads * (pd_ceil_div(rows, kMaxDotRows) * tile.n * (s.depth + s.width) / Ops::kChunk +
+                     rows * pd_ceil_div(tile.n, kLanes) * kSoftmaxLines);
+  }
   const int64_t pieces = pd_ceil_div(bytes, Prefetcher::kPiece);
-  fetch.start(s.runs, runs - s.runs, static_cast<uint32_t>(pd_ceil_div(pieces << 16, reads + softmax)));
+  fetch.start(s.runs, runs - s.runs, static_cast<uint32_t>(pd_ceil_div(pieces << 16, units)));
 }
 
 // Reads the query rows of one kind (q, or qv), rotated where asked, into out[heads, rows, stride].
@@ -266,26 +269,25 @@ void dot_tile_values(int64_t rows, Args&&... args) {
 
 // The products of one tile, many rows: on keys and values that pack_tile laid out.
 template <class Ops>
-void pack_tile(const Problem& p, const Scratch<Ops>& s, const TileRows& tile, int64_t k_offset, int64_t v_offset,
-               Prefetcher& next) {
-  pack_keys<Ops>(tile.k, k_offset, tile.n, p.head_dim, s.depth / Ops::kDepth, s.keys, next);
-  pack_values<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.tile / Ops::kDepth, s.values, next);
-  if (p.qv) pack_keys<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.width / Ops::kDepth, s.value_keys, next);
+void pack_tile(const Problem& p, const Scratch<Ops>& s, const TileRows& tile, int64_t k_offset, int64_t v_offset) {
+  pack_keys<Ops>(tile.k, k_offset, tile.n, p.head_dim, s.depth / Ops::kDepth, s.keys);
+  pack_values<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.tile / Ops::kDepth, s.values);
+  if (p.qv) pack_keys<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.width / Ops::kDepth, s.value_keys);
 }
 
 // `from` is a multiple of kPanel.
 template <class Ops>
 void packed_tile_scores(const Scratch<Ops>& s, int64_t rows, const typename Ops::Elem* q, int64_t depth,
-                        const typename Ops::Elem* keys, int64_t from, int64_t n, const float* carry) {
+                        const typename Ops::Elem* keys, int64_t from, int64_t n, const float* carry, Prefetcher& next) {
   const int64_t steps = depth / Ops::kDepth;
-  matrix<Ops>(rows, q, depth, keys + from * depth, steps, steps, round_up(n, kLanes), s.scores, kMaxTile, carry);
+  matrix<Ops>(rows, q, depth, keys + from * depth, steps, steps, round_up(n, kLanes), s.scores, kMaxTile, carry, next);
 }
 
 template <class Ops>
-void packed_tile_values(const Scratch<Ops>& s, int64_t rows, int64_t from, int64_t n, float* acc) {
+void packed_tile_values(const Scratch<Ops>& s, int64_t rows, int64_t from, int64_t n, float* acc, Prefetcher& next) {
   const float one = 1.f;
   matrix<Ops>(rows, s.p, kMaxTile, s.values + from * kPanel, s.tile / Ops::kDepth, pd_ceil_div(n, Ops::kDepth), s.width,
-              acc, s.width, &one);
+              acc, s.width, &one, next);
 }
 
 // Rows of a kv_head that multiply together, and the keys of the tile that any of them sees.
@@ -309,7 +311,7 @@ Part part_of(const Scratch<Ops>& s, const TileRows& tile, int64_t first, int64_t
 // Turns the scores of the rows of one part, for kv_head h, into probabilities.
 template <class Ops>
 void softmax_part(const Problem& p, const Block& block, const Scratch<Ops>& s, const TileRows& tile, int64_t h,
-                  const Part& part, float* scores, typename Ops::Elem* probabilities, Prefetcher& next) {
+                  const Part& part, float* scores, typename Ops::Elem* probabilities) {
   const int64_t begin = tile.begin + part.from;
   for (int64_t r = part.first; r < part.first + part.count; ++r) {
     const int64_t i = h * block.rows() + r, kv_head = block.kv_head_begin + h;
@@ -318,7 +320,6 @@ void softmax_part(const Problem& p, const Block& block, const Scratch<Ops>& s, c
       score.slope =
           p.alibi_slopes[block.batch * p.alibi_stride_batch + kv_head * p.group + (block.row_begin + r) % p.group];
     const KvRange visible = {pd_max(s.visible[r].begin - begin, 0), pd_min(s.visible[r].end - begin, part.keys)};
-    next.advance(kSoftmaxLines * pd_ceil_div(part.keys, kLanes));
     softmax_row<Ops>(scores + (r - part.first) * kMaxTile, part.keys, visible, score,
                      probabilities + (r - part.first) * kMaxTile, &s.m[i], s.l + i * kLanes, s.acc + i * s.width,
                      s.width);
@@ -329,39 +330,48 @@ void softmax_part(const Problem& p, const Block& block, const Scratch<Ops>& s, c
 // head alone would wait for its own sums and exponentials at every step.
 template <class Ops>
 void attend_tile_dot(const Problem& p, const Block& block, const Scratch<Ops>& s, const TileRows& tile,
-                     Prefetcher& next) {
+                     const TileRows& next_tile, Prefetcher& next) {
   const Cache& c = p.cache;
   const int64_t rows = block.rows();
-  Part parts[kMinPackedRows];
+  Part parts[Ops::kMinPackedRows];
   int64_t num_parts = 0;
   for (int64_t first = 0, count; first < rows; first += count) {
     count = rows - first >= kMaxDotRows ? kMaxDotRows : rows - first >= 2 ? 2 : 1;
     parts[num_parts] = part_of(s, tile, first, count, kLanes);
     if (parts[num_parts].keys > 0) ++num_parts;
   }
-  const auto each = [&](int64_t head_stride, auto work) {
+  const auto each = [&](auto work) {
     for (int64_t h = 0; h < block.heads(); ++h)
-      for (int64_t i = 0; i < num_parts; ++i) {
-        next.ahead = i == num_parts - 1 && h < block.heads() - 1 ? head_stride * Ops::kBytes : 0;
-        work(h, parts[i], h * rows + parts[i].first);
-      }
+      for (int64_t i = 0; i < num_parts; ++i) work(h, parts[i], h * rows + parts[i].first);
   };
-  each(c.k_stride_head, [&](int64_t h, const Part& part, int64_t row) {
-    const int64_t kv_head = block.kv_head_begin + h;
-    dot_tile_scores<Ops>(part.count, s.q + row * s.depth, s.depth, tile.k + part.from,
-                         kv_head * c.k_stride_head * Ops::kBytes, part.keys, p.head_dim, s.scores + row * kMaxTile,
-                         nullptr, next);
+  const auto k_offset = [&](int64_t h) { return (block.kv_head_begin + h) * c.k_stride_head * Ops::kBytes; };
+  const auto v_offset = [&](int64_t h) { return (block.kv_head_begin + h) * c.v_stride_head * Ops::kBytes; };
+  // What is read after the keys of head h, or after its values: they are asked for again with the last part.
+  const auto ask_again = [&](const Part& part, const char* const* rows, int64_t offset) {
+    next.again = rows && part.first == parts[num_parts - 1].first ? rows + part.from : nullptr;
+    next.again_offset = offset;
+  };
+  each([&](int64_t h, const Part& part, int64_t row) {
+    const bool last = h == block.heads() - 1;
+    ask_again(part, last ? tile.v : tile.k, last ? v_offset(0) : k_offset(h + 1));
+    dot_tile_scores<Ops>(part.count, s.q + row * s.depth, s.depth, tile.k + part.from, k_offset(h), part.keys,
+                         p.head_dim, s.scores + row * kMaxTile, nullptr, next);
     if (s.scales[h].with_qv)
-      dot_tile_scores<Ops>(part.count, s.qv + row * s.width, s.width, tile.v + part.from,
-                           kv_head * c.v_stride_head * Ops::kBytes, part.keys, p.head_dim_v, s.scores + row * kMaxTile,
-                           &s.scales[h].qv_carry, next);
+      dot_tile_scores<Ops>(part.count, s.qv + row * s.width, s.width, tile.v + part.from, v_offset(h), part.keys,
+                           p.head_dim_v, s.scores + row * kMaxTile, &s.scales[h].qv_carry, next);
   });
-  each(0, [&](int64_t h, const Part& part, int64_t row) {
-    softmax_part(p, block, s, tile, h, part, s.scores + row * kMaxTile, s.p + row * kMaxTile, next);
+  each([&](int64_t h, const Part& part, int64_t row) {
+    next.advance(kSoftmaxLines * part.count * pd_ceil_div(part.keys, kLanes));
+    softmax_part(p, block, s, tile, h, part, s.scores + row * kMaxTile, s.p + row * kMaxTile);
   });
-  each(c.v_stride_head, [&](int64_t h, const Part& part, int64_t row) {
-    dot_tile_values<Ops>(part.count, s.p + row * kMaxTile, tile.v + part.from,
-                         (block.kv_head_begin + h) * c.v_stride_head * Ops::kBytes, part.keys, p.head_dim_v,
+  each([&](int64_t h, const Part& part, int64_t row) {
+    const bool last = h == block.heads() - 1;
+    ask_again(part,
+              !last                   ? tile.v
+              : next_tile.n == tile.n ? next_tile.k
+                                      : nullptr,
+              last ? k_offset(0) : v_offset(h + 1));
+    dot_tile_values<Ops>(part.count, s.p + row * kMaxTile, tile.v + part.from, v_offset(h), part.keys, p.head_dim_v,
                          s.acc + row * s.width, s.width, next);
   });
 }
@@ -372,17 +382,17 @@ void attend_tile_packed(const Problem& p, const Block& block, const Scratch<Ops>
                         Prefetcher& next) {
   const Cache& c = p.cache;
   const int64_t kv_head = block.kv_head_begin + h, rows = block.rows();
-  pack_tile(p, s, tile, kv_head * c.k_stride_head * Ops::kBytes, kv_head * c.v_stride_head * Ops::kBytes, next);
+  pack_tile(p, s, tile, kv_head * c.k_stride_head * Ops::kBytes, kv_head * c.v_stride_head * Ops::kBytes);
   for (int64_t first = 0; first < rows; first += kPackedBlock) {
     const Part part = part_of(s, tile, first, pd_min(rows - first, kPackedBlock), kPanel);
     if (part.keys == 0) continue;
     const int64_t row = h * rows + first;
-    packed_tile_scores<Ops>(s, part.count, s.q + row * s.depth, s.depth, s.keys, part.from, part.keys, nullptr);
+    packed_tile_scores<Ops>(s, part.count, s.q + row * s.depth, s.depth, s.keys, part.from, part.keys, nullptr, next);
     if (s.scales[h].with_qv)
       packed_tile_scores<Ops>(s, part.count, s.qv + row * s.width, s.width, s.value_keys, part.from, part.keys,
-                              &s.scales[h].qv_carry);
-    softmax_part(p, block, s, tile, h, part, s.scores, s.p, next);
-    packed_tile_values<Ops>(s, part.count, part.from, part.keys, s.acc + row * s.width);
+                              &s.scales[h].qv_carry, next);
+    softmax_part(p, block, s, tile, h, part, s.scores, s.p);
+    packed_tile_values<Ops>(s, part.count, part.from, part.keys, s.acc + row * s.width, next);
   }
 }
 
@@ -418,8 +428,8 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
   while (tile->n > 0) {
     next->locate(p.cache, block.batch, tile->begin + tile->n, keys.end, s.tile);
     start_fetch<Ops>(p, block, s, *tile, *next, fetch);
-    if (rows < kMinPackedRows) {
-      attend_tile_dot<Ops>(p, block, s, *tile, fetch);
+    if (rows < Ops::kMinPackedRows) {
+      attend_tile_dot<Ops>(p, block, s, *tile, *next, fetch);
     } else {
       for (int64_t h = 0; h < block.heads(); ++h) attend_tile_packed<Ops>(p, block, s, *tile, h, fetch);
     }

@@ -30,19 +30,20 @@ struct Run {
 
 // Fetches the next tile while this one is worked on, piece by piece at an even pace: a pause would leave
 // memory idle, and in a burst the processor drops what its queue of misses cannot take. It drops some
-// anyway, so every line is asked for again shortly before its turn, while the head before is worked on.
+// anyway, so every line is asked for again shortly before its turn.
 struct Prefetcher {
   static constexpr int kPiece = 256;  // bytes
   const char *at, *end;               // of the run at hand
   const Run *next, *last;
-  uint32_t pace, due;  // in 2^-16 pieces; pace is per line that the products read
-  int64_t ahead;       // distance from a row of this head to that of the next head, 0 at the last one
+  uint32_t pace, due;        // in 2^-16 pieces; pace is per line that the products read
+  const char* const* again;  // rows to ask for again: those that are read after the ones at hand; or null
+  int64_t again_offset;
 
   void start(const Run* runs, int64_t n, uint32_t pieces_per_line) {
     at = end = nullptr;
     next = runs;
     last = runs + n;
-    ahead = 0;
+    again = nullptr;
     due = 0;
     pace = pieces_per_line;
   }
@@ -64,15 +65,15 @@ struct Prefetcher {
       at += kPiece;
     }
   }
-};
 
-// Asks for what the next head reads of these rows.
-template <int kRows>
-[[gnu::always_inline]] inline void fetch_again(const char* const* rows, int64_t offset, int64_t bytes) {
-  for (int64_t b = 0; b < bytes; b += 64)
+  template <int kRows>
+  [[gnu::always_inline]] void ask_again(int64_t j, int64_t column, int64_t bytes) {
+    if (!again) return;
+    for (int64_t b = column; b < column + bytes; b += 64)
 #pragma GCC unroll 16
-    for (int c = 0; c < kRows; ++c) __builtin_prefetch(rows[c] + offset + b, 0, 2);
-}
+      for (int c = 0; c < kRows; ++c) __builtin_prefetch(again[j + c] + again_offset + b, 0, 2);
+  }
+};
 
 template <class Ops>
 struct ValueRegs {
@@ -120,7 +121,7 @@ void dot_scores(const typename Ops::Elem* q, int64_t q_stride, const char* const
     f32v sums[kRows];
     for (int part = 0; part < kRows; ++part) {
       next.advance(kKeys * chunks);
-      if (next.ahead) fetch_again<kKeys>(k + j + part * kKeys, offset + next.ahead, depth * Ops::kBytes);
+      next.ask_again<kKeys>(j + part * kKeys, 0, depth * Ops::kBytes);
       f32v acc[kLanes];
       for (f32v& a : acc) a = f32v{};
       dot_keys<Ops, kRows, kKeys>(q, q_stride, k + j + part * kKeys, offset, depth, acc);
@@ -135,11 +136,11 @@ void dot_scores(const typename Ops::Elem* q, int64_t q_stride, const char* const
   }
 }
 
-// acc[row] += sum over keys of p[row][key] * value[key], for one block of kBlock chunks of elements.
-// Rows of p are kMaxTile apart.
+// acc[row] += sum over keys of p[row][key] * value[key], for the kBlock chunks of elements that
+// begin `column` bytes into a row. Rows of p are kMaxTile apart.
 template <class Ops, int kRows, int kBlock>
-inline void dot_values_block(const typename Ops::Elem* p, const char* const* v, int64_t offset, int64_t n, float* acc,
-                             int64_t acc_stride, Prefetcher& next) {
+inline void dot_values_block(const typename Ops::Elem* p, const char* const* v, int64_t offset, int64_t column,
+                             int64_t n, float* acc, int64_t acc_stride, Prefetcher& next) {
   constexpr int kChunkRegs = ValueRegs<Ops>::kChunk, kRegs = kBlock * kChunkRegs;
   f32v sum[kRows][kRegs];
 #pragma GCC unroll 8
@@ -148,11 +149,11 @@ inline void dot_values_block(const typename Ops::Elem* p, const char* const* v, 
     for (int i = 0; i < kRegs; ++i) sum[r][i] = load<DType::kFloat32>(acc + r * acc_stride + i * kLanes);
   for (int64_t j = 0; j < n; j += Ops::kDepth) {
     next.advance(kBlock * Ops::kDepth);
-    if (next.ahead) fetch_again<Ops::kDepth>(v + j, offset + next.ahead, kBlock * Ops::kChunk * Ops::kBytes);
+    next.ask_again<Ops::kDepth>(j, column, kBlock * Ops::kChunk * Ops::kBytes);
     typename Ops::Reg value[kRegs];
 #pragma GCC unroll 8
     for (int b = 0; b < kBlock; ++b)
-      Ops::load_values(v + j, offset + b * Ops::kChunk * Ops::kBytes, value + b * kChunkRegs);
+      Ops::load_values(v + j, offset + column + b * Ops::kChunk * Ops::kBytes, value + b * kChunkRegs);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       typename Ops::Reg weight = Ops::broadcast(p + r * kMaxTile + j);
@@ -173,9 +174,9 @@ void dot_values(const typename Ops::Elem* p, const char* const* v, int64_t offse
   constexpr int kBlock = value_chunks(kRows, kChunkRegs);
   int64_t d = 0;
   for (; d + kBlock * Ops::kChunk <= width; d += kBlock * Ops::kChunk)
-    dot_values_block<Ops, kRows, kBlock>(p, v, offset + d * Ops::kBytes, n, acc + d, acc_stride, next);
+    dot_values_block<Ops, kRows, kBlock>(p, v, offset, d * Ops::kBytes, n, acc + d, acc_stride, next);
   for (; d + Ops::kChunk <= width; d += Ops::kChunk)
-    dot_values_block<Ops, kRows, 1>(p, v, offset + d * Ops::kBytes, n, acc + d, acc_stride, next);
+    dot_values_block<Ops, kRows, 1>(p, v, offset, d * Ops::kBytes, n, acc + d, acc_stride, next);
   if (d < width) {
     for (int64_t j = 0; j < n; j += Ops::kDepth) {
       typename Ops::Reg value[kChunkRegs];
@@ -196,12 +197,11 @@ void dot_values(const typename Ops::Elem* p, const char* const* v, int64_t offse
 // Panels of keys, steps = depth / kDepth: the transpose of n cache rows. k[] must hold valid rows up
 // to the next multiple of kLanes; depth is filled with 0 to a multiple of kChunk.
 template <class Ops>
-void pack_keys(const char* const* k, int64_t offset, int64_t n, int64_t depth, int64_t steps, typename Ops::Elem* keys,
-               Prefetcher& next) {
+void pack_keys(const char* const* k, int64_t offset, int64_t n, int64_t depth, int64_t steps,
+               typename Ops::Elem* keys) {
   for (int64_t j = 0; j < n; j += kLanes) {
     typename Ops::Elem* panel = keys + (j / kPanel * steps * kPanel + j % kPanel) * Ops::kDepth;
     for (int64_t d = 0; d < depth; d += Ops::kChunk) {
-      next.advance(kLanes);
       f32v block[Ops::kRegs][kLanes];
       for (int c = 0; c < kLanes; ++c) {
         typename Ops::Reg key[Ops::kRegs];
@@ -226,11 +226,10 @@ void pack_keys(const char* const* k, int64_t offset, int64_t n, int64_t depth, i
 // hold valid rows up to the next multiple of kDepth.
 template <class Ops>
 void pack_values(const char* const* v, int64_t offset, int64_t n, int64_t width, int64_t steps,
-                 typename Ops::Elem* values, Prefetcher& next) {
+                 typename Ops::Elem* values) {
   constexpr int kChunkRegs = ValueRegs<Ops>::kChunk;
   for (int64_t j = 0; j < n; j += Ops::kDepth)
     for (int64_t d = 0; d < width; d += Ops::kChunk) {
-      next.advance(Ops::kDepth);
       typename Ops::Reg value[kChunkRegs];
       if (d + Ops::kChunk <= width) {
         Ops::load_values(v + j, offset + d * Ops::kBytes, value);
@@ -249,13 +248,14 @@ void pack_values(const char* const* v, int64_t offset, int64_t n, int64_t width,
 // or a part of it; `a` is read kDepth elements at a time.
 template <class Ops, int kRows, int kRegs>
 inline void matrix_step(const typename Ops::Elem* a, int64_t a_stride, const typename Ops::Elem* b, int64_t steps,
-                        float* c, int64_t c_stride, const float* carry) {
+                        float* c, int64_t c_stride, const float* carry, Prefetcher& next) {
   f32v sum[kRows][kRegs];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
     for (int i = 0; i < kRegs; ++i) sum[r][i] = f32v{};
   for (int64_t s = 0; s < steps; ++s) {
+    next.advance(1);
     typename Ops::Reg right[kRegs];
 #pragma GCC unroll 8
     for (int i = 0; i < kRegs; ++i) right[i] = Ops::load_elems(b + (s * kPanel + i * kLanes) * Ops::kDepth);
@@ -278,16 +278,17 @@ inline void matrix_step(const typename Ops::Elem* a, int64_t a_stride, const typ
 // kRows rows and one panel, or the first `columns` of it.
 template <class Ops, int kRows>
 void matrix_rows(const typename Ops::Elem* a, int64_t a_stride, const typename Ops::Elem* panel, int64_t steps,
-                 int64_t columns, float* c, int64_t c_stride, const float* carry) {
-  if (columns >= kPanel) return matrix_step<Ops, kRows, kPackedRegs>(a, a_stride, panel, steps, c, c_stride, carry);
+                 int64_t columns, float* c, int64_t c_stride, const float* carry, Prefetcher& next) {
+  if (columns >= kPanel)
+    return matrix_step<Ops, kRows, kPackedRegs>(a, a_stride, panel, steps, c, c_stride, carry, next);
   for (int64_t part = 0; part < columns; part += kLanes)
-    matrix_step<Ops, kRows, 1>(a, a_stride, panel + part * Ops::kDepth, steps, c + part, c_stride, carry);
+    matrix_step<Ops, kRows, 1>(a, a_stride, panel + part * Ops::kDepth, steps, c + part, c_stride, carry, next);
 }
 
 template <class Ops>
 struct MatrixRows {
   using Function = void (*)(const typename Ops::Elem*, int64_t, const typename Ops::Elem*, int64_t, int64_t, float*,
-                            int64_t, const float*);
+                            int64_t, const float*, Prefetcher&);
   static constexpr Function kTable[kPackedRows] = {matrix_rows<Ops, 1>, matrix_rows<Ops, 2>, matrix_rows<Ops, 3>,
                                                    matrix_rows<Ops, 4>, matrix_rows<Ops, 5>, matrix_rows<Ops, 6>};
 };
@@ -296,14 +297,15 @@ struct MatrixRows {
 // count. Columns is a multiple of kLanes.
 template <class Ops>
 void matrix(int64_t rows, const typename Ops::Elem* a, int64_t a_stride, const typename Ops::Elem* b,
-            int64_t panel_steps, int64_t steps, int64_t columns, float* c, int64_t c_stride, const float* carry) {
+            int64_t panel_steps, int64_t steps, int64_t columns, float* c, int64_t c_stride, const float* carry,
+            Prefetcher& next) {
   const auto* const by_rows = MatrixRows<Ops>::kTable;
   for (int64_t column = 0; column < columns; column += kPanel)
     for (int64_t done = 0, left = rows; left > 0;) {
       // Steps of almost equal height: a last one of a single row would wait for its own sums.
       const int64_t count = pd_ceil_div(left, pd_ceil_div(left, kPackedRows));
       by_rows[count - 1](a + done * a_stride, a_stride, b + column * panel_steps * Ops::kDepth, steps, columns - column,
-                         c + done * c_stride + column, c_stride, carry);
+                         c + done * c_stride + column, c_stride, carry, next);
       done += count;
       left -= count;
     }
