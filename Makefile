@@ -1,25 +1,31 @@
-# make build   environment in .venv, extension in build/<variant>
+# make build   environment in .venv, extension in build/<variant>; for CUDA where nvcc and a GPU are, else for the CPU
 # make run     generation through transformers, against sdpa
 # make test    the tests; PYTEST="-k name" picks some
 # PYTHON=      the interpreter that makes the environment (3.10 or later)
 # VENV=        another place for the environment
 # CXX=         the C++ compiler
+# BACKEND=     cpu or cuda
 
 PYTHON ?= python3
 VENV ?= .venv
 SANITIZE ?= address,undefined
 
+BACKEND ?= $(shell nvcc --version >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+BACKEND := $(BACKEND)
+
 STAMP := $(VENV)/.requirements
 BIN := $(VENV)/bin
-BUILD := $(BIN)/python tools/local_build.py --cxx $(CXX)
+BUILD := $(BIN)/python tools/local_build.py --cxx $(CXX) --backend
 CXX_SOURCES = $(wildcard torch-ext/*.cpp torch-ext/*.h paged_decode_*/*.cpp paged_decode_*/*.h)
 
 # kernels.get_kernel takes this directory for the name. It names the variant itself: a torch with CUDA would otherwise
 # look for a CUDA variant, with or without a GPU.
-VARIANT := torch-stable-abi211-cpu-$(shell uname -m)-linux
-export LOCAL_KERNELS ?= org/paged-attn=$(CURDIR)/build/$(VARIANT)
+cuda = cu$(shell nvcc --version | sed -n 's/.*release \([0-9]*\)\.\([0-9]*\).*/\1\2/p')
+variant = torch-stable-abi211-$(1)-$(shell uname -m)-linux
+export LOCAL_KERNELS ?= org/paged-attn=$(CURDIR)/build/$(call variant,$(if $(filter cuda,$(BACKEND)),$(cuda),cpu))
+export PAGED_ATTN_TEST_DEVICE ?= $(BACKEND)
 
-.PHONY: build run test test-sanitize lint format bench clean
+.PHONY: build compile-cuda run test test-sanitize lint format bench clean
 .DEFAULT_GOAL := build
 
 $(STAMP): requirements.txt
@@ -29,7 +35,11 @@ $(STAMP): requirements.txt
 	@touch $@
 
 build: $(STAMP)
-	$(BUILD)
+	$(BUILD) $(BACKEND)
+
+# Needs nvcc, but no GPU. ptxas fails where a kernel spills; the tests look at the files of every variant in build/.
+compile-cuda: $(STAMP)
+	@if nvcc --version >/dev/null 2>&1; then $(BUILD) cuda; else echo "SKIPPED: the CUDA backend, for want of nvcc"; fi
 
 run: build
 	$(BIN)/python examples/generate.py
@@ -41,8 +51,8 @@ test: build
 # runtime looks up its exception functions at start. Python's own leaks are not of interest.
 runtime = $(shell $(CXX) -print-file-name=$(1))
 test-sanitize: $(STAMP)
-	$(BUILD) --sanitize $(SANITIZE)
-	LOCAL_KERNELS=org/paged-attn=$(CURDIR)/build-sanitize/$(VARIANT) \
+	$(BUILD) cpu --sanitize $(SANITIZE)
+	LOCAL_KERNELS=org/paged-attn=$(CURDIR)/build-sanitize/$(call variant,cpu) PAGED_ATTN_TEST_DEVICE=cpu \
 	LD_PRELOAD="$(call runtime,libasan.so) $(call runtime,libubsan.so) $(call runtime,libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	$(BIN)/python -m pytest tests -m sanitize $(PYTEST)
@@ -58,7 +68,7 @@ format: $(STAMP)
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
 bench: build
-	$(BIN)/python benchmarks/compare_cpu.py
+	$(BIN)/python benchmarks/compare_$(BACKEND).py
 
 clean:
 	rm -rf build build-sanitize

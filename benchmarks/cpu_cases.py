@@ -1,4 +1,4 @@
-"""The cases of compare_cpu.py, and their seeded inputs."""
+"""The cases of compare_cpu.py, and seeded inputs for them and for compare_cuda.py."""
 
 import dataclasses
 import math
@@ -104,29 +104,30 @@ class Inputs:
     repeat with a prime period that no page or row shares.
     """
 
-    def __init__(self, case):
-        self.case = case
-        generator = torch.Generator().manual_seed(1234)
-        pool = torch.randn(4194301, generator=generator)
+    def __init__(self, case, copies=None, device="cpu"):
+        self.case, self.copies, self.device = case, copies or case.copies, device
+        generator = torch.Generator(device).manual_seed(1234)
+        random = {"generator": generator, "device": device}
+        pool = torch.randn(4194301, **random)
         if case.cache_dtype:  # whatever dtype a provider is given them in, all hold the same values
             pool = pool.to(DTYPES[case.cache_dtype]).float()
         pages = [-(-n // case.page_size) for n in case.kv_lens]
-        num_pages = sum(pages) * case.copies + SPARE_PAGES
+        num_pages = sum(pages) * self.copies + SPARE_PAGES
         shape = (num_pages, case.page_size, case.kv_heads, case.head_dim)
         dtype = DTYPES[case.dtype]
         self.k_cache = tiled(pool, shape, DTYPES[case.cache_dtype or case.dtype])
         self.v_cache = tiled(pool.flip(0), shape, self.k_cache.dtype)
-        order = torch.randperm(num_pages, generator=generator, dtype=torch.int32)
+        order = torch.randperm(num_pages, dtype=torch.int32, **random)
         self.tables = []
-        for r in range(case.copies):
-            table = torch.zeros(case.batch, max(pages), dtype=torch.int32)
+        for r in range(self.copies):
+            table = torch.zeros(case.batch, max(pages), dtype=torch.int32, device=device)
             for b, n in enumerate(pages):
                 first = r * sum(pages) + sum(pages[:b])
                 table[b, :n] = order[first : first + n]
             self.tables.append(table)
-        self.kv_lens = torch.tensor(case.kv_lens, dtype=torch.int32)
-        rows = (case.copies, case.batch, case.q_len)
-        self.q = (2 * torch.randn(*rows, case.q_heads, case.head_dim, generator=generator)).to(dtype)
+        self.kv_lens = torch.tensor(case.kv_lens, dtype=torch.int32, device=device)
+        rows = (self.copies, case.batch, case.q_len)
+        self.q = (2 * torch.randn(*rows, case.q_heads, case.head_dim, **random)).to(dtype)
         self.k_new = self.v_new = None
         if case.kind == "write":
             self.k_new = tiled(pool[7:], (*rows, case.kv_heads, case.head_dim), dtype)
@@ -136,7 +137,7 @@ class Inputs:
         """The slot (page * page_size + offset) of each token of request b, in this or in another page table."""
         page_size = page_size or self.case.page_size
         table = self.tables[r][b] if table is None else table
-        position = torch.arange(self.case.kv_lens[b])
+        position = torch.arange(self.case.kv_lens[b], device=self.device)
         return table[position // page_size].long() * page_size + position % page_size
 
     def tokens(self, cache, r, b):
@@ -164,19 +165,19 @@ class Inputs:
         case = self.case
         if case.kind == "write":
             return torch.stack([self.k_new[0], self.v_new[0]]).float().flatten(1, 2)
-        out = torch.empty(case.batch, case.q_len, case.q_heads, case.head_dim)
+        out = torch.empty(case.batch, case.q_len, case.q_heads, case.head_dim, device=self.device)
         for b, n in enumerate(case.kv_lens):
             k, v = (self.tokens(cache, 0, b).float().permute(1, 0, 2) for cache in (self.k_cache, self.v_cache))
             k, v = (t.repeat_interleave(case.group, 0) for t in (k, v))
             scores = self.q[0, b].float().transpose(0, 1) @ k.transpose(1, 2) * case.scale
-            hidden = torch.ones(case.q_len, n, dtype=torch.bool).triu(n - case.q_len + 1)
+            hidden = torch.ones(case.q_len, n, dtype=torch.bool, device=self.device).triu(n - case.q_len + 1)
             out[b] = (scores.masked_fill_(hidden, -math.inf).softmax(-1) @ v).transpose(0, 1)
         return out
 
 
 def tiled(pool, shape, dtype):
     n = math.prod(shape)
-    out = torch.empty(n, dtype=dtype)
+    out = torch.empty(n, dtype=dtype, device=pool.device)
     for first in range(0, n, pool.numel()):
         out[first : first + pool.numel()] = pool[: n - first].to(dtype)
     return out.view(shape)

@@ -47,6 +47,10 @@ FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcac
 PAGE_SIZE = 32
 MAX_BATCH_TOKENS = 512
 WARMUP_TOKENS = 3
+# sdpa stays sdpa. transformers 5.17 never switched, and has another name for the size of a page.
+BATCHING = {"page_size": PAGE_SIZE, "auto_switch_to_flash": False}
+if not hasattr(ContinuousBatchingConfig, "page_size"):
+    BATCHING = {"block_size": PAGE_SIZE}
 
 
 def parse_args() -> argparse.Namespace:
@@ -247,10 +251,9 @@ def run_continuous(label, model, probe, attention, prompts, args, **options) -> 
 
     def batch(max_new_tokens, progress_bar, **options):
         config = ContinuousBatchingConfig(
-            page_size=PAGE_SIZE,
             num_blocks=pages + 8,
             max_batch_tokens=MAX_BATCH_TOKENS,
-            auto_switch_to_flash=False,  # sdpa stays sdpa
+            **BATCHING,
             **options,
         )
         generation = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=max_new_tokens)
@@ -422,6 +425,8 @@ def report_errors(probe: Probe) -> list[str]:
 def main() -> None:
     args = parse_args()
     transformers.logging.set_verbosity_error()
+    # cuDNN's attention makes a plan for every new length: sdpa would be nine times slower in continuous batching.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     os.environ.setdefault("LOCAL_KERNELS", f"{KERNEL}={ROOT}")
     device = torch.device(args.device)
     kernel = kernels.get_kernel(KERNEL, version=1, trust_remote_code=True)

@@ -18,19 +18,19 @@
 namespace paged_attn {
 namespace {
 
-constexpr int64_t kMaxTile = 128;     // keys
 constexpr int64_t kPackedBlock = 24;  // rows between which packed keys and values stay in L1
 
-// From this many rows per kv_head on, laying keys and values out costs less than it saves.
-constexpr int64_t kMinPackedRows = 12;
+// What the softmax of kLanes scores counts as in the pace of the fetch, in reads of a line by the products.
+constexpr int64_t kSoftmaxLines = 2;
 
 inline int64_t round_up(int64_t n, int64_t step) { return pd_ceil_div(n, step) * step; }
 
 // Two tiles of all heads, the current one and the next, stay well inside L2.
-inline int64_t tile_keys(const Problem& p, const Block& block) {
-  if (block.rows() >= kMinPackedRows) return block.heads() == 1 ? kMaxTile : kMaxTile / 2;
+template <class Ops>
+int64_t tile_keys(const Problem& p, const Block& block) {
+  if (block.rows() >= Ops::kMinPackedRows) return block.heads() == 1 ? kMaxTile : kMaxTile / 2;
   const int64_t slot_bytes = block.heads() * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
-  const int64_t keys = (int64_t(64) << 10) / slot_bytes / 16 * 16;
+  const int64_t keys = (int64_t(128) << 10) / slot_bytes / 16 * 16;
   return pd_min(pd_max(keys, 16), kMaxTile);
 }
 
@@ -60,10 +60,11 @@ struct Scratch {
   int64_t tile;
   Elem *q, *qv;             // [heads, rows, depth], [heads, rows, width]
   float *acc, *m, *l;       // [heads, rows, width], [heads, rows], [heads, rows, kLanes] (its sum counts)
-  float* scores;            // [kPackedBlock, tile]
-  Elem* p;                  // [kPackedBlock, tile]
+  float* scores;            // [rows that multiply together, kMaxTile]
+  Elem* p;                  // the same
   Elem *keys, *value_keys;  // panels of [depth, tile], and of [width, tile] for qv
   Elem* values;             // panels of [tile, width]
+  Run* runs;                // of the next tile
   KvRange* visible;         // [rows]
   float* q_pos;             // [rows]
   HeadScale* scales;        // [heads]
@@ -73,17 +74,19 @@ struct Scratch {
   Scratch(const Problem& problem, const Block& block, char* base) {
     depth = round_up(problem.head_dim, Ops::kChunk);
     width = round_up(problem.head_dim_v, Ops::kChunk);
-    tile = tile_keys(problem, block);
+    tile = tile_keys<Ops>(problem, block);
     const int64_t rows = block.heads() * block.rows();
-    const bool packed = block.rows() >= kMinPackedRows;
+    const bool packed = block.rows() >= Ops::kMinPackedRows;
     bytes = 0;
     take(base, rows * depth, &q);
     take(base, problem.qv ? rows * width : 0, &qv);
     take(base, rows * width, &acc);
     take(base, rows, &m);
     take(base, rows * kLanes, &l);
-    take(base, kPackedBlock * tile, &scores);
-    take(base, kPackedBlock * tile, &p);
+    const int64_t at_once = packed ? kPackedBlock : rows;
+    take(base, at_once * kMaxTile, &scores);
+    take(base, at_once * kMaxTile, &p);
+    take(base, 2 * tile * block.heads(), &runs);
     take(base, packed ? depth * tile : 0, &keys);
     take(base, packed && problem.qv ? width * tile : 0, &value_keys);
     take(base, packed ? round_up(width, kPanel) * tile : 0, &values);
@@ -130,21 +133,42 @@ struct TileRows {
   }
 };
 
-// What to fetch of the next tile, keys and values apart. Where the heads of a slot lie side by side
-// whole slots are fetched in the order of memory, else the rows of the head at hand.
-struct NextTile {
-  Prefetcher k, v;
-
-  void start(const Problem& p, const Block& block, const TileRows& next, int64_t h) {
-    const Cache& c = p.cache;
-    const int64_t bytes = dtype_bytes(c.dtype);
-    const bool together = c.k_stride_head == p.head_dim && c.v_stride_head == p.head_dim_v;
-    if (together && h > 0) return;
-    const int64_t heads = together ? block.heads() : 1;
-    k.start(next.k, next.n, (block.kv_head_begin + h) * c.k_stride_head * bytes, heads * p.head_dim * bytes);
-    v.start(next.v, next.n, (block.kv_head_begin + h) * c.v_stride_head * bytes, heads * p.head_dim_v * bytes);
+// Starts to fetch the next tile, keys first. Where the heads of a slot lie side by side whole slots
+// are fetched in the order of memory, else the rows of one head after the other.
+template <class Ops>
+void start_fetch(const Problem& p, const Block& block, const Scratch<Ops>& s, const TileRows& tile,
+                 const TileRows& next, Prefetcher& fetch) {
+  const Cache& c = p.cache;
+  const int64_t heads = block.heads(), rows = block.rows();
+  Run* runs = s.runs;
+  int64_t bytes = 0;
+  const auto list = [&](const char* const* row, int64_t head_stride, int64_t width) {
+    const bool together = head_stride == width;
+    const int64_t row_bytes = (together ? heads : 1) * width * Ops::kBytes;
+    for (int64_t h = 0; h < (together ? 1 : heads); ++h) {
+      const int64_t offset = (block.kv_head_begin + h) * head_stride * Ops::kBytes;
+      for (int64_t j = 0; j < next.n; ++runs) {
+        runs->begin = runs->end = row[j] + offset;
+        do runs->end += row_bytes;
+        while (++j < next.n && row[j] + offset == runs->end);
+        bytes += runs->end - runs->begin;
+      }
+    }
+  };
+  list(next.k, c.k_stride_head, p.head_dim);
+  list(next.v, c.v_stride_head, p.head_dim_v);
+  // The pace at which both are done when this tile is.
+  int64_t units;
+  if (rows >= Ops::kMinPackedRows) {
+    const int64_t panels = pd_ceil_div(tile.n, kPanel) * s.depth + pd_ceil_div(s.width, kPanel) * tile.n;
+    units = heads * pd_ceil_div(rows, kPackedRows) * panels / Ops::kDepth;
+  } else {
+    units = heads * (pd_ceil_div(rows, kMaxDotRows) * tile.n * (s.depth + s.width) / Ops::kChunk +
+                     rows * pd_ceil_div(tile.n, kLanes) * kSoftmaxLines);
   }
-};
+  const int64_t pieces = pd_ceil_div(bytes, Prefetcher::kPiece);
+  fetch.start(s.runs, runs - s.runs, static_cast<uint32_t>(pd_ceil_div(pieces << 16, units)));
+}
 
 // Reads the query rows of one kind (q, or qv), rotated where asked, into out[heads, rows, stride].
 template <class Ops>
@@ -229,110 +253,146 @@ inline void finish_row(const Problem& p, const Request& request, int64_t b, int6
 }
 
 // The products of one tile, few rows: 4, 2 or 1 at a time, on the cache rows in place.
-template <class Ops>
-void dot_tile_scores(const Scratch<Ops>& s, int64_t rows, const typename Ops::Elem* q, int64_t q_stride,
-                     const char* const* k, int64_t offset, int64_t n, int64_t depth, const float* carry,
-                     Prefetcher& next) {
-  if (rows == 4) {
-    dot_scores<Ops, 4>(q, q_stride, k, offset, n, depth, s.scores, s.tile, carry, next);
-  } else if (rows == 2) {
-    dot_scores<Ops, 2>(q, q_stride, k, offset, n, depth, s.scores, s.tile, carry, next);
-  } else {
-    dot_scores<Ops, 1>(q, q_stride, k, offset, n, depth, s.scores, s.tile, carry, next);
-  }
+template <class Ops, class... Args>
+void dot_tile_scores(int64_t rows, Args&&... args) {
+  if (rows == 4) return dot_scores<Ops, 4>(args...);
+  if (rows == 2) return dot_scores<Ops, 2>(args...);
+  dot_scores<Ops, 1>(args...);
 }
 
-template <class Ops>
-void dot_tile_values(const Scratch<Ops>& s, int64_t rows, const char* const* v, int64_t offset, int64_t n,
-                     int64_t head_dim_v, float* acc, Prefetcher& next) {
-  if (rows == 4) {
-    dot_values<Ops, 4>(s.p, s.tile, v, offset, n, head_dim_v, acc, s.width, next);
-  } else if (rows == 2) {
-    dot_values<Ops, 2>(s.p, s.tile, v, offset, n, head_dim_v, acc, s.width, next);
-  } else {
-    dot_values<Ops, 1>(s.p, s.tile, v, offset, n, head_dim_v, acc, s.width, next);
-  }
+template <class Ops, class... Args>
+void dot_tile_values(int64_t rows, Args&&... args) {
+  if (rows == 4) return dot_values<Ops, 4>(args...);
+  if (rows == 2) return dot_values<Ops, 2>(args...);
+  dot_values<Ops, 1>(args...);
 }
 
 // The products of one tile, many rows: on keys and values that pack_tile laid out.
 template <class Ops>
-void pack_tile(const Problem& p, const Scratch<Ops>& s, const TileRows& tile, int64_t k_offset, int64_t v_offset,
-               NextTile& next) {
-  pack_keys<Ops>(tile.k, k_offset, tile.n, p.head_dim, s.depth / Ops::kDepth, s.keys, next.k);
-  pack_values<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.tile / Ops::kDepth, s.values, next.v);
-  if (p.qv) pack_keys<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.width / Ops::kDepth, s.value_keys, next.v);
+void pack_tile(const Problem& p, const Scratch<Ops>& s, const TileRows& tile, int64_t k_offset, int64_t v_offset) {
+  pack_keys<Ops>(tile.k, k_offset, tile.n, p.head_dim, s.depth / Ops::kDepth, s.keys);
+  pack_values<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.tile / Ops::kDepth, s.values);
+  if (p.qv) pack_keys<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.width / Ops::kDepth, s.value_keys);
 }
 
 // `from` is a multiple of kPanel.
 template <class Ops>
 void packed_tile_scores(const Scratch<Ops>& s, int64_t rows, const typename Ops::Elem* q, int64_t depth,
-                        const typename Ops::Elem* keys, int64_t from, int64_t n, const float* carry) {
+                        const typename Ops::Elem* keys, int64_t from, int64_t n, const float* carry, Prefetcher& next) {
   const int64_t steps = depth / Ops::kDepth;
-  matrix<Ops>(rows, q, depth, keys + from * depth, steps, steps, round_up(n, kLanes), s.scores, s.tile, carry);
+  matrix<Ops>(rows, q, depth, keys + from * depth, steps, steps, round_up(n, kLanes), s.scores, kMaxTile, carry, next);
 }
 
 template <class Ops>
-void packed_tile_values(const Scratch<Ops>& s, int64_t rows, int64_t from, int64_t n, float* acc) {
+void packed_tile_values(const Scratch<Ops>& s, int64_t rows, int64_t from, int64_t n, float* acc, Prefetcher& next) {
   const float one = 1.f;
-  matrix<Ops>(rows, s.p, s.tile, s.values + from * kPanel, s.tile / Ops::kDepth, pd_ceil_div(n, Ops::kDepth), s.width,
-              acc, s.width, &one);
+  matrix<Ops>(rows, s.p, kMaxTile, s.values + from * kPanel, s.tile / Ops::kDepth, pd_ceil_div(n, Ops::kDepth), s.width,
+              acc, s.width, &one, next);
 }
 
-// One kv_head against one tile.
+// Rows of a kv_head that multiply together, and the keys of the tile that any of them sees.
+struct Part {
+  int64_t first, count;
+  int64_t from, keys;
+};
+
 template <class Ops>
-void attend_tile(const Problem& p, const Block& block, const Scratch<Ops>& s, const TileRows& tile, int64_t h,
-                 NextTile& next) {
+Part part_of(const Scratch<Ops>& s, const TileRows& tile, int64_t first, int64_t count, int64_t align) {
+  KvRange seen = {tile.n, 0};  // counted from the start of the tile
+  for (int64_t r = first; r < first + count; ++r) {
+    if (s.visible[r].begin == s.visible[r].end) continue;
+    seen.begin = pd_min(seen.begin, s.visible[r].begin - tile.begin);
+    seen.end = pd_max(seen.end, s.visible[r].end - tile.begin);
+  }
+  const int64_t from = pd_max(seen.begin, 0) / align * align;
+  return {first, count, from, pd_max(pd_min(seen.end, tile.n) - from, 0)};
+}
+
+// Turns the scores of the rows of one part, for kv_head h, into probabilities.
+template <class Ops>
+void softmax_part(const Problem& p, const Block& block, const Scratch<Ops>& s, const TileRows& tile, int64_t h,
+                  const Part& part, float* scores, typename Ops::Elem* probabilities) {
+  const int64_t begin = tile.begin + part.from;
+  for (int64_t r = part.first; r < part.first + part.count; ++r) {
+    const int64_t i = h * block.rows() + r, kv_head = block.kv_head_begin + h;
+    ScoreOf score = {s.scales[h].score, p.softcap, 0.f, s.q_pos[r] - static_cast<float>(begin)};
+    if (p.alibi_slopes)
+      score.slope =
+          p.alibi_slopes[block.batch * p.alibi_stride_batch + kv_head * p.group + (block.row_begin + r) % p.group];
+    const KvRange visible = {pd_max(s.visible[r].begin - begin, 0), pd_min(s.visible[r].end - begin, part.keys)};
+    softmax_row<Ops>(scores + (r - part.first) * kMaxTile, part.keys, visible, score,
+                     probabilities + (r - part.first) * kMaxTile, &s.m[i], s.l + i * kLanes, s.acc + i * s.width,
+                     s.width);
+  }
+}
+
+// All kv_heads against one tile, few rows each. Scores of all heads, then softmax, then values: one
+// head alone would wait for its own sums and exponentials at every step.
+template <class Ops>
+void attend_tile_dot(const Problem& p, const Block& block, const Scratch<Ops>& s, const TileRows& tile,
+                     const TileRows& next_tile, Prefetcher& next) {
   const Cache& c = p.cache;
-  const int64_t kv_head = block.kv_head_begin + h, rows = block.rows(), n = tile.n;
-  const int64_t k_offset = kv_head * c.k_stride_head * Ops::kBytes, v_offset = kv_head * c.v_stride_head * Ops::kBytes;
-  const HeadScale& scale = s.scales[h];
-  const bool packed = rows >= kMinPackedRows;
-  if (packed) pack_tile(p, s, tile, k_offset, v_offset, next);
+  const int64_t rows = block.rows();
+  Part parts[Ops::kMinPackedRows];
+  int64_t num_parts = 0;
   for (int64_t first = 0, count; first < rows; first += count) {
-    const int64_t left = rows - first;
-    count = packed ? pd_min(left, kPackedBlock) : left >= kMaxDotRows ? kMaxDotRows : left >= 2 ? 2 : 1;
-    KvRange seen = {n, 0};  // by any of these rows, counted from the start of the tile
-    for (int64_t r = first; r < first + count; ++r) {
-      if (s.visible[r].begin == s.visible[r].end) continue;
-      seen.begin = pd_min(seen.begin, s.visible[r].begin - tile.begin);
-      seen.end = pd_max(seen.end, s.visible[r].end - tile.begin);
-    }
-    const int64_t align = packed ? kPanel : kLanes;
-    const int64_t from = pd_max(seen.begin, 0) / align * align, keys = pd_min(seen.end, n) - from;
-    if (keys <= 0) continue;
+    count = rows - first >= kMaxDotRows ? kMaxDotRows : rows - first >= 2 ? 2 : 1;
+    parts[num_parts] = part_of(s, tile, first, count, kLanes);
+    if (parts[num_parts].keys > 0) ++num_parts;
+  }
+  const auto each = [&](auto work) {
+    for (int64_t h = 0; h < block.heads(); ++h)
+      for (int64_t i = 0; i < num_parts; ++i) work(h, parts[i], h * rows + parts[i].first);
+  };
+  const auto k_offset = [&](int64_t h) { return (block.kv_head_begin + h) * c.k_stride_head * Ops::kBytes; };
+  const auto v_offset = [&](int64_t h) { return (block.kv_head_begin + h) * c.v_stride_head * Ops::kBytes; };
+  // What is read after the keys of head h, or after its values: they are asked for again with the last part.
+  const auto ask_again = [&](const Part& part, const char* const* rows, int64_t offset) {
+    next.again = rows && part.first == parts[num_parts - 1].first ? rows + part.from : nullptr;
+    next.again_offset = offset;
+  };
+  each([&](int64_t h, const Part& part, int64_t row) {
+    const bool last = h == block.heads() - 1;
+    ask_again(part, last ? tile.v : tile.k, last ? v_offset(0) : k_offset(h + 1));
+    dot_tile_scores<Ops>(part.count, s.q + row * s.depth, s.depth, tile.k + part.from, k_offset(h), part.keys,
+                         p.head_dim, s.scores + row * kMaxTile, nullptr, next);
+    if (s.scales[h].with_qv)
+      dot_tile_scores<Ops>(part.count, s.qv + row * s.width, s.width, tile.v + part.from, v_offset(h), part.keys,
+                           p.head_dim_v, s.scores + row * kMaxTile, &s.scales[h].qv_carry, next);
+  });
+  each([&](int64_t h, const Part& part, int64_t row) {
+    next.advance(kSoftmaxLines * part.count * pd_ceil_div(part.keys, kLanes));
+    softmax_part(p, block, s, tile, h, part, s.scores + row * kMaxTile, s.p + row * kMaxTile);
+  });
+  each([&](int64_t h, const Part& part, int64_t row) {
+    const bool last = h == block.heads() - 1;
+    ask_again(part,
+              !last                   ? tile.v
+              : next_tile.n == tile.n ? next_tile.k
+                                      : nullptr,
+              last ? k_offset(0) : v_offset(h + 1));
+    dot_tile_values<Ops>(part.count, s.p + row * kMaxTile, tile.v + part.from, v_offset(h), part.keys, p.head_dim_v,
+                         s.acc + row * s.width, s.width, next);
+  });
+}
 
-    // Score
+// One kv_head against one tile, many rows: on keys and values that pack_tile lays out.
+template <class Ops>
+void attend_tile_packed(const Problem& p, const Block& block, const Scratch<Ops>& s, const TileRows& tile, int64_t h,
+                        Prefetcher& next) {
+  const Cache& c = p.cache;
+  const int64_t kv_head = block.kv_head_begin + h, rows = block.rows();
+  pack_tile(p, s, tile, kv_head * c.k_stride_head * Ops::kBytes, kv_head * c.v_stride_head * Ops::kBytes);
+  for (int64_t first = 0; first < rows; first += kPackedBlock) {
+    const Part part = part_of(s, tile, first, pd_min(rows - first, kPackedBlock), kPanel);
+    if (part.keys == 0) continue;
     const int64_t row = h * rows + first;
-    if (packed) {
-      packed_tile_scores<Ops>(s, count, s.q + row * s.depth, s.depth, s.keys, from, keys, nullptr);
-      if (scale.with_qv)
-        packed_tile_scores<Ops>(s, count, s.qv + row * s.width, s.width, s.value_keys, from, keys, &scale.qv_carry);
-    } else {
-      dot_tile_scores<Ops>(s, count, s.q + row * s.depth, s.depth, tile.k + from, k_offset, keys, p.head_dim, nullptr,
-                           next.k);
-      if (scale.with_qv)
-        dot_tile_scores<Ops>(s, count, s.qv + row * s.width, s.width, tile.v + from, v_offset, keys, p.head_dim_v,
-                             &scale.qv_carry, next.v);
-    }
-
-    // Update the softmax
-    for (int64_t r = first; r < first + count; ++r) {
-      const int64_t i = h * rows + r, begin = tile.begin + from;
-      ScoreOf score = {scale.score, p.softcap, 0.f, s.q_pos[r] - static_cast<float>(begin)};
-      if (p.alibi_slopes)
-        score.slope =
-            p.alibi_slopes[block.batch * p.alibi_stride_batch + kv_head * p.group + (block.row_begin + r) % p.group];
-      const KvRange visible = {pd_max(s.visible[r].begin - begin, 0), pd_min(s.visible[r].end - begin, keys)};
-      softmax_row<Ops>(s.scores + (r - first) * s.tile, keys, visible, score, s.p + (r - first) * s.tile, &s.m[i],
-                       s.l + i * kLanes, s.acc + i * s.width, s.width);
-    }
-
-    // Add the values
-    if (packed) {
-      packed_tile_values<Ops>(s, count, from, keys, s.acc + row * s.width);
-    } else {
-      dot_tile_values<Ops>(s, count, tile.v + from, v_offset, keys, p.head_dim_v, s.acc + row * s.width, next.v);
-    }
+    packed_tile_scores<Ops>(s, part.count, s.q + row * s.depth, s.depth, s.keys, part.from, part.keys, nullptr, next);
+    if (s.scales[h].with_qv)
+      packed_tile_scores<Ops>(s, part.count, s.qv + row * s.width, s.width, s.value_keys, part.from, part.keys,
+                              &s.scales[h].qv_carry, next);
+    softmax_part(p, block, s, tile, h, part, s.scores, s.p);
+    packed_tile_values<Ops>(s, part.count, part.from, part.keys, s.acc + row * s.width, next);
   }
 }
 
@@ -363,13 +423,15 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
   // For each tile and kv_head: score, update, add; meanwhile fetch the next tile
   TileRows tiles[2];
   TileRows *tile = &tiles[0], *next = &tiles[1];
-  NextTile fetched;
+  Prefetcher fetch;
   tile->locate(p.cache, block.batch, keys.begin, keys.end, s.tile);
   while (tile->n > 0) {
     next->locate(p.cache, block.batch, tile->begin + tile->n, keys.end, s.tile);
-    for (int64_t h = 0; h < block.heads(); ++h) {
-      fetched.start(p, block, *next, h);
-      attend_tile<Ops>(p, block, s, *tile, h, fetched);
+    start_fetch<Ops>(p, block, s, *tile, *next, fetch);
+    if (rows < Ops::kMinPackedRows) {
+      attend_tile_dot<Ops>(p, block, s, *tile, *next, fetch);
+    } else {
+      for (int64_t h = 0; h < block.heads(); ++h) attend_tile_packed<Ops>(p, block, s, *tile, h, fetch);
     }
     TileRows* done = tile;
     tile = next;

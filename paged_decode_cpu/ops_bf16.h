@@ -47,6 +47,7 @@ struct OpsBf16 {
   static constexpr int kRegs = kFp8 ? 2 : 1;
   static constexpr int kChunk = 32 * kRegs;
   static constexpr int kBytes = dtype_bytes(kCacheType);
+  static constexpr int kMinPackedRows = 12;
 
   static f32v dot(f32v acc, Reg a, Reg b) {
     return bit_cast<f32v>(_mm512_dpbf16_ps(bit_cast<__m512>(acc), (__m512bh)a, (__m512bh)b));

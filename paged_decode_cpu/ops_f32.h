@@ -14,6 +14,7 @@ struct OpsF32 {
   static constexpr int kRegs = 1;        // registers that one load of a cache row fills
   static constexpr int kChunk = kLanes;  // elements of a row that one load reads
   static constexpr int kBytes = dtype_bytes(kCacheType);
+  static constexpr int kMinPackedRows = kLanes == 16 ? 24 : 12;  // from here on laying out keys and values pays
 
   static f32v dot(f32v acc, Reg a, Reg b) { return acc + a * b; }
   static Reg broadcast(const Elem* p) { return splat(*p); }

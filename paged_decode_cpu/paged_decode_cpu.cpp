@@ -29,6 +29,10 @@ constexpr int64_t kBlockFloats = int64_t(64) << 10;  // of accumulators in one b
 // Bytes of one slot, K and V, that one walk reads; more heads than that are shared out.
 constexpr int64_t kSlotBytes = int64_t(8) << 10;
 
+// Keys and values of fewer bytes may lie in the processor's caches. Then their order matters less than the overhead:
+// the kv_heads of a request are shared out among the threads, which needs no merge, and a thread gets one item.
+constexpr int64_t kResidentBytes = int64_t(8) << 20;
+
 constexpr int64_t kSplitAlign = 16;            // keys; splits begin at multiples of it
 constexpr int64_t kMinSplitKeys = 256;         // a shorter split costs more to merge than it saves
 constexpr int64_t kDeterministicSplit = 1024;  // keys
@@ -55,13 +59,13 @@ struct Plan {
 
 int64_t cost_of(const Block& b) { return (b.keys.end - b.keys.begin) * b.rows() * b.heads(); }
 
-void add_blocks(const Problem& p, int64_t b, std::vector<Work>& works) {
+void add_blocks(const Problem& p, int64_t b, int64_t max_heads, std::vector<Work>& works) {
   const Request r = request_of(p, b);
   const int64_t rows = r.q_len * p.group;
   if (rows == 0) return;
   const bool shared = rows * p.kv_heads <= kSharedRows;
   const int64_t head_bytes = (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
-  const int64_t heads = shared ? pd_max(1, kSlotBytes / head_bytes) : 1;
+  const int64_t heads = shared ? pd_max(1, pd_min(max_heads, kSlotBytes / head_bytes)) : 1;
   const int64_t block_rows = pd_max(24, pd_min(kBlockRows, kBlockFloats / p.head_dim_v / 24 * 24));
   for (int64_t h = 0; h < p.kv_heads; h += heads)
     // The last rows of a causal problem see the most keys: they go first.
@@ -77,6 +81,12 @@ void add_blocks(const Problem& p, int64_t b, std::vector<Work>& works) {
     }
 }
 
+int64_t cached_bytes(const Problem& p) {
+  int64_t keys = 0;
+  for (int64_t b = 0; b < p.batch; ++b) keys += request_of(p, b).kv_len;
+  return keys * p.kv_heads * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
+}
+
 int64_t choose_splits(const Problem& p, const Block& block, int64_t item_cost) {
   const int64_t keys = block.keys.end - block.keys.begin;
   // Splits beyond one per kSplitAlign keys would be empty.
@@ -87,10 +97,12 @@ int64_t choose_splits(const Problem& p, const Block& block, int64_t item_cost) {
 
 Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
   Plan plan;
-  for (int64_t b = 0; b < p.batch; ++b) add_blocks(p, b, plan.works);
+  const bool resident = !p.deterministic && cached_bytes(p) < kResidentBytes;
+  const int64_t max_heads = resident ? pd_ceil_div(p.batch * p.kv_heads, threads) : p.kv_heads;
+  for (int64_t b = 0; b < p.batch; ++b) add_blocks(p, b, max_heads, plan.works);
   int64_t total = 0;
   for (const Work& work : plan.works) total += cost_of(work.block);
-  const int64_t item_cost = threads > 1 ? total / (threads * kItemsPerThread) : total;
+  const int64_t item_cost = threads > 1 ? pd_ceil_div(total, threads * (resident ? 1 : kItemsPerThread)) : total;
   for (size_t w = 0; w < plan.works.size(); ++w) {
     Work& work = plan.works[w];
     work.num_splits = choose_splits(p, work.block, item_cost);

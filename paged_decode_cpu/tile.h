@@ -17,36 +17,61 @@ constexpr int kVectorRegisters = 32;
 constexpr int kVectorRegisters = 16;
 #endif
 
+constexpr int64_t kMaxTile = 128;  // keys
 constexpr int kMaxDotRows = 4;
 constexpr int kPackedRows = 6;                               // rows of one step of the matrix kernel
 constexpr int kPackedRegs = kVectorRegisters == 32 ? 4 : 2;  // and its columns, in registers
 constexpr int kPanel = kPackedRegs * kLanes;                 // and in numbers
 
-// Fetches the rows of the next tile while this one is worked on, a few lines at each step of the
-// products: a burst would fill the processor's miss queue and stall it.
-struct Prefetcher {
-  const char* const* rows = nullptr;
-  int64_t left = 0;  // rows not begun
-  int64_t offset = 0, bytes = 0;
-  const char *at = nullptr, *end = nullptr;
+// Bytes that lie side by side.
+struct Run {
+  const char *begin, *end;
+};
 
-  void start(const char* const* next_rows, int64_t n, int64_t row_offset, int64_t row_bytes) {
-    rows = next_rows;
-    left = n;
-    offset = row_offset;
-    bytes = row_bytes;
+// Fetches the next tile while this one is worked on, piece by piece at an even pace: a pause would leave
+// memory idle, and in a burst the processor drops what its queue of misses cannot take. It drops some
+// anyway, so every line is asked for again shortly before its turn.
+struct Prefetcher {
+  static constexpr int kPiece = 256;  // bytes
+  const char *at, *end;               // of the run at hand
+  const Run *next, *last;
+  uint32_t pace, due;        // in 2^-16 pieces; pace is per line that the products read
+  const char* const* again;  // rows to ask for again: those that are read after the ones at hand; or null
+  int64_t again_offset;
+
+  void start(const Run* runs, int64_t n, uint32_t pieces_per_line) {
     at = end = nullptr;
+    next = runs;
+    last = runs + n;
+    again = nullptr;
+    due = 0;
+    pace = pieces_per_line;
   }
 
-  void lines(int count) {
-    if (at >= end) {
-      if (left == 0) return;
-      --left;
-      at = *rows++ + offset;
-      end = at + bytes;
+  [[gnu::always_inline]] void advance(uint32_t lines) {
+    due += lines * pace;
+    while (__builtin_expect(due >= 1u << 16, 0)) {
+      due -= 1u << 16;
+      if (at >= end) {
+        if (next == last) {
+          pace = due = 0;
+          break;
+        }
+        at = next->begin;
+        end = next->end;
+        ++next;
+      }
+      for (int i = 0; i < kPiece; i += 64) __builtin_prefetch(at + i, 0, 2);
+      at += kPiece;
     }
-    for (int i = 0; i < count; ++i) __builtin_prefetch(at + 64 * i, 0, 2);
-    at += 64 * count;
+  }
+
+  template <int kRows>
+  [[gnu::always_inline]] void ask_again(int64_t j, int64_t column, int64_t bytes) {
+    if (!again) return;
+    for (int64_t b = column; b < column + bytes; b += 64)
+#pragma GCC unroll 16
+      for (int c = 0; c < kRows; ++c) __builtin_prefetch(again[j + c] + again_offset + b, 0, 2);
   }
 };
 
@@ -62,82 +87,96 @@ constexpr int value_chunks(int rows, int chunk_regs) {
   return regs > chunk_regs ? regs / chunk_regs : 1;
 }
 
+// acc[r * kKeys + c] += the products of kRows queries and kKeys keys, lane by lane.
+template <class Ops, int kRows, int kKeys>
+inline void dot_keys(const typename Ops::Elem* q, int64_t q_stride, const char* const* k, int64_t offset, int64_t depth,
+                     f32v* acc) {
+  constexpr int kRegElems = kLanes * Ops::kDepth;
+  for (int64_t d = 0; d < depth; d += Ops::kChunk) {
+    const bool whole = d + Ops::kChunk <= depth;
+    typename Ops::Reg query[kRows][Ops::kRegs];
+    for (int r = 0; r < kRows; ++r)
+      for (int i = 0; i < Ops::kRegs; ++i) query[r][i] = Ops::load_elems(q + r * q_stride + d + i * kRegElems);
+    for (int c = 0; c < kKeys; ++c) {
+      typename Ops::Reg key[Ops::kRegs];
+      if (whole) {
+        Ops::load_keys(k[c] + offset + d * Ops::kBytes, key);
+      } else {
+        Ops::load_keys_tail(k[c] + offset + d * Ops::kBytes, depth - d, key);
+      }
+      for (int i = 0; i < Ops::kRegs; ++i)
+        for (int r = 0; r < kRows; ++r) acc[r * kKeys + c] = Ops::dot(acc[r * kKeys + c], key[i], query[r][i]);
+    }
+  }
+}
+
 // scores[row][key] for kRows rows and n keys; k[] must hold valid rows up to the next multiple of
-// kLanes. With `carry` the products are added to scores * carry.
+// kLanes. Rows of scores are kMaxTile apart. With `carry` the products are added to scores * carry.
 template <class Ops, int kRows>
 void dot_scores(const typename Ops::Elem* q, int64_t q_stride, const char* const* k, int64_t offset, int64_t n,
-                int64_t depth, float* scores, int64_t scores_stride, const float* carry, Prefetcher& next) {
+                int64_t depth, float* scores, const float* carry, Prefetcher& next) {
   constexpr int kKeys = kLanes / kRows;
-  constexpr int kRegElems = kLanes * Ops::kDepth;
-  for (int64_t j = 0; j < n; j += kKeys) {
-    f32v acc[kLanes];
-    for (f32v& a : acc) a = f32v{};
-    int64_t d = 0;
-    for (; d + Ops::kChunk <= depth; d += Ops::kChunk) {
-      next.lines(kKeys);
-      typename Ops::Reg query[kRows][Ops::kRegs];
-      for (int r = 0; r < kRows; ++r)
-        for (int i = 0; i < Ops::kRegs; ++i) query[r][i] = Ops::load_elems(q + r * q_stride + d + i * kRegElems);
-      for (int c = 0; c < kKeys; ++c) {
-        typename Ops::Reg key[Ops::kRegs];
-        Ops::load_keys(k[j + c] + offset + d * Ops::kBytes, key);
-        for (int i = 0; i < Ops::kRegs; ++i)
-          for (int r = 0; r < kRows; ++r) acc[r * kKeys + c] = Ops::dot(acc[r * kKeys + c], key[i], query[r][i]);
-      }
+  const uint32_t chunks = pd_ceil_div(depth, Ops::kChunk);
+  for (int64_t j = 0; j < n; j += kLanes) {
+    f32v sums[kRows];
+    for (int part = 0; part < kRows; ++part) {
+      next.advance(kKeys * chunks);
+      next.ask_again<kKeys>(j + part * kKeys, 0, depth * Ops::kBytes);
+      f32v acc[kLanes];
+      for (f32v& a : acc) a = f32v{};
+      dot_keys<Ops, kRows, kKeys>(q, q_stride, k + j + part * kKeys, offset, depth, acc);
+      sums[part] = sum_lanes(acc);
     }
-    if (d < depth) {
-      for (int c = 0; c < kKeys; ++c) {
-        typename Ops::Reg key[Ops::kRegs];
-        Ops::load_keys_tail(k[j + c] + offset + d * Ops::kBytes, depth - d, key);
-        for (int i = 0; i < Ops::kRegs; ++i)
-          for (int r = 0; r < kRows; ++r)
-            acc[r * kKeys + c] =
-                Ops::dot(acc[r * kKeys + c], key[i], Ops::load_elems(q + r * q_stride + d + i * kRegElems));
-      }
-    }
-    float sums[kLanes];
-    store<DType::kFloat32>(sums, sum_lanes(acc));
+    if constexpr (kRows > 1) transpose<kRows>(sums);
     for (int r = 0; r < kRows; ++r) {
-      float* out = scores + r * scores_stride + j;
-      if (carry)
-        for (int c = 0; c < kKeys; ++c) sums[r * kKeys + c] += out[c] * *carry;
-      memcpy(out, sums + r * kKeys, kKeys * sizeof(float));
+      float* out = scores + r * kMaxTile + j;
+      if (carry) sums[r] += load<DType::kFloat32>(out) * *carry;
+      store<DType::kFloat32>(out, sums[r]);
     }
   }
 }
 
-// acc[row] += sum over keys of p[row][key] * value[key], for one block of kBlock chunks of elements.
+// acc[row] += sum over keys of p[row][key] * value[key], for the kBlock chunks of elements that
+// begin `column` bytes into a row. Rows of p are kMaxTile apart.
 template <class Ops, int kRows, int kBlock>
-inline void dot_values_block(const typename Ops::Elem* p, int64_t p_stride, const char* const* v, int64_t offset,
+inline void dot_values_block(const typename Ops::Elem* p, const char* const* v, int64_t offset, int64_t column,
                              int64_t n, float* acc, int64_t acc_stride, Prefetcher& next) {
-  constexpr int kChunkRegs = ValueRegs<Ops>::kChunk;
-  f32v sum[kRows][kBlock * kChunkRegs];
+  constexpr int kChunkRegs = ValueRegs<Ops>::kChunk, kRegs = kBlock * kChunkRegs;
+  f32v sum[kRows][kRegs];
+#pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
-    for (int i = 0; i < kBlock * kChunkRegs; ++i) sum[r][i] = load<DType::kFloat32>(acc + r * acc_stride + i * kLanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRegs; ++i) sum[r][i] = load<DType::kFloat32>(acc + r * acc_stride + i * kLanes);
   for (int64_t j = 0; j < n; j += Ops::kDepth) {
-    next.lines(kBlock * Ops::kDepth);
-    typename Ops::Reg value[kBlock * kChunkRegs];
+    next.advance(kBlock * Ops::kDepth);
+    next.ask_again<Ops::kDepth>(j, column, kBlock * Ops::kChunk * Ops::kBytes);
+    typename Ops::Reg value[kRegs];
+#pragma GCC unroll 8
     for (int b = 0; b < kBlock; ++b)
-      Ops::load_values(v + j, offset + b * Ops::kChunk * Ops::kBytes, value + b * kChunkRegs);
+      Ops::load_values(v + j, offset + column + b * Ops::kChunk * Ops::kBytes, value + b * kChunkRegs);
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      typename Ops::Reg weight = Ops::broadcast(p + r * p_stride + j);
-      for (int i = 0; i < kBlock * kChunkRegs; ++i) sum[r][i] = Ops::dot(sum[r][i], value[i], weight);
+      typename Ops::Reg weight = Ops::broadcast(p + r * kMaxTile + j);
+#pragma GCC unroll 8
+      for (int i = 0; i < kRegs; ++i) sum[r][i] = Ops::dot(sum[r][i], value[i], weight);
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
-    for (int i = 0; i < kBlock * kChunkRegs; ++i) store<DType::kFloat32>(acc + r * acc_stride + i * kLanes, sum[r][i]);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRegs; ++i) store<DType::kFloat32>(acc + r * acc_stride + i * kLanes, sum[r][i]);
 }
 
 template <class Ops, int kRows>
-void dot_values(const typename Ops::Elem* p, int64_t p_stride, const char* const* v, int64_t offset, int64_t n,
-                int64_t width, float* acc, int64_t acc_stride, Prefetcher& next) {
+void dot_values(const typename Ops::Elem* p, const char* const* v, int64_t offset, int64_t n, int64_t width, float* acc,
+                int64_t acc_stride, Prefetcher& next) {
   constexpr int kChunkRegs = ValueRegs<Ops>::kChunk;
   constexpr int kBlock = value_chunks(kRows, kChunkRegs);
   int64_t d = 0;
   for (; d + kBlock * Ops::kChunk <= width; d += kBlock * Ops::kChunk)
-    dot_values_block<Ops, kRows, kBlock>(p, p_stride, v, offset + d * Ops::kBytes, n, acc + d, acc_stride, next);
+    dot_values_block<Ops, kRows, kBlock>(p, v, offset, d * Ops::kBytes, n, acc + d, acc_stride, next);
   for (; d + Ops::kChunk <= width; d += Ops::kChunk)
-    dot_values_block<Ops, kRows, 1>(p, p_stride, v, offset + d * Ops::kBytes, n, acc + d, acc_stride, next);
+    dot_values_block<Ops, kRows, 1>(p, v, offset, d * Ops::kBytes, n, acc + d, acc_stride, next);
   if (d < width) {
     for (int64_t j = 0; j < n; j += Ops::kDepth) {
       typename Ops::Reg value[kChunkRegs];
@@ -146,7 +185,7 @@ void dot_values(const typename Ops::Elem* p, int64_t p_stride, const char* const
         for (int i = 0; i < kChunkRegs; ++i) {
           float* out = acc + r * acc_stride + d + i * kLanes;
           store<DType::kFloat32>(out,
-                                 Ops::dot(load<DType::kFloat32>(out), value[i], Ops::broadcast(p + r * p_stride + j)));
+                                 Ops::dot(load<DType::kFloat32>(out), value[i], Ops::broadcast(p + r * kMaxTile + j)));
         }
     }
   }
@@ -158,12 +197,11 @@ void dot_values(const typename Ops::Elem* p, int64_t p_stride, const char* const
 // Panels of keys, steps = depth / kDepth: the transpose of n cache rows. k[] must hold valid rows up
 // to the next multiple of kLanes; depth is filled with 0 to a multiple of kChunk.
 template <class Ops>
-void pack_keys(const char* const* k, int64_t offset, int64_t n, int64_t depth, int64_t steps, typename Ops::Elem* keys,
-               Prefetcher& next) {
+void pack_keys(const char* const* k, int64_t offset, int64_t n, int64_t depth, int64_t steps,
+               typename Ops::Elem* keys) {
   for (int64_t j = 0; j < n; j += kLanes) {
     typename Ops::Elem* panel = keys + (j / kPanel * steps * kPanel + j % kPanel) * Ops::kDepth;
     for (int64_t d = 0; d < depth; d += Ops::kChunk) {
-      next.lines(kLanes);
       f32v block[Ops::kRegs][kLanes];
       for (int c = 0; c < kLanes; ++c) {
         typename Ops::Reg key[Ops::kRegs];
@@ -176,7 +214,7 @@ void pack_keys(const char* const* k, int64_t offset, int64_t n, int64_t depth, i
         for (int i = 0; i < Ops::kRegs; ++i) block[i][c] = Ops::as_f32(key[i]);
       }
       for (int i = 0; i < Ops::kRegs; ++i) {
-        transpose(block[i]);
+        transpose<kLanes>(block[i]);
         for (int c = 0; c < kLanes; ++c)
           memcpy(panel + (d / Ops::kDepth + i * kLanes + c) * kPanel * Ops::kDepth, &block[i][c], sizeof(f32v));
       }
@@ -188,11 +226,10 @@ void pack_keys(const char* const* k, int64_t offset, int64_t n, int64_t depth, i
 // hold valid rows up to the next multiple of kDepth.
 template <class Ops>
 void pack_values(const char* const* v, int64_t offset, int64_t n, int64_t width, int64_t steps,
-                 typename Ops::Elem* values, Prefetcher& next) {
+                 typename Ops::Elem* values) {
   constexpr int kChunkRegs = ValueRegs<Ops>::kChunk;
   for (int64_t j = 0; j < n; j += Ops::kDepth)
     for (int64_t d = 0; d < width; d += Ops::kChunk) {
-      next.lines(Ops::kDepth);
       typename Ops::Reg value[kChunkRegs];
       if (d + Ops::kChunk <= width) {
         Ops::load_values(v + j, offset + d * Ops::kBytes, value);
@@ -211,13 +248,14 @@ void pack_values(const char* const* v, int64_t offset, int64_t n, int64_t width,
 // or a part of it; `a` is read kDepth elements at a time.
 template <class Ops, int kRows, int kRegs>
 inline void matrix_step(const typename Ops::Elem* a, int64_t a_stride, const typename Ops::Elem* b, int64_t steps,
-                        float* c, int64_t c_stride, const float* carry) {
+                        float* c, int64_t c_stride, const float* carry, Prefetcher& next) {
   f32v sum[kRows][kRegs];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
     for (int i = 0; i < kRegs; ++i) sum[r][i] = f32v{};
   for (int64_t s = 0; s < steps; ++s) {
+    next.advance(1);
     typename Ops::Reg right[kRegs];
 #pragma GCC unroll 8
     for (int i = 0; i < kRegs; ++i) right[i] = Ops::load_elems(b + (s * kPanel + i * kLanes) * Ops::kDepth);
@@ -240,16 +278,17 @@ inline void matrix_step(const typename Ops::Elem* a, int64_t a_stride, const typ
 // kRows rows and one panel, or the first `columns` of it.
 template <class Ops, int kRows>
 void matrix_rows(const typename Ops::Elem* a, int64_t a_stride, const typename Ops::Elem* panel, int64_t steps,
-                 int64_t columns, float* c, int64_t c_stride, const float* carry) {
-  if (columns >= kPanel) return matrix_step<Ops, kRows, kPackedRegs>(a, a_stride, panel, steps, c, c_stride, carry);
+                 int64_t columns, float* c, int64_t c_stride, const float* carry, Prefetcher& next) {
+  if (columns >= kPanel)
+    return matrix_step<Ops, kRows, kPackedRegs>(a, a_stride, panel, steps, c, c_stride, carry, next);
   for (int64_t part = 0; part < columns; part += kLanes)
-    matrix_step<Ops, kRows, 1>(a, a_stride, panel + part * Ops::kDepth, steps, c + part, c_stride, carry);
+    matrix_step<Ops, kRows, 1>(a, a_stride, panel + part * Ops::kDepth, steps, c + part, c_stride, carry, next);
 }
 
 template <class Ops>
 struct MatrixRows {
   using Function = void (*)(const typename Ops::Elem*, int64_t, const typename Ops::Elem*, int64_t, int64_t, float*,
-                            int64_t, const float*);
+                            int64_t, const float*, Prefetcher&);
   static constexpr Function kTable[kPackedRows] = {matrix_rows<Ops, 1>, matrix_rows<Ops, 2>, matrix_rows<Ops, 3>,
                                                    matrix_rows<Ops, 4>, matrix_rows<Ops, 5>, matrix_rows<Ops, 6>};
 };
@@ -258,14 +297,15 @@ struct MatrixRows {
 // count. Columns is a multiple of kLanes.
 template <class Ops>
 void matrix(int64_t rows, const typename Ops::Elem* a, int64_t a_stride, const typename Ops::Elem* b,
-            int64_t panel_steps, int64_t steps, int64_t columns, float* c, int64_t c_stride, const float* carry) {
+            int64_t panel_steps, int64_t steps, int64_t columns, float* c, int64_t c_stride, const float* carry,
+            Prefetcher& next) {
   const auto* const by_rows = MatrixRows<Ops>::kTable;
   for (int64_t column = 0; column < columns; column += kPanel)
     for (int64_t done = 0, left = rows; left > 0;) {
       // Steps of almost equal height: a last one of a single row would wait for its own sums.
       const int64_t count = pd_ceil_div(left, pd_ceil_div(left, kPackedRows));
       by_rows[count - 1](a + done * a_stride, a_stride, b + column * panel_steps * Ops::kDepth, steps, columns - column,
-                         c + done * c_stride + column, c_stride, carry);
+                         c + done * c_stride + column, c_stride, carry, next);
       done += count;
       left -= count;
     }

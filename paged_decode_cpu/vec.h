@@ -55,15 +55,10 @@ inline i32v lane_numbers(Indices<kI...>) {
   return i32v{kI...};
 }
 
-// Lanes with bit kW of their number clear from `a`, the others from `b`.
+// Lane i reads lane i ^ kW.
 template <int kW, int... kI>
-inline f32v blend(f32v a, f32v b, Indices<kI...>) {
-  return __builtin_shufflevector(a, b, (kI & kW ? kI + kLanes : kI)...);
-}
-// The same choice, but lane i reads lane i ^ kW.
-template <int kW, int... kI>
-inline f32v crossed(f32v a, f32v b, Indices<kI...>) {
-  return __builtin_shufflevector(a, b, (kI & kW ? (kI ^ kW) + kLanes : kI ^ kW)...);
+inline f32v crossed(f32v v, Indices<kI...>) {
+  return __builtin_shufflevector(v, v, (kI ^ kW)...);
 }
 
 // Groups of kW lanes: the even ones of both registers, or the odd ones.
@@ -76,38 +71,52 @@ inline f32v high_halves(f32v a, f32v b, Indices<kI...>) {
   return __builtin_shufflevector(a, b, (kI & kW ? kI + kLanes : kI ^ kW)...);
 }
 
-// Sums across lanes of kLanes registers at once: lane i of the result is the sum of v[i].
-template <int kW = kLanes / 2>
-inline f32v sum_lanes(f32v* v) {
-  LaneIndices lanes;
-  for (int i = 0; i < kW; ++i) {
-    v[i] = blend<kW>(v[i], v[i + kW], lanes) + crossed<kW>(v[i], v[i + kW], lanes);
-  }
-  if constexpr (kW == 1) {
-    return v[0];
-  } else {
-    return sum_lanes<kW / 2>(v);
+// One step of sum_lanes. Sums pairs of `a` and pairs of `b`: lanes at distance 2 and then 1 within
+// groups of 4 (kW = 2, 1), then neighbouring groups of 4 (kW = 4). These are the shuffles that need
+// no register for their indices.
+template <int kW, int... kI>
+inline f32v add_pairs(f32v a, f32v b, Indices<kI...>) {
+  if constexpr (kW == 2) {  // a0 b0 a1 b1 + a2 b2 a3 b3 of every group
+    return __builtin_shufflevector(a, b, (kI / 4 * 4 + kI % 4 / 2 + kI % 2 * kLanes)...) +
+           __builtin_shufflevector(a, b, (kI / 4 * 4 + kI % 4 / 2 + 2 + kI % 2 * kLanes)...);
+  } else if constexpr (kW == 1) {  // a0 a1 b0 b1 + a2 a3 b2 b3 of every group
+    return __builtin_shufflevector(a, b, (kI / 4 * 4 + kI % 2 + kI % 4 / 2 * kLanes)...) +
+           __builtin_shufflevector(a, b, (kI / 4 * 4 + kI % 2 + 2 + kI % 4 / 2 * kLanes)...);
+  } else {  // even groups of a, even groups of b + odd ones
+    return __builtin_shufflevector(a, b, (kI * 2 / kLanes * kLanes + kI / 4 % (kLanes / 8) * 8 + kI % 4)...) +
+           __builtin_shufflevector(a, b, (kI * 2 / kLanes * kLanes + kI / 4 % (kLanes / 8) * 8 + 4 + kI % 4)...);
   }
 }
 
-// Transposes kLanes x kLanes values of 32 bits in place.
-template <int kW = kLanes / 2>
+// Sums across lanes of kLanes registers at once: lane i of the result is the sum of v[i].
+inline f32v sum_lanes(f32v* v) {
+  LaneIndices lanes;
+  for (int i = 0; i < kLanes; i += 4)
+    v[i / 4] = add_pairs<1>(add_pairs<2>(v[i], v[i + 1], lanes), add_pairs<2>(v[i + 2], v[i + 3], lanes), lanes);
+  if constexpr (kLanes >= 8)
+    for (int count = kLanes / 4; count > 1; count /= 2)
+      for (int i = 0; i < count; i += 2) v[i / 2] = add_pairs<4>(v[i], v[i + 1], lanes);
+  return v[0];
+}
+
+// Transposes kRows x kRows groups of kLanes / kRows lanes in place.
+template <int kRows, int kStep = kRows / 2>
 inline void transpose(f32v* v) {
   LaneIndices lanes;
-  for (int base = 0; base < kLanes; base += 2 * kW)
-    for (int i = base; i < base + kW; ++i) {
-      f32v low = v[i], high = v[i + kW];
-      v[i] = low_halves<kW>(low, high, lanes);
-      v[i + kW] = high_halves<kW>(low, high, lanes);
+  for (int base = 0; base < kRows; base += 2 * kStep)
+    for (int i = base; i < base + kStep; ++i) {
+      f32v low = v[i], high = v[i + kStep];
+      v[i] = low_halves<kStep * kLanes / kRows>(low, high, lanes);
+      v[i + kStep] = high_halves<kStep * kLanes / kRows>(low, high, lanes);
     }
-  if constexpr (kW > 1) transpose<kW / 2>(v);
+  if constexpr (kStep > 1) transpose<kRows, kStep / 2>(v);
 }
 
 inline f32v max(f32v a, f32v b) { return a > b ? a : b; }
 
 template <int kW = kLanes / 2>
 inline float max_lanes(f32v v) {
-  v = max(v, crossed<kW>(v, v, LaneIndices{}));
+  v = max(v, crossed<kW>(v, LaneIndices{}));
   if constexpr (kW == 1) {
     return v[0];
   } else {
@@ -130,7 +139,7 @@ inline bool any_above(f32v a, f32v b) {
 
 template <int kW = kLanes / 2>
 inline float add_lanes(f32v v) {
-  v += crossed<kW>(v, v, LaneIndices{});
+  v += crossed<kW>(v, LaneIndices{});
   if constexpr (kW == 1) {
     return v[0];
   } else {
@@ -141,8 +150,9 @@ inline float add_lanes(f32v v) {
 // 2^x for x <= 0, to about one unit in the last place; 0 far below the smallest normal number, NaN stays NaN.
 inline f32v exp2(f32v x) {
 #if defined(__AVX512F__)
+  x = max(splat(-200.f), x);
   f32v whole = bit_cast<f32v>(_mm512_roundscale_ps(bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-  f32v f = x == splat(-INFINITY) ? splat(0.f) : x - whole;
+  f32v f = x - whole;
 #else
   // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum.
   const f32v shift = splat(12582912.f);

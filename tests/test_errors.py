@@ -1,4 +1,13 @@
-"""Bad input gets an error that names the argument, and leaves every byte of the caches as it was."""
+"""Bad input gets an error that names the argument, and leaves every byte of the caches as it was.
+
+Lengths and page numbers lie in device memory, so a GPU looks at them only under PAGED_ATTN_CHECK=1. Without it such a
+call must not fail, and must touch nothing outside of the caches; both ways are tested.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import cases
 import pytest
@@ -22,11 +31,28 @@ CONTIGUOUS = Case(batch=3, lens=(20, 0, 33), page_size=0, append=2)
 READ_ONLY = Case(batch=3, lens=(20, 0, 33))
 
 
-def refused(paged_attn, device, case, match, change):
+def values_are_checked(device):
+    return torch.device(device).type == "cpu" or os.environ.get("PAGED_ATTN_CHECK", "0") not in ("", "0")
+
+
+def assert_nothing_outside(call, before):
+    """After a call with bad values: the GPU still answers, and the guard pages around the caches are untouched."""
+    torch.zeros(1, device=call.storage[0].device).item()
+    read_only = "k" not in call.kwargs
+    for after, expected in zip(call.storage, before.storage):
+        for part in (slice(None),) if read_only else (slice(cases.GUARD), slice(-cases.GUARD, None)):
+            assert_same_bytes("guard pages", after[part], expected[part])
+
+
+def refused(paged_attn, device, case, match, change, by_value=False):
     """change(arguments) makes the call of a case bad; arguments hold k_cache and v_cache too."""
     call, before = cases.build(case).to(device), cases.build(case)
     arguments = call.kwargs | dict(zip(("k_cache", "v_cache"), call.caches()))
     change(arguments)
+    if by_value and not values_are_checked(device):
+        paged_attn.flash_attn_with_kvcache(**arguments)
+        assert_nothing_outside(call, before)
+        return
     with pytest.raises(ERRORS, match=match) as caught:
         paged_attn.flash_attn_with_kvcache(**arguments)
     assert "\n" not in str(caught.value).strip(), "one sentence"
@@ -170,6 +196,7 @@ def used_page(value):
     return bad
 
 
+# What only the entries of a tensor in device memory tell.
 VALUES = {
     "negative length": (READ_ONLY, "cache_seqlens.*2.*-1", set_entry("cache_seqlens", 2, -1)),
     "very negative length": (READ_ONLY, "cache_seqlens", set_entry("cache_seqlens", 0, -(2**31))),
@@ -204,6 +231,8 @@ VALUES = {
     "cu_seqlens_k_new starts late": (VARLEN, "cu_seqlens_k_new", set_entry("cu_seqlens_k_new", 0, 1)),
     "cu_seqlens_k_new falls": (VARLEN, "cu_seqlens_k_new", set_entry("cu_seqlens_k_new", 1, 9)),
     "cu_seqlens_k_new ends too late": (VARLEN, "cu_seqlens_k_new", set_entry("cu_seqlens_k_new", 3, 99)),
+}  # fmt: skip
+COMBINATIONS = {
     "softcap negative": (READ_ONLY, "softcap.*-1", lambda a: a.update(softcap=-1.0)),
     "softcap NaN": (READ_ONLY, "softcap.*nan", lambda a: a.update(softcap=float("nan"))),
     "num_splits negative": (READ_ONLY, "num_splits.*-1", lambda a: a.update(num_splits=-1)),
@@ -236,9 +265,9 @@ VALUES = {
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("name", [*VALUES, *COMBINATIONS])
 def test_value(paged_attn, device, name):
-    case, match, change = VALUES[name]
+    case, match, change = (VALUES | COMBINATIONS)[name]
 
     def on_device(arguments):
         change(arguments)
@@ -246,7 +275,7 @@ def test_value(paged_attn, device, name):
             if isinstance(value, torch.Tensor):
                 arguments[key] = value.to(device)
 
-    refused(paged_attn, device, case, match, on_device)
+    refused(paged_attn, device, case, match, on_device, by_value=name in VALUES)
 
 
 @pytest.mark.parametrize("name", ["k_cache", "v_cache", "out"])
@@ -285,7 +314,7 @@ def test_no_pages_at_all(paged_attn, device, kv_len):
         a["block_table"] = torch.zeros_like(a["block_table"])
 
     case = Case(batch=2, lens=(0, kv_len))
-    refused(paged_attn, device, case, "block_table.*num_pages.*0|block_table.*0", bad)
+    refused(paged_attn, device, case, "block_table.*num_pages.*0|block_table.*0", bad, by_value=True)
     call = cases.build(Case(batch=2, lens=(0, 0))).to(device)
     k_cache, v_cache = (cache[:0] for cache in call.caches())
     out, lse = paged_attn.flash_attn_with_kvcache(k_cache=k_cache, v_cache=v_cache, **call.kwargs)
@@ -298,7 +327,7 @@ def test_a_bad_page_is_seen_by_whichever_row_reads_it(paged_attn, device, page, 
     """The first rows and the last see few keys; the rows between them read every page."""
     case = Case(batch=1, lens=(34,), q_len=45, page_size=4, window=options.get("window_size", (-1, -1)),
                 chunk=options.get("attention_chunk", 0), causal="causal" in options)  # fmt: skip
-    refused(paged_attn, device, case, "block_table.*-3", set_entry("block_table", (0, page), -3))
+    refused(paged_attn, device, case, "block_table.*-3", set_entry("block_table", (0, page), -3), by_value=True)
 
 
 def test_a_bad_page_that_nobody_reads_is_no_error(paged_attn, device):
@@ -360,24 +389,29 @@ VARLEN_FUNC = {
     "no cu_seqlens_q": ({"cu_seqlens_q": None}, "cu_seqlens_q"),
     "no cu_seqlens_k": ({"cu_seqlens_k": None}, "cu_seqlens_k"),
     "other batch": ({"cu_seqlens_k": int32(0, 5, 7, 10)}, "cu_seqlens_k"),
+    "rank of q": ({"q": torch.zeros(2, 3, 4, 64)}, "q: "),
+    "table int64": ({"block_table": torch.zeros(2, 3, dtype=torch.int64)}, "block_table|k_cache"),
+}
+VARLEN_VALUES = {
     "cu_seqlens_k falls": ({"cu_seqlens_k": int32(0, 10, 5)}, "cu_seqlens_k"),
     "cu_seqlens_k too long": ({"cu_seqlens_k": int32(0, 5, 11)}, "cu_seqlens_k.*11"),
     "cu_seqlens_q too long": ({"cu_seqlens_q": int32(0, 5, 7)}, "cu_seqlens_q.*7"),
-    "rank of q": ({"q": torch.zeros(2, 3, 4, 64)}, "q: "),
     "seqused_k too large": ({"seqused_k": int32(5, 6)}, "seqused_k.*6|cache_seqlens.*6"),
     "seqused_k negative": ({"seqused_k": int32(-1, 5)}, "seqused_k.*-1|cache_seqlens.*-1"),
-    "table int64": ({"block_table": torch.zeros(2, 3, dtype=torch.int64)}, "block_table|k_cache"),
 }
 
 
-@pytest.mark.parametrize("name", VARLEN_FUNC)
+@pytest.mark.parametrize("name", [*VARLEN_FUNC, *VARLEN_VALUES])
 def test_flash_attn_varlen_func(paged_attn, device, name):
-    change, match = VARLEN_FUNC[name]
+    change, match = (VARLEN_FUNC | VARLEN_VALUES)[name]
     good = {
         "q": torch.zeros(6, 4, 64), "k": torch.zeros(10, 2, 64), "v": torch.zeros(10, 2, 64), "max_seqlen_q": 3,
         "cu_seqlens_q": int32(0, 3, 6), "cu_seqlens_k": int32(0, 5, 10), "max_seqlen_k": 5,
     }  # fmt: skip
     arguments = {n: x.to(device) if torch.is_tensor(x) else x for n, x in (good | change).items()}
+    if name in VARLEN_VALUES and not values_are_checked(device):
+        assert paged_attn.flash_attn_varlen_func(**arguments).isfinite().all()  # of zeros; and the GPU still answers
+        return
     with pytest.raises(ERRORS, match=match):
         paged_attn.flash_attn_varlen_func(**arguments)
 
@@ -385,19 +419,13 @@ def test_flash_attn_varlen_func(paged_attn, device, name):
 WRITE = Case(batch=3, lens=(20, 0, 33), append=2)
 WRITE_FP8 = Case(batch=3, lens=(20, 0, 33), append=2, kv_dtype="float8_e5m2", descale="full")
 SLOTS = torch.tensor([0, -1, 17, 18, 40, 41])
-WRITES = {
-    "int64 table": (WRITE, "block_table", lambda a: a.update(block_table=a["block_table"].long())),
-    "int64 lengths": (WRITE, "cache_seqlens", lambda a: a.update(cache_seqlens=a["cache_seqlens"].long())),
-    "int32 slots": (WRITE, "slot_mapping", lambda a: a.update(slot_mapping=SLOTS.int())),
-    "too few slots": (WRITE, "slot_mapping", lambda a: a.update(slot_mapping=SLOTS[:5])),
+WRITE_VALUES = {
     "slot past the cache": (
         WRITE, "slot_mapping.*4.*144", lambda a: a.update(slot_mapping=SLOTS.index_fill(0, torch.tensor([4]), 144)),
     ),
     "slot far past the cache": (
         WRITE, "slot_mapping", lambda a: a.update(slot_mapping=SLOTS.index_fill(0, torch.tensor([4]), 2**62)),
     ),
-    "no table and no slots": (WRITE, "block_table", lambda a: a.update(block_table=None)),
-    "no lengths and no slots": (WRITE, "cache_seqlens", lambda a: a.update(cache_seqlens=None)),
     "negative length": (WRITE, "cache_seqlens.*-1", set_entry("cache_seqlens", 2, -1)),
     "past the table": (WRITE, "cache_seqlens.*2.*79", set_entry("cache_seqlens", 2, 79)),
     "bad page": (WRITE, "block_table.*2147480000", set_entry("block_table", (2, 2), 2147480000)),
@@ -409,6 +437,14 @@ WRITES = {
         WRITE, "slot_mapping",
         lambda a: a.update(k_cache=a["k_cache"][:0], v_cache=a["v_cache"][:0], slot_mapping=SLOTS),
     ),
+}  # fmt: skip
+WRITES = {
+    "int64 table": (WRITE, "block_table", lambda a: a.update(block_table=a["block_table"].long())),
+    "int64 lengths": (WRITE, "cache_seqlens", lambda a: a.update(cache_seqlens=a["cache_seqlens"].long())),
+    "int32 slots": (WRITE, "slot_mapping", lambda a: a.update(slot_mapping=SLOTS.int())),
+    "too few slots": (WRITE, "slot_mapping", lambda a: a.update(slot_mapping=SLOTS[:5])),
+    "no table and no slots": (WRITE, "block_table", lambda a: a.update(block_table=None)),
+    "no lengths and no slots": (WRITE, "cache_seqlens", lambda a: a.update(cache_seqlens=None)),
     "dtype of k": (WRITE, "k", lambda a: a.update(k=a["k"].float())),
     "dtype of v": (WRITE, "v", lambda a: a.update(v=a["v"].half())),
     "fp8 k": (WRITE_FP8, "k", lambda a: a.update(k=a["k"].to(torch.float8_e5m2), v=a["v"].to(torch.float8_e5m2))),
@@ -431,9 +467,9 @@ WRITES = {
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("name", [*WRITES, *WRITE_VALUES])
 def test_kv_paged_write(paged_attn, device, name):
-    case, match, change = WRITES[name]
+    case, match, change = (WRITES | WRITE_VALUES)[name]
     call, before = cases.build(case).to(device), cases.build(case)
     names = ("k", "v", "block_table", "cache_seqlens", "k_descale", "v_descale")
     arguments = {n: call.kwargs[n] for n in names if n in call.kwargs} | dict(
@@ -441,6 +477,10 @@ def test_kv_paged_write(paged_attn, device, name):
     )
     change(arguments)
     on = {n: x.to(device) if torch.is_tensor(x) and not x.is_meta else x for n, x in arguments.items()}
+    if name in WRITE_VALUES and not values_are_checked(device):
+        paged_attn.kv_paged_write(**on)
+        assert_nothing_outside(call, before)
+        return
     with pytest.raises(ERRORS, match=match):
         paged_attn.kv_paged_write(**on)
     for a, b in zip(call.storage, before.storage):
@@ -488,3 +528,13 @@ def test_merge_attn_states(paged_attn, device, name):
     arguments[index] = torch.zeros(shape, device=device)
     with pytest.raises(ERRORS, match=match):
         paged_attn.merge_attn_states(arguments[0], arguments[2], arguments[1], arguments[3])
+
+
+def test_again_with_checks(device):
+    """PAGED_ATTN_CHECK is read once, so the other way needs a process of its own."""
+    if values_are_checked(device):
+        pytest.skip("values are checked already")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", Path(__file__).name]
+    options = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
+    again = subprocess.run(command, env=os.environ | {"PAGED_ATTN_CHECK": "1"}, **options)
+    assert again.returncode == 0, again.stdout[-6000:]

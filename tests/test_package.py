@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -82,14 +83,15 @@ def test_build_toml_names_every_source():
     assert named == present
 
 
-def test_found_by_name_from_the_environment():
+def test_found_by_name_from_the_environment(device):
     """LOCAL_KERNELS and get_kernel in a fresh process, without a network; nothing beyond torch comes along."""
+    backend = {"mps": "metal"}.get(device, device)
     code = f"""
 import sys, kernels
 before = set(sys.modules)
-paged_attn = kernels.get_kernel({KERNEL!r}, version=1, backend="cpu", trust_remote_code=True)
+paged_attn = kernels.get_kernel({KERNEL!r}, version=1, backend={backend!r}, trust_remote_code=True)
 import torch
-out = paged_attn.flash_attn_func(*(torch.ones(1, 2, 1, 8) for _ in range(3)))
+out = paged_attn.flash_attn_func(*(torch.ones(1, 2, 1, 8, device={device!r}) for _ in range(3)))
 assert (out == 1).all()
 print(*sorted({{name.partition(".")[0] for name in set(sys.modules) - before}}))
 """
@@ -118,3 +120,21 @@ def test_operators_are_registered_under_the_name_of_this_build(paged_attn):
     namespace = paged_attn._ops.ops.name
     assert namespace.startswith("_paged_attn_")
     assert paged_attn._ops.add_op_namespace_prefix("x") == f"{namespace}::x"
+
+
+@pytest.mark.parametrize("variant", sorted((REPOSITORY / "build").glob("torch-*")), ids=lambda path: path.name)
+def test_built_variant_is_complete(variant):
+    """Also of a backend that this machine cannot run."""
+    metadata = json.loads((variant / "metadata.json").read_text())
+    extension = variant / f"{metadata['id']}.abi3.so"
+    assert metadata["backend"]["type"] == ("cuda" if "-cu1" in variant.name else "cpu")
+    assert [path.name for path in variant.glob("*.so")] == [extension.name]
+    assert extension.stat().st_size < 40e6
+    assert f"PyInit_{metadata['id']}".encode() in extension.read_bytes()
+    modules = {path.stem for path in variant.glob("*.py")} | {metadata["id"]}
+    assert {"__init__", "_ops"} < modules
+    for path in variant.glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
+                names = [node.module] if node.module else [alias.name for alias in node.names]
+                assert set(names) <= modules, f"{path.name} imports {names}"

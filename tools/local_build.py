@@ -31,7 +31,9 @@ ROOT = Path(__file__).resolve().parent.parent
 NINJA = Path(ninja.BIN_DIR) / "ninja"
 
 COMMON_FLAGS = "-std=c++17 -O3 -DNDEBUG -g1 -fPIC -Wall -Wextra -DPy_LIMITED_API=0x03090000"
-CUDA_FLAGS = "-std=c++17 -O3 -DNDEBUG -lineinfo -Xcompiler=-fPIC,-fvisibility=hidden,-Wall -Xptxas=--warn-on-spills"
+CUDA_FLAGS = (
+    "-std=c++17 -O3 -DNDEBUG -lineinfo -Xcompiler=-fPIC,-fvisibility=hidden,-Wall -Xptxas=--warn-on-spills,-Werror"
+)
 SANITIZE_FLAGS = "-O1 -fno-omit-frame-pointer -fno-sanitize-recover=all"
 
 # A section of build.toml cannot be tied to a processor, but its flags reach CMake, which expands this expression.

@@ -227,6 +227,8 @@ void flash_attn_with_kvcache(
   // Cache and new tokens
   p.cache = check_cache({k_cache, v_cache, block_table, cu_seqlens_k, cache_batch_idx, k_descale, v_descale}, q, batch,
                         kv_heads, head_dim, head_dim_v);
+  if (!block_table && !cu_seqlens_k && !cache_batch_idx && k_cache.size(0) < batch.size)
+    fail("k_cache: expected at least " + batch.describe() + " rows, got " + shape_str(k_cache));
   if (k.has_value() != v.has_value()) fail("k and v: expected both or neither, got only one of them");
   if (k) {
     if (cu_seqlens_k_new && k->dim() != 3)

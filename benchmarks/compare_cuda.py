@@ -1,0 +1,251 @@
+"""Decode and cache writes on a GPU, beside a kernel that only reads the same pages and beside other attention kernels.
+
+    python benchmarks/compare_cuda.py [--cases REGEX] [--providers REGEX] [--save JSON] [--plot PNG]
+    python benchmarks/compare_cuda.py --load JSON [--plot PNG]
+
+Every time is that of a call inside a CUDA graph: the graph runs the call on several copies of the inputs whose pages
+are disjoint and larger than L2 together, and the replays of all providers take turns. Peers are left out where missing:
+
+    FlashAttention 3    PEERS_DIR/fa3.so: `_vllm_fa3_C.abi3.so` of the vllm wheel (0.26.0, for torch 2.11 and CUDA 13)
+    cuDNN               the Python package nvidia-cudnn-frontend
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import re
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from cpu_cases import Case, Inputs
+from cuda_providers import KERNEL, PEERS, PROVIDERS, Missing, Replay, read_pages
+
+COPY_BYTES = 300e6  # all copies of a case: several times the L2 of any GPU
+READ_BYTES = 4 << 30
+HOST_CALLS = 400
+
+# The best of FlashAttention 2 and 3, FlashInfer's five backends, cuDNN, XQA and vLLM's Triton kernel, measured before
+# on another H200 by the same method: case -> (us, us of the floor there, who).
+RECORDED = {
+    "B1 1k": (8.7, 3.2, "XQA"),
+    "B1 8k": (16.4, 9.8, "XQA"),
+    "B1 32k": (40.6, 31.7, "cuDNN"),
+    "B1 128k": (130.1, 118.1, "cuDNN"),
+    "B8 8k": (68.7, 60.4, "FA3"),
+    "B64 4k": (244.6, 232.8, "FA3"),
+    "B256 1k": (248.9, 233.1, "cuDNN"),
+    "B64 4k, page 256": (240.8, 230.9, "FA3"),
+    "B64 4k, page 1": (248.7, 238.2, "cuDNN"),
+    "B64 64/8 4k": (245.4, 233.0, "FA3"),
+    "B32 32/32 4k": (476.5, 461.8, "cuDNN"),
+    "B64 16/2 D64 4k": (40.4, 32.1, "FA3"),
+    "B32 16/8 D256 4k": (245.8, 231.9, "FlashInfer"),
+    "B16 8/1 16k": (40.7, 32.1, "FA3"),
+    "B64 128..32k": (291.2, 246.4, "FlashInfer"),
+    "63 x 256, 1 x 64k": (94.7, 74.7, "FA3"),
+    "B32 4k, 4 tokens": (127.9, 118.2, "FlashInfer"),
+    "B64 4k, fp8": (156.0, 118.3, "XQA"),
+    "B1 32k, fp8": (33.6, 17.4, "FA3"),
+    "B8 8k, fp8": (54.7, 31.8, "FA3"),
+    "write 64 tokens": (2.1, None, "vLLM"),
+    "write 8192 tokens": (20.3, None, "FlashInfer"),
+    "write 8192 tokens, fp8": (74.4, None, "vLLM"),
+}
+
+
+def all_cases():
+    lengths = random.Random(7)
+    mixed = [round(math.exp(lengths.uniform(math.log(128), math.log(32768)))) for _ in range(64)]
+    write, fp8 = {"kind": "write"}, {"cache_dtype": "e4m3"}
+    table = [
+        ("B1 1k", [1024], {}),
+        ("B1 8k", [8192], {}),
+        ("B1 32k", [32768], {}),
+        ("B1 128k", [131072], {}),
+        ("B8 8k", [8192] * 8, {}),
+        ("B64 4k", [4096] * 64, {}),
+        ("B256 1k", [1024] * 256, {}),
+        ("B64 4k, page 256", [4096] * 64, {"page_size": 256}),
+        ("B64 4k, page 1", [4096] * 64, {"page_size": 1}),
+        ("B64 64/8 4k", [4096] * 64, {"q_heads": 64}),
+        ("B32 32/32 4k", [4096] * 32, {"kv_heads": 32}),
+        ("B64 16/2 D64 4k", [4096] * 64, {"q_heads": 16, "kv_heads": 2, "head_dim": 64}),
+        ("B32 16/8 D256 4k", [4096] * 32, {"q_heads": 16, "head_dim": 256}),
+        ("B16 8/1 16k", [16384] * 16, {"q_heads": 8, "kv_heads": 1}),
+        ("B64 128..32k", mixed, {}),
+        ("63 x 256, 1 x 64k", [256] * 63 + [65536], {}),
+        ("B32 4k, 4 tokens", [4096] * 32, {"q_len": 4}),
+        ("B64 4k, fp8", [4096] * 64, fp8),
+        ("B1 32k, fp8", [32768], fp8),
+        ("B8 8k, fp8", [8192] * 8, fp8),
+        ("write 64 tokens", [4096] * 64, write),
+        ("write 8192 tokens", [4096] * 4, write | {"q_len": 2048}),
+        ("write 8192 tokens, fp8", [4096] * 4, write | fp8 | {"q_len": 2048}),
+    ]
+    return [Case(name, "bf16", lens, **more) for name, lens, more in table]
+
+
+# ---- Measuring ----
+
+
+def measure(case, providers, rounds):
+    copies = max(2, min(48, math.ceil(COPY_BYTES / case.bytes)))
+    x = Inputs(case, 16 if case.kind == "write" else copies, "cuda")
+    if case.cache_dtype:  # values that every provider holds exactly
+        x.q = x.q.to(torch.float8_e4m3fn).to(x.q.dtype)
+    row = {"case": vars(case), "us": {}, "spread": {}, "error": {}, "failed": {}}
+    expected, graphs = x.reference(), {}
+    if case.kind == "write":
+        expected = expected.to(x.k_cache.dtype).float()
+    for name in providers:
+        try:
+            calls = PROVIDERS[name](x)
+            out = calls[0]()
+            if name != "floor":
+                got = x.written() if case.kind == "write" else out.float().view_as(expected)
+                row["error"][name] = ((got - expected).norm() / expected.norm()).item()
+            graphs[name] = Replay(calls)
+        except Missing as why:
+            row["failed"][name] = str(why)
+        except Exception as error:  # of someone else's library
+            if name in ("ours", "floor"):
+                raise
+            row["failed"][name] = f"{type(error).__name__}: {error}"[:300]
+    samples = {name: [] for name in graphs}
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            samples[name].append(graph.microseconds())
+    for name, times in samples.items():
+        row["us"][name] = statistics.median(times)
+        row["spread"][name] = [min(times), max(times)]
+    return row
+
+
+def read_rate():
+    """GB/s at which this GPU reads 4 GiB."""
+    k, v = (torch.zeros(READ_BYTES // 2 // 65536, 16384, dtype=torch.int32, device="cuda") for _ in range(2))
+    pages = torch.randperm(len(k), dtype=torch.int32, device="cuda")
+    return READ_BYTES / Replay(read_pages(k, v, [pages])).median(9) * 1e-3
+
+
+def host_times(providers):
+    """Microseconds until a call without a graph is issued, the GPU idle or not; the best of five loops."""
+    x, times = Inputs(Case("host", "bf16", [128]), 1, "cuda"), {}
+    for name in providers:
+        try:
+            (call,) = PROVIDERS[name](x)
+            loops = []
+            for _ in range(6):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(HOST_CALLS):
+                    call()
+                loops.append((time.perf_counter() - start) / HOST_CALLS * 1e6)
+            times[name] = min(loops[1:])
+        except Exception as error:
+            print(f"host time of {name}: {error}", file=sys.stderr)
+    return times
+
+
+# ---- Printing ----
+
+
+def best_peer(row):
+    return min(((row["us"][name], name) for name in PEERS if name in row["us"]), default=(None, None))
+
+
+def table(results):
+    head = ["case", "floor us", "ours us", "GB/s", "% of read rate", "best peer here us", "x", "recorded peer us", "x"]
+    head += ["error, ours", "error, peer"]
+    lines, ratios = [head, ["---"] * len(head)], []
+    for row in results["rows"]:
+        case, us = Case(**row["case"]), row["us"]
+        ours, (peer, who) = us["ours"], best_peer(row)
+        recorded, recorded_floor, recorded_who = RECORDED[case.name]
+        # Machines of a kind differ a little; the floor, which both measured, says by how much.
+        scaled = recorded * us["floor"] / recorded_floor if recorded_floor and "floor" in us else recorded
+        ratios.append(min(peer or math.inf, scaled) / ours)
+        rate = case.bytes / ours * 1e-3
+        lines.append([
+            case.name, f"{us['floor']:.1f}" if "floor" in us else "–", f"{ours:.1f}", f"{rate:.0f}",
+            f"{100 * rate / results['read_rate']:.0f}" if case.kind != "write" else "–",
+            f"{peer:.1f} ({who})" if peer else "–", f"{peer / ours:.2f}" if peer else "–",
+            f"{recorded} ({recorded_who}" + (f"; floor {recorded_floor})" if recorded_floor else ")"),
+            f"{scaled / ours:.2f}", f"{row['error']['ours']:.1e}", f"{row['error'][who]:.1e}" if who else "–",
+        ])  # fmt: skip
+    mean = math.exp(statistics.fmean(map(math.log, ratios)))
+    text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return f"{text}\n\nBest peer over ours, here or recorded (scaled by the floors): geometric mean {mean:.3f}"
+
+
+def plot(results, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in results["rows"] if row["case"]["kind"] == "decode"]
+    bars = [("paged-attn", "#1f6feb"), ("best peer of this run", "#e08e0b"), ("best peer measured before", "#8b949e")]
+    figure, axis = plt.subplots(figsize=(9, 0.5 * len(rows) + 1.5), dpi=110, layout="constrained")
+    for i, row in enumerate(rows):
+        case, (peer, who) = Case(**row["case"]), best_peer(row)
+        recorded, _, recorded_who = RECORDED[case.name]
+        values = [(row["us"]["ours"], ""), (peer, who), (recorded, recorded_who)]
+        for j, (us, label) in enumerate(values):
+            if us:
+                share = 100 * case.bytes / us * 1e-3 / results["read_rate"]
+                axis.barh(i + 0.25 * j, share, 0.24, color=bars[j][1], label=bars[j][0] if i == 0 else None)
+                axis.text(share, i + 0.25 * j, f" {share:.0f} % {label}", va="center", fontsize=7)
+        share = 100 * case.bytes / row["us"]["floor"] * 1e-3 / results["read_rate"]
+        axis.plot([share, share], [i - 0.12, i + 0.62], color="black", linewidth=1.5)
+    axis.plot([], [], color="black", linewidth=1.5, label="a kernel that only reads the same pages")
+    axis.set_yticks([i + 0.25 for i in range(len(rows))], [row["case"]["name"] for row in rows])
+    axis.invert_yaxis()
+    axis.set_xlim(0, 112)
+    axis.set_xlabel(f"% of the {results['read_rate']:.0f} GB/s at which this GPU reads memory (higher is better)")
+    axis.set_title(f"Decode attention over a paged cache, bf16, 32/8 heads, head_dim 128, page 16; {results['device']}")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    figure.savefig(path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="")
+    parser.add_argument("--providers", default="")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--save", help="JSON file of the results")
+    parser.add_argument("--load", help="print and plot saved results instead of measuring")
+    parser.add_argument("--plot", help="PNG file")
+    arguments = parser.parse_args()
+    if arguments.load:
+        results = json.loads(Path(arguments.load).read_text())
+    else:
+        root = Path(__file__).resolve().parent.parent
+        os.environ.setdefault("LOCAL_KERNELS", f"{KERNEL}={root}")
+        providers = ["ours", *(n for n in PROVIDERS if n != "ours" and re.search(arguments.providers, n))]
+        results = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+        results |= {"read_rate": read_rate(), "host_us": host_times([n for n in providers if n != "floor"]), "rows": []}
+        for case in all_cases():
+            if re.search(arguments.cases, case.name):
+                results["rows"].append(row := measure(case, providers, arguments.rounds))
+                times = ", ".join(f"{name} {us:.1f}" for name, us in row["us"].items())
+                print(f"{case.name}: {times} us; {row['failed']}", file=sys.stderr, flush=True)
+                if arguments.save:
+                    Path(arguments.save).write_text(json.dumps(results, indent=1))
+    print(
+        f"{results['device']}, torch {results['torch']}, CUDA {results['cuda']}; reads {results['read_rate']:.0f} GB/s"
+    )
+    print(f"Host time of a call, us: { {name: round(us, 1) for name, us in results['host_us'].items()} }\n")
+    print(table(results))
+    if arguments.plot:
+        plot(results, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()
