@@ -11,6 +11,7 @@ directory.
 import argparse
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -41,7 +42,8 @@ VARIANTS = {
     "asan": "-O1 -ffp-contract=on -fsanitize=address,undefined -fno-sanitize=function,vptr "
     "-fno-sanitize-recover=undefined",
     "tsan": "-O1 -ffp-contract=on -fsanitize=thread",
-    "count": "-O2 -ffp-contract=on -fno-vectorize -fno-slp-vectorize -fsanitize-coverage=trace-loads,trace-stores",
+    "count": "-O2 -ffp-contract=on -fno-vectorize -fno-slp-vectorize "
+    "-fsanitize-coverage=func,trace-pc-guard,trace-loads,trace-stores",
 }
 RUNTIME_VARIANTS = {
     "asan": "-fsanitize=address",
@@ -138,6 +140,23 @@ def kernels(source: Path, variant: str = "plain", includes: list[Path] = (), def
     require_clang()
     lines, library = kernel_lines(Path(source).resolve(), variant, list(includes), list(defines))
     return run_ninja(f"{variant}-{library.stem}", lines, library)
+
+
+def sanitized(variant: str) -> dict[str, str]:
+    """The environment of a process whose kernels have a sanitizer: its runtime must be there before Python."""
+    name = {"asan": "libclang_rt.asan-x86_64.so", "tsan": "libclang_rt.tsan-x86_64.so"}[variant]
+    path = subprocess.run([CXX, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+    if not Path(path).exists():
+        raise Missing(f"{name} is not installed; apt install {PACKAGES}")
+    options = {
+        "LD_PRELOAD": path,
+        "OMP_NUM_THREADS": "1",  # torch is not instrumented: its threads would look like races
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "TSAN_OPTIONS": "halt_on_error=1 exitcode=66",
+        "METAL_VARIANT": variant,
+    }
+    return os.environ | options
 
 
 def device_lines() -> tuple[list[str], Path]:

@@ -148,7 +148,12 @@ namespace at {
 using mps::MPSHooks;  // the name under which torch looks it up
 REGISTER_MPS_HOOKS(MPSHooks);
 }  // namespace at
-C10_REGISTER_GUARD_IMPL(MPS, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::MPS>);
+
+struct MPSGuard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::MPS> {
+  c10::Device getDevice() const override { return {c10::DeviceType::MPS, 0}; }
+  c10::Device exchangeDevice(c10::Device) const override { return getDevice(); }
+};
+C10_REGISTER_GUARD_IMPL(MPS, MPSGuard);
 
 // ---- tensors
 namespace {

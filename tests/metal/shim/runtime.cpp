@@ -82,7 +82,7 @@ struct Mailbox {
 };
 
 struct Memory {  // of a threadgroup variable
-  void* data;
+  unsigned char* data;
   size_t size;
 };
 
@@ -104,8 +104,8 @@ struct Runtime {
   void *main_stack_pointer = nullptr, *main_asan_fake_stack = nullptr, *main_tsan_fiber = nullptr;
   const void* main_stack = nullptr;
   size_t main_stack_bytes = 0;
-  std::map<const void*, Memory> static_memory;
-  std::map<int, Memory> dynamic_memory;
+  std::map<const void*, Memory> static_memory;  // by the address of a key in the translated source
+  std::map<int, Memory> dynamic_memory;         // by the index of [[threadgroup(i)]]
   size_t threadgroup_bytes = 0;
   Bound bound[kNumBuffers];
   char error[2048] = "";
@@ -215,7 +215,7 @@ void complete_barrier() {
 }
 
 // Of exact size, so that AddressSanitizer sees each byte past the end, and full of NaN.
-void* allocate_threadgroup(size_t size, size_t alignment, const char* name) {
+unsigned char* allocate_threadgroup(size_t size, size_t alignment, const char* name) {
   void* data = nullptr;
   if (posix_memalign(&data, std::max<size_t>(alignment, 16), std::max<size_t>(size, 1))) abort();
   memset(data, 0xff, size);
@@ -224,7 +224,7 @@ void* allocate_threadgroup(size_t size, size_t alignment, const char* name) {
   r.counts.threadgroup_bytes = std::max<uint64_t>(r.counts.threadgroup_bytes, r.threadgroup_bytes);
   if (r.threadgroup_bytes > kMaxThreadgroupBytes)
     fail("threadgroup memory: %zu bytes with %s, at most %zu exist", r.threadgroup_bytes, name, kMaxThreadgroupBytes);
-  return data;
+  return static_cast<unsigned char*>(data);
 }
 
 void free_threadgroup() {
@@ -342,8 +342,6 @@ void run_threadgroup() {
   free_threadgroup();
 }
 
-bool overlap(const Bound& a, const Bound& b) { return a.data < b.data + b.size && b.data < a.data + a.size; }
-
 void bind_buffers() {
   for (int i = 0; i < r.kernel->num_buffers; i++) {
     const Buffer& described = r.kernel->buffers[i];
@@ -403,6 +401,54 @@ void join_overlaps() {
   }
   for (auto& [at, value] : written) *at = value.first;
 }
+
+#ifdef MTL_COUNT
+// Bytes of device memory that one threadgroup writes and another touches in the same dispatch: nothing orders them.
+void watch_device(Bound& bound, size_t offset, size_t size, bool store) {
+  if (bound.writer.empty()) {
+    bound.reader.resize(bound.size);
+    bound.writer.resize(bound.size);
+  }
+  for (size_t i = offset; i < offset + size; i++) {
+    uint32_t &reader = bound.reader[i], &writer = bound.writer[i];
+    const uint32_t other = writer && writer != r.threadgroup            ? writer
+                           : store && reader && reader != r.threadgroup ? reader
+                                                                        : 0;
+    if (other)
+      fail("byte %zu of buffer(%d), %s: %s by this threadgroup, %s by %s in the same dispatch", i,
+           bound.described->index, bound.described->name, store ? "written" : "read",
+           other == writer ? "written" : "read",
+           other == kMany ? "several" : ("threadgroup " + std::to_string(other)).c_str());
+    if (store)
+      writer = r.threadgroup;
+    else
+      reader = reader && reader != r.threadgroup ? kMany : r.threadgroup;
+  }
+}
+
+// Called by the instrumented kernels at each load and store.
+void count_access(const void* address, size_t size, bool store) {
+  if (!r.current) return;
+  const auto* at = static_cast<const unsigned char*>(address);
+  for (Bound& bound : r.bound) {
+    if (at < bound.data || at >= bound.data + bound.size) continue;
+    const int index = bound.described->index;
+    (store ? r.counts.stored : r.counts.loaded)[index] += size;
+    (store ? r.counts.store_instructions : r.counts.load_instructions)[index]++;
+    if (at + size > bound.data + bound.size)
+      fail("buffer(%d), %s: %zu bytes at %zu, it has %zu", index, bound.described->name, size, size_t(at - bound.data),
+           bound.size);
+    if (!r.arguments->buffers[index].bytes) watch_device(bound, at - bound.data, size, store);
+    return;
+  }
+  auto count = [&](const Memory& memory) {
+    if (at >= memory.data && at < memory.data + memory.size)
+      (store ? r.counts.threadgroup_stored : r.counts.threadgroup_loaded) += size;
+  };
+  for (auto& [key, memory] : r.static_memory) count(memory);
+  for (auto& [index, memory] : r.dynamic_memory) count(memory);
+}
+#endif
 
 void release_buffers() {
   for (Bound& bound : r.bound) {
@@ -598,3 +644,18 @@ void mtl_reset_counts() {
   r.counts = {};
   r.simd_counts.clear();
 }
+
+#ifdef MTL_COUNT
+#define MTL_TRACE(bytes)                                                                              \
+  MTL_EXPORT void __sanitizer_cov_load##bytes(void* address) { count_access(address, bytes, false); } \
+  MTL_EXPORT void __sanitizer_cov_store##bytes(void* address) { count_access(address, bytes, true); } \
+  static_assert(true)
+MTL_TRACE(1);
+MTL_TRACE(2);
+MTL_TRACE(4);
+MTL_TRACE(8);
+MTL_TRACE(16);
+// Clang traces accesses only together with something else.
+MTL_EXPORT void __sanitizer_cov_trace_pc_guard(uint32_t*) {}
+MTL_EXPORT void __sanitizer_cov_trace_pc_guard_init(uint32_t*, uint32_t*) {}
+#endif
