@@ -159,7 +159,8 @@ template <typename T, int kDims, int kDimsV, int kLanes, int kRows, bool kQv>
   const int end_tile = keys.begin < keys.end ? (keys.end + kSimdWidth - 1) / kSimdWidth : first_tile;
   const int stretch = (end_tile - first_tile + simdgroups - 1) / simdgroups;
   const int begin_tile = first_tile + stretch * simdgroup;
-  threadgroup float* shared = probabilities[simdgroup];
+  threadgroup float* shared = probabilities[simdgroup];  // of a tile, first its scores
+  threadgroup float* mine = shared + simd_lane;
   threadgroup long* k_places = k_offsets[simdgroup];
   threadgroup long* v_places = v_offsets[simdgroup];
 
@@ -178,10 +179,8 @@ template <typename T, int kDims, int kDimsV, int kLanes, int kRows, bool kQv>
     v_places[simd_lane] = place.page < 0 ? -1 : cache_offset(a.v_cache, place);
     simdgroup_barrier(mem_flags::mem_threadgroup);
 
-    // Scores
-    float scores[kRows];
+    // Scores. A lane keeps its own in threadgroup memory, so that the steps need no code of their own.
     float top = m;
-#pragma clang loop unroll(full)
     for (int step = 0; step < kRows; ++step) {
       const int first = (step * S::kGroups + group) * S::kKeys;
       float products[kLanes];
@@ -194,8 +193,9 @@ template <typename T, int kDims, int kDimsV, int kLanes, int kRows, bool kQv>
       const int key = tile_key + first + lane / kRows;
       const float score = pd_score(products[0], scale, has_softcap ? a.softcap : 0.f, slope,
                                    has_slopes ? fabs(float(q_pos - key)) : 0.f) * PD_LOG2E;
-      scores[step] = key >= row.keys.begin && key < row.keys.end ? score : PD_EMPTY;
-      top = max(top, scores[step]);
+      const bool seen = key >= row.keys.begin && key < row.keys.end;
+      mine[step * kSimdWidth] = seen ? score : PD_EMPTY;
+      top = seen ? max(top, score) : top;
     }
 
     // Probabilities
@@ -203,13 +203,12 @@ template <typename T, int kDims, int kDimsV, int kLanes, int kRows, bool kQv>
     for (int mask = kRows; mask < kSimdWidth; mask *= 2) top = max(top, simd_shuffle_xor(top, ushort(mask)));
     const float factor = pd_rescale(m, top);
     l *= factor;
-#pragma clang loop unroll(full)
     for (int step = 0; step < kRows; ++step) {
-      const int key = tile_key + (step * S::kGroups + group) * S::kKeys + lane / kRows;
-      const bool seen = key >= row.keys.begin && key < row.keys.end;
-      const float probability = seen ? metal::exp2(scores[step] - top) : 0.f;
+      const float score = mine[step * kSimdWidth];
+      // Not by its difference to the top, which is nothing where no key was seen yet.
+      const float probability = score == PD_EMPTY ? 0.f : metal::exp2(score - top);
       l += probability;
-      shared[step * kSimdWidth + simd_lane] = probability;
+      mine[step * kSimdWidth] = probability;
     }
     if (simd_any(top != m)) {
 #pragma clang loop unroll(full)
@@ -225,7 +224,6 @@ template <typename T, int kDims, int kDimsV, int kLanes, int kRows, bool kQv>
     simdgroup_barrier(mem_flags::mem_threadgroup);
 
     // Values
-#pragma clang loop unroll(full)
     for (int step = 0; step < kRows; ++step) {
       const int first = (step * S::kGroups + group) * S::kKeys;
 #pragma clang loop unroll(full)
@@ -267,10 +265,10 @@ template <typename T, int kDims, int kDimsV, int kLanes, int kRows, bool kQv>
         elements[i] = i % kVector < 4 ? v.low[i % 4] : v.high[i % 4];
       }
       const int begin = scatter_sum<S::kPiecesV * kVector, kSimdWidth / 2, kLanes>(elements, simd_lane);
-      threadgroup float* mine = merged + (r * kMaxSimdgroups + simdgroup) * kDimsV;
+      threadgroup float* staged = merged + (r * kMaxSimdgroups + simdgroup) * kDimsV;
       for (int i = 0; i < kOwn; ++i) {
         const int piece = (begin + i) / kVector, e = (begin + i) % kVector;
-        mine[(piece * kLanes + lane) * kVector + e] = elements[i];
+        staged[(piece * kLanes + lane) * kVector + e] = elements[i];
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
