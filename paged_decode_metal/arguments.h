@@ -66,6 +66,7 @@ enum ConstantIndex {
   // bool: how
   kHasSoftcap,
   kHasSplits,  // a request may be cut
+  kHasPrefill,  // requests with more than kMaxSplitRows rows are left to prefill
   kWide,       // the cache has offsets of more than 31 bits
   kAligned,    // rows of the caches (when writing: also of the new tokens) are whole vectors of 8 elements
   kInterleaved,
@@ -87,6 +88,8 @@ enum Sizes {
   kVector = 8,         // elements that a lane handles at once
   kSplitKeys = 512,    // a longer request is cut, as far as the plan allows
   kMaxSplitRows = 64,  // of a request and kv_head: with more there is enough to do without cuts
+  kPrefillSimdgroups = 4,
+  kPrefillRows = 8 * kPrefillSimdgroups,  // of a threadgroup of prefill
 };
 
 // The numbers of DType in problem.h

@@ -121,6 +121,7 @@ template <typename T, int kDims, int kDimsV, int kLanes, int kRows, bool kQv>
   const int row_tile = position.x / max_splits, split = position.x - row_tile * max_splits;
   const Item item = load_item(a, tables, row_tile, position.y, position.z, kRows);
   if (item.rows == 0 || split >= item.splits) return;
+  if (has_prefill && item.request.q_len * a.group > kMaxSplitRows) return;
   const KvRange keys = has_splits ? split_keys(item.keys, split, item.splits, kSimdWidth) : item.keys;
 
   // The query, and the factors of its products

@@ -50,6 +50,7 @@ constant bool has_rotary [[function_constant(kHasRotary)]];
 constant bool has_rotary_seqlens [[function_constant(kHasRotarySeqlens)]];
 constant bool has_softcap [[function_constant(kHasSoftcap)]];
 constant bool has_splits [[function_constant(kHasSplits)]];
+constant bool has_prefill [[function_constant(kHasPrefill)]];
 constant bool wide [[function_constant(kWide)]];
 constant bool aligned [[function_constant(kAligned)]];
 constant bool interleaved [[function_constant(kInterleaved)]];

@@ -37,7 +37,7 @@ PD_FN Item load_item(constant Arguments& a, Tables tables, int row_tile, int kv_
     const int tiles = (item.keys.end + kSimdWidth - 1) / kSimdWidth - item.keys.begin / kSimdWidth;
     const int by_length = (item.keys.end - item.keys.begin + kSplitKeys - 1) / kSplitKeys;
     const bool few = item.request.q_len * a.group <= kMaxSplitRows;
-    item.splits = clamp(min(a.num_splits > 0 ? a.num_splits : few ? by_length : 1, tiles), 1, a.max_splits);
+    item.splits = clamp(min(!few ? 1 : a.num_splits > 0 ? a.num_splits : by_length, tiles), 1, a.max_splits);
   }
   return item;
 }

@@ -4,6 +4,7 @@
 #include "attend.h"
 #include "fetch.h"
 #include "merge.h"
+#include "prefill.h"
 
 using namespace paged_attn;
 
@@ -29,4 +30,12 @@ ATTEND_SHAPES(f32, float)
 ATTEND_SHAPES(f16, half)
 ATTEND_SHAPES(bf16, bfloat)
 ATTEND_SHAPES(fp8, uchar)
+
+#define PREFILL(type, T, dims) \
+  template [[host_name("prefill_" #type "_d" #dims)]] [[kernel]] decltype(prefill<T, dims>) prefill<T, dims>;
+
+PREFILL(f16, half, 64)
+PREFILL(f16, half, 128)
+PREFILL(bf16, bfloat, 64)
+PREFILL(bf16, bfloat, 128)
 // clang-format on

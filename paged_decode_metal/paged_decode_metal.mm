@@ -172,19 +172,25 @@ Kernel kernel_for(const Problem& p) {
   return {rows == 1 ? 1 : rows <= 4 ? 4 : 8, dims <= 64 ? 64 : dims <= 128 ? 128 : 256};
 }
 
-std::string kernel_name(const Problem& p, const Kernel& kernel) {
-  const char* type = p.cache.dtype == DType::kFloat32    ? "f32"
-                     : p.cache.dtype == DType::kFloat16  ? "f16"
-                     : p.cache.dtype == DType::kBFloat16 ? "bf16"
-                                                         : "fp8";
-  return std::string("attend_") + type + "_d" + std::to_string(kernel.dims) + "_r" + std::to_string(kernel.rows);
+std::string kernel_name(const char* name, DType dtype, int64_t dims) {
+  const char* type = dtype == DType::kFloat32    ? "f32"
+                     : dtype == DType::kFloat16  ? "f16"
+                     : dtype == DType::kBFloat16 ? "bf16"
+                                                 : "fp8";
+  return std::string(name) + "_" + type + "_d" + std::to_string(dims);
+}
+
+// Whether requests with many rows go to the kernel on matrices.
+bool has_prefill(const Problem& p) {
+  return p.max_q_len * p.group > kMaxSplitRows && dtype_bytes(p.q_dtype) == 2 && p.cache.dtype == p.q_dtype && !p.qv &&
+         pd_max(p.head_dim, p.head_dim_v) <= 128;
 }
 
 // Into how many parts the longest request may be cut. With `deterministic` that depends on nothing but the cache.
 int64_t max_splits_for(const Problem& p, int64_t items) {
   const int64_t tiles = pd_ceil_div(capacity_of(p), kSimdWidth);
-  if (p.num_splits > 0) return pd_max(1, pd_min(pd_min(p.num_splits, kMaxSplits), tiles));
   if (!p.cu_seqlens_q && p.max_q_len * p.group > kMaxSplitRows) return 1;
+  if (p.num_splits > 0) return pd_max(1, pd_min(pd_min(p.num_splits, kMaxSplits), tiles));
   const int64_t by_length = pd_min(pd_ceil_div(capacity_of(p), kSplitKeys), kMaxSplits);
   if (p.deterministic) return pd_max(1, by_length);
   if (items >= kBusyThreadgroups) return 1;
@@ -223,12 +229,13 @@ void run_attention(const Problem& p) {
   }
 
   // Plan
+  const bool prefills = attends && has_prefill(p);
   const Kernel kernel = kernel_for(p);
-  const int64_t row_tiles = pd_ceil_div(pd_max(p.max_q_len * p.group, 1), kernel.rows);
+  const int64_t rows = pd_max(p.max_q_len * p.group, 1);
+  const int64_t split_row_tiles = pd_ceil_div(pd_min(rows, kMaxSplitRows), kernel.rows);
+  const int64_t row_tiles = prefills ? split_row_tiles : pd_ceil_div(rows, kernel.rows);
   const int64_t items = row_tiles * p.kv_heads * p.batch;
   const int64_t max_splits = items > 0 ? max_splits_for(p, items) : 1;
-  const int64_t split_row_tiles =
-      p.num_splits > 0 ? row_tiles : pd_min(row_tiles, pd_ceil_div(kMaxSplitRows, kernel.rows));
   const int64_t keys = p.deterministic ? capacity_of(p) : pd_ceil_div(capacity_of(p), max_splits);
   const int64_t simdgroups =
       p.deterministic ? kMaxSimdgroups : pd_min(kMaxSimdgroups, pd_max(1, pd_ceil_div(keys, kSimdWidth)));
@@ -237,13 +244,14 @@ void run_attention(const Problem& p) {
   a.split_row_tiles = static_cast<int32_t>(split_row_tiles);
   std::optional<Workspace> acc, sums;
   if (max_splits > 1) {
-    const int64_t rows = p.batch * p.kv_heads * split_row_tiles * max_splits * kernel.rows;
-    acc.emplace(rows * p.head_dim_v * sizeof(float));
-    sums.emplace(rows * 2 * sizeof(float));
+    const int64_t partials = p.batch * p.kv_heads * split_row_tiles * max_splits * kernel.rows;
+    acc.emplace(partials * p.head_dim_v * sizeof(float));
+    sums.emplace(partials * 2 * sizeof(float));
     call.bind(kPartialAccBuffer, acc->address());
     call.bind(kPartialSumsBuffer, sums->address());
   }
   call.constants[kHasSplits] = max_splits > 1;
+  call.constants[kHasPrefill] = prefills;
   call.constants[kHasSoftcap] = p.softcap != 0.f;
   call.constants[kSinksType] = static_cast<int32_t>(p.sinks_dtype);
   call.bind(kOutBuffer, p.out);
@@ -258,8 +266,15 @@ void run_attention(const Problem& p) {
       id<MTLComputeCommandEncoder> encoder = stream->commandEncoder();
       if (appends) encode_append(encoder, p, append_call, rotated ? rotated->address() : Address<void>{});
       if (!attends) return;
+      if (prefills) {
+        const int64_t threads = kPrefillSimdgroups * kSimdWidth;
+        const int64_t dims = pd_max(p.head_dim, p.head_dim_v) <= 64 ? 64 : 128;
+        encode(encoder, kernel_name("prefill", p.cache.dtype, dims), call,
+               MTLSizeMake(pd_ceil_div(rows, kPrefillRows), p.kv_heads, p.batch), threads, threads);
+        if (!p.cu_seqlens_q) return;  // all requests have as many rows
+      }
       // Without a request there may still be tokens to clear.
-      encode(encoder, kernel_name(p, kernel), call,
+      encode(encoder, kernel_name("attend", p.cache.dtype, kernel.dims) + "_r" + std::to_string(kernel.rows), call,
              MTLSizeMake(row_tiles * max_splits, pd_max(p.kv_heads, 1), pd_max(p.batch, 1)), simdgroups * kSimdWidth,
              kSimdWidth);
       if (max_splits > 1) {
