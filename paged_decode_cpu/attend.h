@@ -20,6 +20,8 @@ namespace {
 
 constexpr int64_t kPackedBlock = 24;  // rows between which packed keys and values stay in L1
 
+constexpr int64_t kMemoryPage = 4096;
+
 // What the softmax of kLanes scores counts as in the pace of the fetch, in reads of a line by the products.
 constexpr int64_t kSoftmaxLines = 2;
 
@@ -152,6 +154,8 @@ void start_fetch(const Problem& p, const Block& block, const Scratch<Ops>& s, co
         do runs->end += row_bytes;
         while (++j < next.n && row[j] + offset == runs->end);
         bytes += runs->end - runs->begin;
+        // A line of every page of memory at once: their translations come together, and no later fetch waits for one.
+        for (const char* at = runs->begin; at < runs->end; at += kMemoryPage) __builtin_prefetch(at, 0, 2);
       }
     }
   };
