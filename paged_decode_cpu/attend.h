@@ -20,6 +20,8 @@ namespace {
 
 constexpr int64_t kPackedBlock = 24;  // rows between which packed keys and values stay in L1
 
+constexpr int64_t kMemoryPage = 4096;
+
 // What the softmax of kLanes scores counts as in the pace of the fetch, in reads of a line by the products.
 constexpr int64_t kSoftmaxLines = 2;
 
@@ -152,6 +154,8 @@ void start_fetch(const Problem& p, const Block& block, const Scratch<Ops>& s, co
         do runs->end += row_bytes;
         while (++j < next.n && row[j] + offset == runs->end);
         bytes += runs->end - runs->begin;
+        // A line of every page of memory at once: their translations come together, and no later fetch waits for one.
+        for (const char* at = runs->begin; at < runs->end; at += kMemoryPage) __builtin_prefetch(at, 0, 2);
       }
     }
   };
@@ -163,7 +167,7 @@ void start_fetch(const Problem& p, const Block& block, const Scratch<Ops>& s, co
     const int64_t panels = pd_ceil_div(tile.n, kPanel) * s.depth + pd_ceil_div(s.width, kPanel) * tile.n;
     units = heads * pd_ceil_div(rows, kPackedRows) * panels / Ops::kDepth;
   } else {
-    units = heads * (pd_ceil_div(rows, kMaxDotRows) * tile.n * (s.depth + s.width) / Ops::kChunk +
+    units = heads * (pd_ceil_div(rows, Ops::kMaxDotRows) * tile.n * (s.depth + s.width) / Ops::kChunk +
                      rows * pd_ceil_div(tile.n, kLanes) * kSoftmaxLines);
   }
   const int64_t pieces = pd_ceil_div(bytes, Prefetcher::kPiece);
@@ -252,9 +256,11 @@ inline void finish_row(const Problem& p, const Request& request, int64_t b, int6
   if (p.lse) p.lse[b * p.lse_stride_batch + head * p.lse_stride_head + request.q_begin + token] = pd_lse(m, l);
 }
 
-// The products of one tile, few rows: 4, 2 or 1 at a time, on the cache rows in place.
+// The products of one tile, few rows: 8, 4, 2 or 1 at a time, on the cache rows in place.
 template <class Ops, class... Args>
 void dot_tile_scores(int64_t rows, Args&&... args) {
+  if constexpr (Ops::kMaxDotRows == 8)
+    if (rows == 8) return transposed_scores<Ops, 8>(args...);
   if (rows == 4) return dot_scores<Ops, 4>(args...);
   if (rows == 2) return dot_scores<Ops, 2>(args...);
   dot_scores<Ops, 1>(args...);
@@ -262,6 +268,8 @@ void dot_tile_scores(int64_t rows, Args&&... args) {
 
 template <class Ops, class... Args>
 void dot_tile_values(int64_t rows, Args&&... args) {
+  if constexpr (Ops::kMaxDotRows == 8)
+    if (rows == 8) return dot_values<Ops, 8>(args...);
   if (rows == 4) return dot_values<Ops, 4>(args...);
   if (rows == 2) return dot_values<Ops, 2>(args...);
   dot_values<Ops, 1>(args...);
@@ -336,7 +344,8 @@ void attend_tile_dot(const Problem& p, const Block& block, const Scratch<Ops>& s
   Part parts[Ops::kMinPackedRows];
   int64_t num_parts = 0;
   for (int64_t first = 0, count; first < rows; first += count) {
-    count = rows - first >= kMaxDotRows ? kMaxDotRows : rows - first >= 2 ? 2 : 1;
+    count = Ops::kMaxDotRows;
+    while (count > rows - first) count /= 2;
     parts[num_parts] = part_of(s, tile, first, count, kLanes);
     if (parts[num_parts].keys > 0) ++num_parts;
   }

@@ -47,10 +47,17 @@ struct OpsBf16 {
   static constexpr int kRegs = kFp8 ? 2 : 1;
   static constexpr int kChunk = 32 * kRegs;
   static constexpr int kBytes = dtype_bytes(kCacheType);
-  static constexpr int kMinPackedRows = 12;
+  static constexpr int kMaxDotRows = 8;
+  static constexpr int kMinPackedRows = 16;
 
   static f32v dot(f32v acc, Reg a, Reg b) {
     return bit_cast<f32v>(_mm512_dpbf16_ps(bit_cast<__m512>(acc), (__m512bh)a, (__m512bh)b));
+  }
+  // dot(acc, a, broadcast(p)); g++ 12 does not fold the broadcast into the instruction.
+  static f32v dot_broadcast(f32v acc, Reg a, const Elem* p) {
+    typedef int32_t __attribute__((may_alias)) Pair;
+    asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(a), "m"(*reinterpret_cast<const Pair*>(p)));
+    return acc;
   }
   static Reg broadcast(const Elem* p) {
     int32_t pair;
@@ -61,7 +68,6 @@ struct OpsBf16 {
   static void store_elems(Elem* p, f32v x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(bit_cast<__m512>(x)));
   }
-  static f32v as_f32(Reg r) { return bit_cast<f32v>(r); }
 
   static void decode(__m512i bytes, Reg* r) {
     constexpr const BfloatTable& table = kCacheType == DType::kFloat8E4M3 ? kE4M3Bfloat : kE5M2Bfloat;

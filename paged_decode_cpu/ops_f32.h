@@ -14,13 +14,13 @@ struct OpsF32 {
   static constexpr int kRegs = 1;        // registers that one load of a cache row fills
   static constexpr int kChunk = kLanes;  // elements of a row that one load reads
   static constexpr int kBytes = dtype_bytes(kCacheType);
+  static constexpr int kMaxDotRows = 4;                          // rows that share what is loaded
   static constexpr int kMinPackedRows = kLanes == 16 ? 24 : 12;  // from here on laying out keys and values pays
 
   static f32v dot(f32v acc, Reg a, Reg b) { return acc + a * b; }
   static Reg broadcast(const Elem* p) { return splat(*p); }
   static Reg load_elems(const Elem* p) { return load<DType::kFloat32>(p); }
   static void store_elems(Elem* p, f32v x) { store<DType::kFloat32>(p, x); }
-  static f32v as_f32(Reg r) { return r; }
 
   static void load_keys(const char* row, Reg* r) { r[0] = load<kCacheType>(row); }
   static void load_keys_tail(const char* row, int64_t n, Reg* r) { r[0] = load_tail<kCacheType>(row, n); }

@@ -17,8 +17,7 @@ constexpr int kVectorRegisters = 32;
 constexpr int kVectorRegisters = 16;
 #endif
 
-constexpr int64_t kMaxTile = 128;  // keys
-constexpr int kMaxDotRows = 4;
+constexpr int64_t kMaxTile = 128;                            // keys
 constexpr int kPackedRows = 6;                               // rows of one step of the matrix kernel
 constexpr int kPackedRegs = kVectorRegisters == 32 ? 4 : 2;  // and its columns, in registers
 constexpr int kPanel = kPackedRegs * kLanes;                 // and in numbers
@@ -87,6 +86,21 @@ constexpr int value_chunks(int rows, int chunk_regs) {
   return regs > chunk_regs ? regs / chunk_regs : 1;
 }
 
+// Elements [d, d + kChunk) of kLanes keys; depth is filled with 0.
+template <class Ops>
+inline void load_block(const char* const* k, int64_t offset, int64_t d, int64_t depth, f32v (*block)[kLanes]) {
+  for (int c = 0; c < kLanes; ++c) {
+    typename Ops::Reg key[Ops::kRegs];
+    const char* row = k[c] + offset + d * Ops::kBytes;
+    if (d + Ops::kChunk <= depth) {
+      Ops::load_keys(row, key);
+    } else {
+      Ops::load_keys_tail(row, depth - d, key);
+    }
+    for (int i = 0; i < Ops::kRegs; ++i) block[i][c] = bit_cast<f32v>(key[i]);
+  }
+}
+
 // acc[r * kKeys + c] += the products of kRows queries and kKeys keys, lane by lane.
 template <class Ops, int kRows, int kKeys>
 inline void dot_keys(const typename Ops::Elem* q, int64_t q_stride, const char* const* k, int64_t offset, int64_t depth,
@@ -127,11 +141,44 @@ void dot_scores(const typename Ops::Elem* q, int64_t q_stride, const char* const
       dot_keys<Ops, kRows, kKeys>(q, q_stride, k + j + part * kKeys, offset, depth, acc);
       sums[part] = sum_lanes(acc);
     }
-    if constexpr (kRows > 1) transpose<kRows>(sums);
+    if constexpr (kRows > 1) transpose_groups<kRows>(sums);
     for (int r = 0; r < kRows; ++r) {
       float* out = scores + r * kMaxTile + j;
       if (carry) sums[r] += load<DType::kFloat32>(out) * *carry;
       store<DType::kFloat32>(out, sums[r]);
+    }
+  }
+}
+
+// The same for so many rows that transposing the keys in registers costs less than the sums across lanes.
+template <class Ops, int kRows>
+void transposed_scores(const typename Ops::Elem* q, int64_t q_stride, const char* const* k, int64_t offset, int64_t n,
+                       int64_t depth, float* scores, const float* carry, Prefetcher& next) {
+  for (int64_t j = 0; j < n; j += kLanes) {
+    f32v sum[kRows];
+#pragma GCC unroll 8
+    for (f32v& x : sum) x = f32v{};
+    for (int64_t d = 0; d < depth; d += Ops::kChunk) {
+      next.advance(kLanes);
+      next.ask_again<kLanes>(j, d * Ops::kBytes, Ops::kChunk * Ops::kBytes);
+      f32v block[Ops::kRegs][kLanes];
+      load_block<Ops>(k + j, offset, d, depth, block);
+      for (int i = 0; i < Ops::kRegs; ++i) {
+        transpose(block[i]);
+        const typename Ops::Elem* elems = q + d + i * kLanes * Ops::kDepth;
+#pragma GCC unroll 16
+        for (int c = 0; c < kLanes; ++c)
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r)
+            sum[r] = Ops::dot_broadcast(sum[r], bit_cast<typename Ops::Reg>(block[i][c]),
+                                        elems + r * q_stride + c * Ops::kDepth);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      float* out = scores + r * kMaxTile + j;
+      if (carry) sum[r] += load<DType::kFloat32>(out) * *carry;
+      store<DType::kFloat32>(out, sum[r]);
     }
   }
 }
@@ -203,18 +250,9 @@ void pack_keys(const char* const* k, int64_t offset, int64_t n, int64_t depth, i
     typename Ops::Elem* panel = keys + (j / kPanel * steps * kPanel + j % kPanel) * Ops::kDepth;
     for (int64_t d = 0; d < depth; d += Ops::kChunk) {
       f32v block[Ops::kRegs][kLanes];
-      for (int c = 0; c < kLanes; ++c) {
-        typename Ops::Reg key[Ops::kRegs];
-        const char* row = k[j + c] + offset + d * Ops::kBytes;
-        if (d + Ops::kChunk <= depth) {
-          Ops::load_keys(row, key);
-        } else {
-          Ops::load_keys_tail(row, depth - d, key);
-        }
-        for (int i = 0; i < Ops::kRegs; ++i) block[i][c] = Ops::as_f32(key[i]);
-      }
+      load_block<Ops>(k + j, offset, d, depth, block);
       for (int i = 0; i < Ops::kRegs; ++i) {
-        transpose<kLanes>(block[i]);
+        transpose(block[i]);
         for (int c = 0; c < kLanes; ++c)
           memcpy(panel + (d / Ops::kDepth + i * kLanes + c) * kPanel * Ops::kDepth, &block[i][c], sizeof(f32v));
       }

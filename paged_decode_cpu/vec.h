@@ -71,45 +71,77 @@ inline f32v high_halves(f32v a, f32v b, Indices<kI...>) {
   return __builtin_shufflevector(a, b, (kI & kW ? kI + kLanes : kI ^ kW)...);
 }
 
-// One step of sum_lanes. Sums pairs of `a` and pairs of `b`: lanes at distance 2 and then 1 within
-// groups of 4 (kW = 2, 1), then neighbouring groups of 4 (kW = 4). These are the shuffles that need
-// no register for their indices.
-template <int kW, int... kI>
-inline f32v add_pairs(f32v a, f32v b, Indices<kI...>) {
-  if constexpr (kW == 2) {  // a0 b0 a1 b1 + a2 b2 a3 b3 of every group
-    return __builtin_shufflevector(a, b, (kI / 4 * 4 + kI % 4 / 2 + kI % 2 * kLanes)...) +
-           __builtin_shufflevector(a, b, (kI / 4 * 4 + kI % 4 / 2 + 2 + kI % 2 * kLanes)...);
-  } else if constexpr (kW == 1) {  // a0 a1 b0 b1 + a2 a3 b2 b3 of every group
-    return __builtin_shufflevector(a, b, (kI / 4 * 4 + kI % 2 + kI % 4 / 2 * kLanes)...) +
-           __builtin_shufflevector(a, b, (kI / 4 * 4 + kI % 2 + 2 + kI % 4 / 2 * kLanes)...);
-  } else {  // even groups of a, even groups of b + odd ones
-    return __builtin_shufflevector(a, b, (kI * 2 / kLanes * kLanes + kI / 4 % (kLanes / 8) * 8 + kI % 4)...) +
-           __builtin_shufflevector(a, b, (kI * 2 / kLanes * kLanes + kI / 4 % (kLanes / 8) * 8 + 4 + kI % 4)...);
-  }
+// The shuffles that need no register for their indices, low and high: kW = 1 and 2 interleave numbers or pairs of
+// numbers within every group of 4 lanes (a0 b0 a1 b1 and a2 b2 a3 b3; a0 a1 b0 b1 and a2 a3 b2 b3), kW = 4 takes the
+// even or odd groups of `a` and then those of `b`.
+template <int kW, int kHigh, int... kI>
+inline f32v shuffle(f32v a, f32v b, Indices<kI...>) {
+  if constexpr (kW == 1)
+    return __builtin_shufflevector(a, b, (kI / 4 * 4 + kHigh * 2 + kI % 4 / 2 + kI % 2 * kLanes)...);
+  if constexpr (kW == 2)
+    return __builtin_shufflevector(a, b, (kI / 4 * 4 + kHigh * 2 + kI % 2 + kI % 4 / 2 * kLanes)...);
+  if constexpr (kW == 4)
+    return __builtin_shufflevector(
+        a, b, (kI * 2 / kLanes * kLanes + kI / 4 % (kLanes > 4 ? kLanes / 8 : 1) * 8 + kHigh * 4 % kLanes + kI % 4)...);
+}
+template <int kW>
+inline f32v low(f32v a, f32v b) {
+  return shuffle<kW, 0>(a, b, LaneIndices{});
+}
+template <int kW>
+inline f32v high(f32v a, f32v b) {
+  return shuffle<kW, 1>(a, b, LaneIndices{});
+}
+template <int kW>
+inline f32v add_halves(f32v a, f32v b) {
+  return low<kW>(a, b) + high<kW>(a, b);
 }
 
 // Sums across lanes of kLanes registers at once: lane i of the result is the sum of v[i].
 inline f32v sum_lanes(f32v* v) {
-  LaneIndices lanes;
   for (int i = 0; i < kLanes; i += 4)
-    v[i / 4] = add_pairs<1>(add_pairs<2>(v[i], v[i + 1], lanes), add_pairs<2>(v[i + 2], v[i + 3], lanes), lanes);
-  if constexpr (kLanes >= 8)
+    v[i / 4] = add_halves<2>(add_halves<1>(v[i], v[i + 1]), add_halves<1>(v[i + 2], v[i + 3]));
+  if constexpr (kLanes > 4)
     for (int count = kLanes / 4; count > 1; count /= 2)
-      for (int i = 0; i < count; i += 2) v[i / 2] = add_pairs<4>(v[i], v[i + 1], lanes);
+      for (int i = 0; i < count; i += 2) v[i / 2] = add_halves<4>(v[i], v[i + 1]);
   return v[0];
+}
+
+// Transposes kLanes x kLanes values of 32 bits in place.
+inline void transpose(f32v* v) {
+  for (int i = 0; i < kLanes; i += 4) {
+    const f32v ab = low<1>(v[i], v[i + 1]), cd = low<1>(v[i + 2], v[i + 3]);
+    const f32v AB = high<1>(v[i], v[i + 1]), CD = high<1>(v[i + 2], v[i + 3]);
+    v[i] = low<2>(ab, cd);
+    v[i + 1] = high<2>(ab, cd);
+    v[i + 2] = low<2>(AB, CD);
+    v[i + 3] = high<2>(AB, CD);
+  }
+  for (int i = 0; i < 4 && kLanes > 4; ++i) {
+    const f32v even = low<4>(v[i], v[4 + i]), odd = high<4>(v[i], v[4 + i]);
+    if constexpr (kLanes == 8) {
+      v[i] = even;
+      v[4 + i] = odd;
+    } else if constexpr (kLanes == 16) {
+      const f32v later_even = low<4>(v[8 + i], v[12 + i]), later_odd = high<4>(v[8 + i], v[12 + i]);
+      v[i] = low<4>(even, later_even);
+      v[4 + i] = low<4>(odd, later_odd);
+      v[8 + i] = high<4>(even, later_even);
+      v[12 + i] = high<4>(odd, later_odd);
+    }
+  }
 }
 
 // Transposes kRows x kRows groups of kLanes / kRows lanes in place.
 template <int kRows, int kStep = kRows / 2>
-inline void transpose(f32v* v) {
-  LaneIndices lanes;
+inline void transpose_groups(f32v* v) {
   for (int base = 0; base < kRows; base += 2 * kStep)
     for (int i = base; i < base + kStep; ++i) {
-      f32v low = v[i], high = v[i + kStep];
-      v[i] = low_halves<kStep * kLanes / kRows>(low, high, lanes);
-      v[i + kStep] = high_halves<kStep * kLanes / kRows>(low, high, lanes);
+      f32v a = v[i], b = v[i + kStep];
+      v[i] = low_halves<kStep * kLanes / kRows>(a, b, LaneIndices{});
+      v[i + kStep] = high_halves<kStep * kLanes / kRows>(a, b, LaneIndices{});
     }
-  if constexpr (kStep > 1) transpose<kRows, kStep / 2>(v);
+  if constexpr (kStep > 1) transpose_groups<kRows, kStep / 2>(v);
 }
 
 inline f32v max(f32v a, f32v b) { return a > b ? a : b; }

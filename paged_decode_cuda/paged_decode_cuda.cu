@@ -1,7 +1,6 @@
 // The CUDA backend: picks the kernel, cuts the work, launches on the current stream. Nothing here reads device memory
 // or waits for the device, except under PAGED_ATTN_CHECK.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <map>
@@ -123,9 +122,13 @@ void launch(const void* function, int64_t blocks, int threads, int shared_bytes,
   check_cuda(cudaLaunchKernelExC(&config, function, pointers), "launch");
 }
 
+// torch::stable::empty looks its operator up by name at every call, which takes three times as long.
 torch::stable::Tensor workspace(int64_t bytes, int device) {
-  return torch::stable::empty({bytes}, torch::headeronly::ScalarType::Byte, std::nullopt,
-                              torch::stable::Device(torch::headeronly::DeviceType::CUDA, device));
+  const int64_t stride = 1;
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &bytes, &stride, aoti_torch_dtype_uint8(),
+                                                  aoti_torch_device_type_cuda(), device, &handle));
+  return torch::stable::Tensor(handle);
 }
 
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
