@@ -1,6 +1,6 @@
 """Runs the kernels of a translated .metal file on tensors of the CPU.
 
-library = Library(build.kernels(path))
+library = Library(metal_build.kernels(path))
 library.run("kernel", grid=(2, 1, 1), threadgroup=(64, 1, 1), buffers={0: tensor, 1: bytes(params)})
 """
 

@@ -7,9 +7,8 @@ torch.randn(3).to("mps")
 import ctypes
 import platform
 
+import metal_build
 import torch
-
-import build
 
 library = None
 
@@ -21,7 +20,7 @@ def load():
         return
     if platform.system() == "Darwin" or torch.backends.mps.is_built():
         raise RuntimeError("this torch has a real mps device")
-    library = ctypes.CDLL(str(build.device()))
+    library = ctypes.CDLL(str(metal_build.device()))
     library.fake_dispatched.restype = ctypes.c_char_p
     torch.backends.mps.is_available = lambda: True  # asked by kernels and by transformers
 
@@ -52,3 +51,8 @@ def dispatched():
 def created():
     """How many libraries and pipelines were made, and command buffers committed."""
     return {name: getattr(library, f"fake_num_{name}")() for name in ("libraries", "pipelines", "commits")}
+
+
+def reset():
+    """Drops what is encoded and not yet run, after a mistake."""
+    library.fake_reset_stream()

@@ -4,8 +4,8 @@
     device()        the fake Metal runtime and the mps device of torch, one shared library
     extension()     the package: torch-ext, paged_decode_metal/*.mm and the kernels -> a directory for `kernels`
 
-Ninja compiles again only what changed. As a program: `build.py [--variant plain]` builds the extension and prints its
-directory.
+Ninja compiles again only what changed. As a program (`metal_build.py --variant NAME`) it builds the extension and
+prints its directory.
 """
 
 import argparse
@@ -142,21 +142,22 @@ def kernels(source: Path, variant: str = "plain", includes: list[Path] = (), def
     return run_ninja(f"{variant}-{library.stem}", lines, library)
 
 
-def sanitized(variant: str) -> dict[str, str]:
-    """The environment of a process whose kernels have a sanitizer: its runtime must be there before Python."""
-    name = {"asan": "libclang_rt.asan-x86_64.so", "tsan": "libclang_rt.tsan-x86_64.so"}[variant]
-    path = subprocess.run([CXX, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
-    if not Path(path).exists():
-        raise Missing(f"{name} is not installed; apt install {PACKAGES}")
-    options = {
-        "LD_PRELOAD": path,
-        "OMP_NUM_THREADS": "1",  # torch is not instrumented: its threads would look like races
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "UBSAN_OPTIONS": "print_stacktrace=1",
-        "TSAN_OPTIONS": "halt_on_error=1 exitcode=66",
-        "METAL_VARIANT": variant,
-    }
-    return os.environ | options
+SANITIZERS = {"asan": "libclang_rt.asan-x86_64.so", "tsan": "libclang_rt.tsan-x86_64.so"}
+
+
+def environment(variant: str) -> dict[str, str]:
+    """Of a process whose kernels are compiled in this way."""
+    # One thread: those of torch are not instrumented and would look like races.
+    settings = {"METAL_VARIANT": variant, "OMP_NUM_THREADS": "1"}
+    if variant in SANITIZERS:  # its runtime must be there before Python
+        command = [CXX, f"-print-file-name={SANITIZERS[variant]}"]
+        settings["LD_PRELOAD"] = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        if not Path(settings["LD_PRELOAD"]).exists():
+            raise Missing(f"{SANITIZERS[variant]} is not installed; apt install {PACKAGES}")
+        settings["ASAN_OPTIONS"] = "detect_leaks=0"
+        settings["UBSAN_OPTIONS"] = "print_stacktrace=1"
+        settings["TSAN_OPTIONS"] = "halt_on_error=1 exitcode=66"
+    return os.environ | settings
 
 
 def device_lines() -> tuple[list[str], Path]:
@@ -177,6 +178,17 @@ def device() -> Path:
     require_clang()
     lines, library = device_lines()
     return run_ninja("host", lines, library)
+
+
+def host_library(source: Path) -> Path:
+    """An Objective-C++ file that uses Metal and torch's MPS, as a shared library."""
+    require_clang()
+    lines, fake = device_lines()
+    torch_dir, stem = Path(torch.__file__).parent, OUT / "host" / source.stem
+    flags = next(line for line in lines if line.startswith("  flags"))
+    lines += [f"build {stem}.o: cxx {source}", flags, f"build {stem}.so: link {stem}.o {fake}"]
+    lines.append(f"  flags = -Wl,-rpath,{fake.parent} -L{torch_dir}/lib -ltorch -ltorch_cpu -lc10")
+    return run_ninja(f"host-{source.stem}", lines, Path(f"{stem}.so"))
 
 
 METALLIB_H = """\
@@ -263,6 +275,28 @@ def extension(variants: list[str] = ("plain",)) -> Path:
     folder = OUT / f"torch{version[1]}{version[2]}-metal-aarch64-darwin"
     local_build.install(folder, files)
     return folder
+
+
+def macos_flags(torch_include: Path, work: Path) -> list[str]:
+    """How kernel-builder compiles the host code on a Mac, with the stubs in the place of Apple's headers."""
+    (work / "registration.h").write_text(local_build.REGISTRATION_H)
+    (work / "metallib.h").write_text(METALLIB_H.replace("@LIBRARIES@", ""))
+    includes = {flag for section in metal_sections() for flag in section.flags if flag.startswith("-I")}
+    folders = [work, HOST / "include", torch_include, torch_include / "torch" / "csrc" / "api" / "include"]
+    return [
+        "-std=c++20",
+        "-fblocks",
+        "-fno-sanitize=all",
+        "-DMETAL_KERNEL",
+        "-DTORCH_EXTENSION_NAME=_paged_attn",
+        "-Wno-everything",
+        "-Werror=objc-method-access",
+        "-Werror=incompatible-pointer-types",
+        '-DEMBEDDED_METALLIB_HEADER="metallib.h"',
+        "-DEMBEDDED_METALLIB_NAMESPACE=paged_attn_metal",
+        *sorted(includes),
+        *(f"-I{folder}" for folder in folders),
+    ]
 
 
 def main() -> None:

@@ -14,4 +14,7 @@ bool on_queue(dispatch_queue_t queue);
 // Encoders may be touched on this queue only; nullptr: anywhere.
 void set_stream_queue(dispatch_queue_t queue);
 
+// Encoded work is dropped instead of run, and what a mistake left behind is no error: for tests of mistakes.
+extern bool drop_work;
+
 }  // namespace fake

@@ -254,3 +254,15 @@ extern "C" void fake_open_encoder() {
     stream->commandEncoder();
   });
 }
+
+// Drops what is encoded and not yet run.
+extern "C" void fake_reset_stream() {
+  auto* stream = at::mps::getDefaultMPSStream();
+  at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
+    @autoreleasepool {
+      fake::drop_work = true;
+      stream->synchronize(at::mps::SyncType::COMMIT_AND_WAIT);
+      fake::drop_work = false;
+    }
+  });
+}

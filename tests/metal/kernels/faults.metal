@@ -13,8 +13,10 @@ kernel void barrier_after_return(device float* out [[buffer(0)]], uint i [[threa
 }
 kernel void divergent_simd(device float* out [[buffer(0)]], uint i [[thread_index_in_threadgroup]]) {
   float x = i;
-  if (i % 2) x = simd_sum(x);
-  else x = simd_max(x);
+  if (i % 2)
+    x = simd_sum(x);
+  else
+    x = simd_max(x);
   out[i] = x;
 }
 kernel void too_much_memory(device float* out [[buffer(0)]], uint i [[thread_index_in_threadgroup]]) {

@@ -1,6 +1,6 @@
 // What kernels use of the language, each in a few lines: the emulator's own test.
-#include <metal_stdlib>
 #include <metal_simdgroup_matrix>
+#include <metal_stdlib>
 using namespace metal;
 
 constant bool add_bias [[function_constant(0)]];

@@ -6,12 +6,12 @@ kernel void f(device float4* a [[buffer(0)]], device bfloat* b [[buffer(1)]], ui
   threadgroup float4 shared[32];
   shared[i] = a[i];
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  device float4* wrong = shared;           // fault
+  device float4* wrong = shared;  // fault
   thread float* first = (thread float*)0;
-  first = (device float*)a;                // fault
-  double d = 1.0;                          // fault
-  b[i] = exp(b[i]);                        // fault
+  first = (device float*)a;  // fault
+  double d = 1.0;            // fault
+  b[i] = exp(b[i]);          // fault
   half4 h = half4(float4(1.0f));
-  float4 f = h;                            // fault
+  float4 f = h;  // fault
   a[i] = float4(f.x) * float(d);
 }

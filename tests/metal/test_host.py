@@ -1,0 +1,127 @@
+"""The host code, from Python to the encoder: the fake Metal refuses what a real one would, and ours gives no cause."""
+
+import ctypes
+from pathlib import Path
+
+import fake_mps
+import metal_build
+import pytest
+import torch
+
+KERNELS = Path(__file__).resolve().parent / "kernels"
+
+
+@pytest.fixture(scope="module")
+def misuse():
+    library = ctypes.CDLL(str(metal_build.host_library(KERNELS / "misuse.mm")))
+    library.try_mistake.restype = ctypes.c_char_p
+    kernels = str(metal_build.kernels(KERNELS / "functions.metal")).encode()
+    return lambda mistake: library.try_mistake(mistake.encode(), kernels).decode()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("off the queue", "MPSStream::commandEncoder outside of the stream's queue"),
+        ("own encoder", "A command encoder is already encoding to this command buffer"),
+        ("ended twice", "endEncoding twice"),
+        ("after the end", "setBuffer:offset:atIndex: after endEncoding"),
+        ("no function", "function nobody was not found in the library"),
+        ("buffer index", "buffer index 31, at most 30"),
+        ("offset", "offset 257 in a buffer of 256 bytes"),
+        ("long bytes", "setBytes of 5000 bytes, 1 to 4096 are allowed"),
+        ("threadgroup memory", "setThreadgroupMemoryLength:24 atIndex:0"),
+        ("threads", "a threadgroup of 96 threads, the pipeline's maxTotalThreadsPerThreadgroup is 64"),
+        ("unset buffer", "buffer(0), out: nothing is bound"),
+        ("blit", "copyFromBuffer: the regions overlap"),
+        ("none", ""),
+    ],
+)
+def test_mistake(misuse, mistake, message):
+    found = misuse(mistake)
+    assert (message in found) if message else (found == "")
+    fake_mps.reset()
+    assert misuse("none") == ""
+
+
+def call(paged_attn, kv_len=40, **kwargs):
+    """One decode step on the device, and the same in float64."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(2, kv_len, 2, 64, generator=generator) for _ in range(2))
+    q = torch.randn(2, 1, 8, 64, generator=generator)
+    out = paged_attn.flash_attn_with_kvcache(*(t.to("mps") for t in (q, k, v)), causal=True, **kwargs)
+    k, v = (t.double().repeat_interleave(4, 2).transpose(1, 2) for t in (k, v))
+    expected = torch.nn.functional.scaled_dot_product_attention(q.double().transpose(1, 2), k, v)
+    return out, expected.transpose(1, 2)
+
+
+def test_encodes_into_torchs_open_encoder_and_never_commits(paged_attn):
+    call(paged_attn)  # makes the pipelines
+    fake_mps.open_encoder()
+    before = fake_mps.created()
+    q = torch.zeros(1, 1, 4, 64, device="mps")
+    k = torch.zeros(1, 8, 4, 64, device="mps")
+    fake_mps.open_encoder()
+    committed = fake_mps.created()["commits"]
+    for _ in range(3):
+        paged_attn.flash_attn_with_kvcache(q, k, k)
+    assert fake_mps.created()["commits"] == committed
+    assert fake_mps.created()["libraries"] == before["libraries"] == 1
+
+
+def test_pipelines_are_made_once(paged_attn):
+    call(paged_attn, softcap=3.0)
+    before = fake_mps.created()
+    call(paged_attn, softcap=3.0)
+    after = fake_mps.created()
+    assert (after["libraries"], after["pipelines"]) == (before["libraries"], before["pipelines"])
+
+
+@pytest.mark.parametrize("limit", [32, 64, 512])
+@pytest.mark.parametrize("kv_len", [40, 3000])
+def test_limit_of_a_pipeline(paged_attn, limit, kv_len):
+    """A device may allow a kernel fewer threads than 1024: fewer are used, or the call says so."""
+    fake_mps.limit_threads("", limit)
+    try:
+        out, expected = call(paged_attn, kv_len)
+        torch.testing.assert_close(out.cpu().double(), expected, atol=1e-5, rtol=0)
+    except RuntimeError as error:
+        assert "threadgroups of at least" in str(error)
+        assert "got " in str(error)
+    finally:
+        fake_mps.limit_threads("", 0)
+
+
+@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("kv_len", [40, 3000])
+def test_order_of_threads_does_not_matter(paged_attn, kv_len, seed):
+    fake_mps.set_seed(0)
+    plain = call(paged_attn, kv_len)[0].cpu()
+    fake_mps.set_seed(seed)
+    try:
+        assert torch.equal(call(paged_attn, kv_len)[0].cpu(), plain)
+    finally:
+        fake_mps.set_seed(0)
+
+
+def test_dispatches(paged_attn):
+    """One for short contexts, two with splits, one more for an append."""
+    q, new = torch.zeros(1, 1, 8, 64, device="mps"), torch.zeros(1, 1, 2, 64, device="mps")
+    cache = [torch.zeros(1, 9000, 2, 64, device="mps") for _ in range(2)]
+    counts = []
+    for length, k in ((100, None), (9000, None), (100, new)):
+        seqlens = torch.tensor([length], dtype=torch.int32, device="mps")
+        fake_mps.dispatched()
+        paged_attn.flash_attn_with_kvcache(q, *cache, k, k, cache_seqlens=seqlens, causal=True)
+        counts.append(len(fake_mps.dispatched()))
+    fake_mps.dispatched()
+    paged_attn.kv_paged_write(
+        new[0],
+        new[0],
+        *(c.view(90, 100, 2, 64) for c in cache),
+        None,
+        None,
+        slot_mapping=torch.tensor([5], device="mps"),
+    )
+    counts.append(len(fake_mps.dispatched()))
+    assert counts == [1, 2, 2, 1]

@@ -1,0 +1,29 @@
+"""Every feature once more with the kernels compiled in other ways, each in a process of its own."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import metal_build
+import pytest
+
+TESTS = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "fast",  # fast math, Metal's default
+        "asan",  # with UndefinedBehaviorSanitizer
+        "tsan",  # lanes are threads of their own; only barriers order them
+        "count",  # an error also for memory that two threadgroups of a dispatch share
+    ],
+)
+def test_every_feature(variant):
+    metal_build.extension([variant])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-m", "sanitize", TESTS]
+    environment = metal_build.environment(variant)
+    run = subprocess.run([*command, f"--ignore={TESTS / 'metal'}"], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, (run.stdout + run.stderr)[-6000:]
+    assert int(re.search(r"(\d+) passed", run.stdout)[1]) > 50, run.stdout
