@@ -50,8 +50,8 @@ PD_FN Place find_new_place(constant Arguments& a, Tables tables, const device lo
     const long slot = slot_mapping[index];
     if (slot < 0 || slot >= a.num_pages * a.cache_slots) return nowhere;
     // 64-bit divisions are slow, and few caches need them.
-    const long page = slot < 0x7fffffff && a.cache_slots < 0x7fffffff ? int(slot) / int(a.cache_slots)
-                                                                     : slot / a.cache_slots;
+    const long page =
+        slot < 0x7fffffff && a.cache_slots < 0x7fffffff ? int(slot) / int(a.cache_slots) : slot / a.cache_slots;
     return {int(page), slot - page * a.cache_slots};
   }
   const Request request = load_request(a, tables, token.b);
@@ -59,14 +59,15 @@ PD_FN Place find_new_place(constant Arguments& a, Tables tables, const device lo
   return find_place(a, tables, token.b, request.old_len + token.t);
 }
 
-// cos and sin of the positions; null without rotation.
+// cos and sin of the positions; to be read only with a rotation.
 struct RotaryTables {
   const device void* cos;
   const device void* sin;
   const device int* seqlens;
 };
 
-// Element `dim` of a row after the rotation to `position`. Past the end of the tables nothing is read and nothing turns.
+// Element `dim` of a row after the rotation to `position`. Past the end of the tables nothing is read and nothing
+// turns.
 PD_FN float rotated(constant Arguments& a, RotaryTables rotary, const device void* base, int type, long row, int dim,
                     int position) {
   const float x = load_float(base, type, row + dim);
@@ -106,10 +107,8 @@ PD_FN void copy_vector(const device void* source, long from, device void* target
 [[kernel]] void append(
     constant Arguments& a [[buffer(kArgumentsBuffer)]], PD_TABLE_BUFFERS,
     const device void* q [[buffer(kQueryBuffer), function_constant(has_rotary)]],
-    const device void* new_k [[buffer(kNewKeysBuffer)]],
-    const device void* new_v [[buffer(kNewValuesBuffer)]],
-    device void* k_cache [[buffer(kKeyCacheBuffer)]],
-    device void* v_cache [[buffer(kValueCacheBuffer)]],
+    const device void* new_k [[buffer(kNewKeysBuffer)]], const device void* new_v [[buffer(kNewValuesBuffer)]],
+    device void* k_cache [[buffer(kKeyCacheBuffer)]], device void* v_cache [[buffer(kValueCacheBuffer)]],
     const device float* k_descale [[buffer(kKDescaleBuffer), function_constant(has_k_descale)]],
     const device float* v_descale [[buffer(kVDescaleBuffer), function_constant(has_v_descale)]],
     const device long* slot_mapping [[buffer(kSlotMappingBuffer), function_constant(has_slot_mapping)]],
@@ -133,8 +132,8 @@ PD_FN void copy_vector(const device void* source, long from, device void* target
     const long row = has_cu_seqlens_q ? index * a.q.middle : b * a.q.outer + token * a.q.middle;
     const int first = has_rotary_seqlens ? rotary_seqlens[b] : load_request(a, tables, b).old_len;
     for (int i = dim; i < min(dim + kVector, head_dim); ++i) {
-      const float x = rotated(a, rotary, q, query_type, row + head * a.q.head, i,
-                              first + (a.moving_queries ? token : 0));
+      const float x =
+          rotated(a, rotary, q, query_type, row + head * a.q.head, i, first + (a.moving_queries ? token : 0));
       store_float(rotated_q, query_type, (long(index) * a.q_heads + head) * head_dim + i, x);
     }
     return;

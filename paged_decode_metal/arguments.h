@@ -65,10 +65,10 @@ enum ConstantIndex {
   kHasRotarySeqlens,
   // bool: how
   kHasSoftcap,
-  kHasSplits,  // a request may be cut
+  kHasSplits,   // a request may be cut
   kHasPrefill,  // requests with more than kMaxSplitRows rows are left to prefill
-  kWide,       // the cache has offsets of more than 31 bits
-  kAligned,    // rows of the caches (when writing: also of the new tokens) are whole vectors of 8 elements
+  kWide,        // the cache has offsets of more than 31 bits
+  kAligned,     // rows of the caches (when writing: also of the new tokens) are whole vectors of 8 elements
   kInterleaved,
   // int
   kHeadDim,

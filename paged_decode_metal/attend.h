@@ -64,16 +64,16 @@ PD_FN void stage_row(const device void* base, long row, int dims, float factor, 
 PD_FN float dot_vectors(Vector x, float4 low, float4 high) { return dot(x.low, low) + dot(x.high, high); }
 
 // Adds to scores[i * kRows + row] the products of kKeys keys with all rows. Keys at a negative offset give 0.
-template <typename T, int kPieces, int kLanes, int kKeys, int kRows>
-PD_FN void add_products(const device T* head, threadgroup const long* offsets, int dims, threadgroup const float4* rows,
-                        int lane, thread float* scores) {
+template <int kPieces, int kLanes, int kKeys, int kRows>
+PD_FN void add_products(const device void* cache, threadgroup const long* offsets, int dims,
+                        threadgroup const float4* rows, int lane, thread float* scores) {
 #pragma clang loop unroll(full)
   for (int i = 0; i < kKeys; ++i) {
     const long offset = offsets[i];
     if (offset < 0) continue;
 #pragma clang loop unroll(full)
     for (int piece = 0; piece < kPieces; ++piece) {
-      const Vector x = load_vector(head + offset, (piece * kLanes + lane) * kVector, dims);
+      const Vector x = load_vector(cache, offset, (piece * kLanes + lane) * kVector, dims);
 #pragma clang loop unroll(full)
       for (int row = 0; row < kRows; ++row) {
         threadgroup const float4* q = rows + (row * kPieces + piece) * 2 * kLanes + lane;
@@ -83,15 +83,12 @@ PD_FN void add_products(const device T* head, threadgroup const long* offsets, i
   }
 }
 
-template <typename T, int kDims, int kDimsV, int kLanes, int kRows, bool kQv>
+template <int kDims, int kDimsV, int kLanes, int kRows, bool kQv>
 [[kernel]] void attend(
-    constant Arguments& a [[buffer(kArgumentsBuffer)]], PD_TABLE_BUFFERS,
-    const device void* q [[buffer(kQueryBuffer)]],
-    const device void* qv [[buffer(kQvBuffer), function_constant(has_qv)]],
-    device void* out [[buffer(kOutBuffer)]],
+    constant Arguments& a [[buffer(kArgumentsBuffer)]], PD_TABLE_BUFFERS, const device void* q [[buffer(kQueryBuffer)]],
+    const device void* qv [[buffer(kQvBuffer), function_constant(has_qv)]], device void* out [[buffer(kOutBuffer)]],
     device uint* lse [[buffer(kLseBuffer), function_constant(has_lse)]],
-    const device T* k_cache [[buffer(kKeyCacheBuffer)]],
-    const device T* v_cache [[buffer(kValueCacheBuffer)]],
+    const device void* k_cache [[buffer(kKeyCacheBuffer)]], const device void* v_cache [[buffer(kValueCacheBuffer)]],
     const device float* q_descale [[buffer(kQDescaleBuffer), function_constant(has_q_descale)]],
     const device float* k_descale [[buffer(kKDescaleBuffer), function_constant(has_k_descale)]],
     const device float* v_descale [[buffer(kVDescaleBuffer), function_constant(has_v_descale)]],
@@ -112,186 +109,189 @@ template <typename T, int kDims, int kDimsV, int kLanes, int kRows, bool kQv>
   const Tables tables = PD_TABLES;
   const Output output = {out, lse, sinks, v_descale};
   const int threads = group_size.x, simdgroups = threads / kSimdWidth;
-  clear_unclaimed(a, tables, output, position.x + grid.x * (position.y + grid.y * position.z),
-                  grid.x * grid.y * grid.z, thread_index, threads);
+  clear_unclaimed(a, tables, output, position.x + grid.x * (position.y + grid.y * position.z), grid.x * grid.y * grid.z,
+                  thread_index, threads);
   if (int(position.z) >= a.batch) return;
 
-  // Which rows, which keys
-  const int max_splits = has_splits ? a.max_splits : 1;
-  const int row_tile = position.x / max_splits, split = position.x - row_tile * max_splits;
-  const Item item = load_item(a, tables, row_tile, position.y, position.z, kRows);
-  if (item.rows == 0 || split >= item.splits) return;
-  if (has_prefill && item.request.q_len * a.group > kMaxSplitRows) return;
-  const KvRange keys = has_splits ? split_keys(item.keys, split, item.splits, kSimdWidth) : item.keys;
+  // max_q_len, by which the grid is made, is only what the caller believes: go on with later rows.
+  const int max_splits = has_splits ? a.max_splits : 1, split = position.x % max_splits;
+  for (int row_tile = position.x / max_splits;; row_tile += grid.x / max_splits) {
+    // Which rows, which keys
+    const Item item = load_item(a, tables, row_tile, position.y, position.z, kRows);
+    if (item.rows == 0 || (has_prefill && item.request.q_len * a.group > kMaxSplitRows)) return;
+    if (split >= item.splits) continue;
+    const KvRange keys = has_splits ? split_keys(item.keys, split, item.splits, kSimdWidth) : item.keys;
 
-  // The query, and the factors of its products
-  const int b = item.b, kv_head = item.kv_head;
-  float scale = a.scale, qv_factor = 1.f;
-  if (has_q_descale) scale *= descale_at(q_descale, a.q_descale_stride_batch, a.q_descale_stride_head, b, kv_head);
-  if (has_k_descale) scale *= descale_at(k_descale, a.k_descale_stride_batch, a.k_descale_stride_head, b, kv_head);
-  if (kQv && has_v_descale) {
-    // The scale has k_descale in it, which the products with V do not have.
-    qv_factor = descale_at(v_descale, a.v_descale_stride_batch, a.v_descale_stride_head, b, kv_head);
-    if (has_k_descale)
-      qv_factor /= descale_at(k_descale, a.k_descale_stride_batch, a.k_descale_stride_head, b, kv_head);
-  }
-  threadgroup float4* staged_qv = scratch + kRows * kDims / 4;
-  for (int row = 0; row < kRows; ++row) {
-    // Rows that do not exist repeat the last one; nothing of them is written.
-    const Row r = load_row(a, item, min(row, item.rows - 1));
-    stage_row<kDims, kLanes>(q, element_of(a.q, item, r), head_dim, 1.f, scratch + row * kDims / 4, thread_index,
-                             threads);
-    if (kQv && has_qv)
-      stage_row<kDimsV, kLanes>(qv, element_of(a.qv, item, r), head_dim_v, qv_factor, staged_qv + row * kDimsV / 4,
-                                thread_index, threads);
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-
-  // What this lane's scores belong to: a lane keeps its row, and in every step another key.
-  const int group = simd_lane / kLanes, lane = simd_lane % kLanes, my_row = simd_lane % kRows;
-  const Row row = load_row(a, item, my_row);
-  const int q_pos = item.request.kv_len - item.request.q_len + row.token;
-  const float slope = has_slopes ? slopes[b * a.slopes_stride_batch + row.q_head] : 0.f;
-  const device T* k_head = k_cache + kv_head * a.k_cache.head;
-  const device T* v_head = v_cache + kv_head * a.v_cache.head;
-
-  // Each simdgroup walks over its own stretch of whole tiles. A split may be empty.
-  const int first_tile = keys.begin / kSimdWidth;
-  const int end_tile = keys.begin < keys.end ? (keys.end + kSimdWidth - 1) / kSimdWidth : first_tile;
-  const int stretch = (end_tile - first_tile + simdgroups - 1) / simdgroups;
-  const int begin_tile = first_tile + stretch * simdgroup;
-  threadgroup float* shared = probabilities[simdgroup];  // of a tile, first its scores
-  threadgroup float* mine = shared + simd_lane;
-  threadgroup long* k_places = k_offsets[simdgroup];
-  threadgroup long* v_places = v_offsets[simdgroup];
-
-  float m = PD_EMPTY, l = 0.f;  // of this lane's scores; m is common to all lanes of a row
-  Vector acc[kRows][S::kPiecesV];
-  for (int r = 0; r < kRows; ++r)
-    for (int piece = 0; piece < S::kPiecesV; ++piece) acc[r][piece] = {float4(0.f), float4(0.f)};
-
-  for (int tile = begin_tile; tile < min(begin_tile + stretch, end_tile); ++tile) {
-    // Where the keys of the tile lie: one per lane
-    const int tile_key = tile * kSimdWidth;
-    const int my_key = tile_key + simd_lane;
-    Place place = {-1, 0};
-    if (my_key >= keys.begin && my_key < keys.end) place = find_place(a, tables, b, my_key);
-    k_places[simd_lane] = place.page < 0 ? -1 : cache_offset(a.k_cache, place);
-    v_places[simd_lane] = place.page < 0 ? -1 : cache_offset(a.v_cache, place);
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-
-    // Scores. A lane keeps its own in threadgroup memory, so that the steps need no code of their own.
-    float top = m;
-    for (int step = 0; step < kRows; ++step) {
-      const int first = (step * S::kGroups + group) * S::kKeys;
-      float products[kLanes];
-      for (int i = 0; i < kLanes; ++i) products[i] = 0.f;
-      add_products<T, S::kPieces, kLanes, S::kKeys, kRows>(k_head, k_places + first, head_dim, scratch, lane, products);
+    // The query, and the factors of its products
+    const int b = item.b, kv_head = item.kv_head;
+    float scale = a.scale, qv_factor = 1.f;
+    if (has_q_descale) scale *= descale_at(q_descale, a.q_descale_stride_batch, a.q_descale_stride_head, b, kv_head);
+    if (has_k_descale) scale *= descale_at(k_descale, a.k_descale_stride_batch, a.k_descale_stride_head, b, kv_head);
+    if (kQv && has_v_descale) {
+      // The scale has k_descale in it, which the products with V do not have.
+      qv_factor = descale_at(v_descale, a.v_descale_stride_batch, a.v_descale_stride_head, b, kv_head);
+      if (has_k_descale)
+        qv_factor /= descale_at(k_descale, a.k_descale_stride_batch, a.k_descale_stride_head, b, kv_head);
+    }
+    threadgroup float4* staged_qv = scratch + kRows * kDims / 4;
+    for (int row = 0; row < kRows; ++row) {
+      // Rows that do not exist repeat the last one; nothing of them is written.
+      const Row r = load_row(a, item, min(row, item.rows - 1));
+      stage_row<kDims, kLanes>(q, element_of(a.q, item, r), head_dim, 1.f, scratch + row * kDims / 4, thread_index,
+                               threads);
       if (kQv && has_qv)
-        add_products<T, S::kPiecesV, kLanes, S::kKeys, kRows>(v_head, v_places + first, head_dim_v, staged_qv, lane,
-                                                              products);
-      scatter_sum<kLanes, kLanes / 2, 1>(products, simd_lane);
-      const int key = tile_key + first + lane / kRows;
-      const float score = pd_score(products[0], scale, has_softcap ? a.softcap : 0.f, slope,
-                                   has_slopes ? fabs(float(q_pos - key)) : 0.f) * PD_LOG2E;
-      const bool seen = key >= row.keys.begin && key < row.keys.end;
-      mine[step * kSimdWidth] = seen ? score : PD_EMPTY;
-      top = seen ? max(top, score) : top;
+        stage_row<kDimsV, kLanes>(qv, element_of(a.qv, item, r), head_dim_v, qv_factor, staged_qv + row * kDimsV / 4,
+                                  thread_index, threads);
     }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
 
-    // Probabilities
-#pragma clang loop unroll(full)
-    for (int mask = kRows; mask < kSimdWidth; mask *= 2) top = max(top, simd_shuffle_xor(top, ushort(mask)));
-    const float factor = pd_rescale(m, top);
-    l *= factor;
-    for (int step = 0; step < kRows; ++step) {
-      const float score = mine[step * kSimdWidth];
-      // Not by its difference to the top, which is nothing where no key was seen yet.
-      const float probability = score == PD_EMPTY ? 0.f : metal::exp2(score - top);
-      l += probability;
-      mine[step * kSimdWidth] = probability;
-    }
-    if (simd_any(top != m)) {
-#pragma clang loop unroll(full)
-      for (int r = 0; r < kRows; ++r) {
-        const float row_factor = simd_shuffle(factor, ushort(r));
-        for (int piece = 0; piece < S::kPiecesV; ++piece) {
-          acc[r][piece].low *= row_factor;
-          acc[r][piece].high *= row_factor;
-        }
+    // What this lane's scores belong to: a lane keeps its row, and in every step another key.
+    const int group = simd_lane / kLanes, lane = simd_lane % kLanes, my_row = simd_lane % kRows;
+    const Row row = load_row(a, item, my_row);
+    const int q_pos = item.request.kv_len - item.request.q_len + row.token;
+    const float slope = has_slopes ? slopes[b * a.slopes_stride_batch + row.q_head] : 0.f;
+
+    // Each simdgroup walks over its own stretch of whole tiles. A split may be empty.
+    const int first_tile = keys.begin / kSimdWidth;
+    const int end_tile = keys.begin < keys.end ? (keys.end + kSimdWidth - 1) / kSimdWidth : first_tile;
+    const int stretch = (end_tile - first_tile + simdgroups - 1) / simdgroups;
+    const int begin_tile = first_tile + stretch * simdgroup;
+    threadgroup float* shared = probabilities[simdgroup];  // of a tile, first its scores
+    threadgroup float* mine = shared + simd_lane;
+    threadgroup long* k_places = k_offsets[simdgroup];
+    threadgroup long* v_places = v_offsets[simdgroup];
+
+    float m = PD_EMPTY, l = 0.f;  // of this lane's scores; m is common to all lanes of a row
+    Vector acc[kRows][S::kPiecesV];
+    for (int r = 0; r < kRows; ++r)
+      for (int piece = 0; piece < S::kPiecesV; ++piece) acc[r][piece] = {float4(0.f), float4(0.f)};
+
+    for (int tile = begin_tile; tile < min(begin_tile + stretch, end_tile); ++tile) {
+      // Where the keys of the tile lie: one per lane
+      const int tile_key = tile * kSimdWidth;
+      const int my_key = tile_key + simd_lane;
+      Place place = {-1, 0};
+      if (my_key >= keys.begin && my_key < keys.end) place = find_place(a, tables, b, my_key);
+      k_places[simd_lane] = place.page < 0 ? -1 : cache_offset(a.k_cache, place) + kv_head * a.k_cache.head;
+      v_places[simd_lane] = place.page < 0 ? -1 : cache_offset(a.v_cache, place) + kv_head * a.v_cache.head;
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+
+      // Scores. A lane keeps its own in threadgroup memory, so that the steps need no code of their own.
+      float top = m;
+      for (int step = 0; step < kRows; ++step) {
+        const int first = (step * S::kGroups + group) * S::kKeys;
+        float products[kLanes];
+        for (int i = 0; i < kLanes; ++i) products[i] = 0.f;
+        add_products<S::kPieces, kLanes, S::kKeys, kRows>(k_cache, k_places + first, head_dim, scratch, lane, products);
+        if (kQv && has_qv)
+          add_products<S::kPiecesV, kLanes, S::kKeys, kRows>(v_cache, v_places + first, head_dim_v, staged_qv, lane,
+                                                             products);
+        scatter_sum<kLanes, kLanes / 2, 1>(products, simd_lane);
+        const int key = tile_key + first + lane / kRows;
+        const float score = pd_score(products[0], scale, has_softcap ? a.softcap : 0.f, slope,
+                                     has_slopes ? fabs(float(q_pos - key)) : 0.f) *
+                            PD_LOG2E;
+        const bool seen = key >= row.keys.begin && key < row.keys.end;
+        mine[step * kSimdWidth] = seen ? score : PD_EMPTY;
+        top = seen ? max(top, score) : top;
       }
-    }
-    m = top;
-    simdgroup_barrier(mem_flags::mem_threadgroup);
 
-    // Values
-    for (int step = 0; step < kRows; ++step) {
-      const int first = (step * S::kGroups + group) * S::kKeys;
+      // Probabilities
 #pragma clang loop unroll(full)
-      for (int i = 0; i < S::kKeys; ++i) {
-        const long offset = v_places[first + i];
-        if (offset < 0) continue;
-        threadgroup const float* probability = shared + step * kSimdWidth + group * kLanes + i * kRows;
+      for (int mask = kRows; mask < kSimdWidth; mask *= 2) top = max(top, simd_shuffle_xor(top, ushort(mask)));
+      const float factor = pd_rescale(m, top);
+      l *= factor;
+      for (int step = 0; step < kRows; ++step) {
+        const float score = mine[step * kSimdWidth];
+        // Not by its difference to the top, which is nothing where no key was seen yet.
+        const float probability = score == PD_EMPTY ? 0.f : metal::exp2(score - top);
+        l += probability;
+        mine[step * kSimdWidth] = probability;
+      }
+      if (simd_any(top != m)) {
 #pragma clang loop unroll(full)
-        for (int piece = 0; piece < S::kPiecesV; ++piece) {
-          const Vector v = load_vector(v_head + offset, (piece * kLanes + lane) * kVector, head_dim_v);
-#pragma clang loop unroll(full)
-          for (int r = 0; r < kRows; ++r) {
-            acc[r][piece].low += probability[r] * v.low;
-            acc[r][piece].high += probability[r] * v.high;
+        for (int r = 0; r < kRows; ++r) {
+          const float row_factor = simd_shuffle(factor, ushort(r));
+          for (int piece = 0; piece < S::kPiecesV; ++piece) {
+            acc[r][piece].low *= row_factor;
+            acc[r][piece].high *= row_factor;
           }
         }
       }
-    }
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-  }
+      m = top;
+      simdgroup_barrier(mem_flags::mem_threadgroup);
 
-  // Merge the lanes of a row, then the lane groups, then the simdgroups
+      // Values
+      for (int step = 0; step < kRows; ++step) {
+        const int first = (step * S::kGroups + group) * S::kKeys;
 #pragma clang loop unroll(full)
-  for (int mask = kRows; mask < kSimdWidth; mask *= 2) l += simd_shuffle_xor(l, ushort(mask));
-  if (simd_lane < kRows) sums[simdgroup][my_row] = float2(m, l);
-  const bool cut = has_splits && item.splits > 1;
-  const long partial = cut ? partial_of(a, item, row_tile, split) * kRows : 0;
-  threadgroup float* merged = (threadgroup float*)scratch;
-  constexpr int kOwn = S::kPiecesV * kVector / S::kGroups;  // elements of a row that a lane keeps
+        for (int i = 0; i < S::kKeys; ++i) {
+          const long offset = v_places[first + i];
+          if (offset < 0) continue;
+          threadgroup const float* probability = shared + step * kSimdWidth + group * kLanes + i * kRows;
 #pragma clang loop unroll(full)
-  for (int first = 0; first < kRows; first += S::kMergeRows) {
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+          for (int piece = 0; piece < S::kPiecesV; ++piece) {
+            const Vector v = load_vector(v_cache, offset, (piece * kLanes + lane) * kVector, head_dim_v);
 #pragma clang loop unroll(full)
-    for (int r = 0; r < S::kMergeRows; ++r) {
-      float elements[S::kPiecesV * kVector];
-#pragma clang loop unroll(full)
-      for (int i = 0; i < S::kPiecesV * kVector; ++i) {
-        const Vector v = acc[first + r][i / kVector];
-        elements[i] = i % kVector < 4 ? v.low[i % 4] : v.high[i % 4];
+            for (int r = 0; r < kRows; ++r) {
+              acc[r][piece].low += probability[r] * v.low;
+              acc[r][piece].high += probability[r] * v.high;
+            }
+          }
+        }
       }
-      const int begin = scatter_sum<S::kPiecesV * kVector, kSimdWidth / 2, kLanes>(elements, simd_lane);
-      threadgroup float* staged = merged + (r * kMaxSimdgroups + simdgroup) * kDimsV;
-      for (int i = 0; i < kOwn; ++i) {
-        const int piece = (begin + i) / kVector, e = (begin + i) % kVector;
-        staged[(piece * kLanes + lane) * kVector + e] = elements[i];
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+    }
+
+    // Merge the lanes of a row, then the lane groups, then the simdgroups
+#pragma clang loop unroll(full)
+    for (int mask = kRows; mask < kSimdWidth; mask *= 2) l += simd_shuffle_xor(l, ushort(mask));
+    if (simd_lane < kRows) sums[simdgroup][my_row] = float2(m, l);
+    const bool cut = has_splits && item.splits > 1;
+    const long partial = cut ? partial_of(a, item, row_tile, split) * kRows : 0;
+    threadgroup float* merged = (threadgroup float*)scratch;
+    constexpr int kOwn = S::kPiecesV * kVector / S::kGroups;  // elements of a row that a lane keeps
+#pragma clang loop unroll(full)
+    for (int first = 0; first < kRows; first += S::kMergeRows) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+#pragma clang loop unroll(full)
+      for (int r = 0; r < S::kMergeRows; ++r) {
+        float elements[S::kPiecesV * kVector];
+#pragma clang loop unroll(full)
+        for (int i = 0; i < S::kPiecesV * kVector; ++i) {
+          const Vector v = acc[first + r][i / kVector];
+          elements[i] = i % kVector < 4 ? v.low[i % 4] : v.high[i % 4];
+        }
+        const int begin = scatter_sum<S::kPiecesV * kVector, kSimdWidth / 2, kLanes>(elements, simd_lane);
+        threadgroup float* staged = merged + (r * kMaxSimdgroups + simdgroup) * kDimsV;
+        for (int i = 0; i < kOwn; ++i) {
+          const int piece = (begin + i) / kVector, e = (begin + i) % kVector;
+          staged[(piece * kLanes + lane) * kVector + e] = elements[i];
+        }
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      for (int i = thread_index; i < S::kMergeRows * kDimsV; i += threads) {
+        const int r = i / kDimsV, dim = i % kDimsV;
+        if (first + r >= item.rows || dim >= head_dim_v) continue;
+        float row_m = PD_EMPTY, row_l = 0.f, x = 0.f;
+        for (int s = 0; s < simdgroups; ++s) row_m = max(row_m, sums[s][first + r].x);
+        for (int s = 0; s < simdgroups; ++s) {
+          const float weight = pd_rescale(sums[s][first + r].x, row_m);
+          row_l += sums[s][first + r].y * weight;
+          x += merged[(r * kMaxSimdgroups + s) * kDimsV + dim] * weight;
+        }
+        if (cut) {
+          if (dim == 0) partial_sums[partial + first + r] = float2(row_m, row_l);
+          partial_acc[(partial + first + r) * head_dim_v + dim] = x;
+        } else {
+          const Row done = load_row(a, item, first + r);
+          const float normalizer = finish_row(a, output, item, done, row_m, row_l, dim == 0);
+          store_float(out, query_type, element_of(a.out, item, done) + dim, x * normalizer);
+        }
       }
     }
+    if (!has_cu_seqlens_q) return;
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int i = thread_index; i < S::kMergeRows * kDimsV; i += threads) {
-      const int r = i / kDimsV, dim = i % kDimsV;
-      if (first + r >= item.rows || dim >= head_dim_v) continue;
-      float row_m = PD_EMPTY, row_l = 0.f, x = 0.f;
-      for (int s = 0; s < simdgroups; ++s) row_m = max(row_m, sums[s][first + r].x);
-      for (int s = 0; s < simdgroups; ++s) {
-        const float weight = pd_rescale(sums[s][first + r].x, row_m);
-        row_l += sums[s][first + r].y * weight;
-        x += merged[(r * kMaxSimdgroups + s) * kDimsV + dim] * weight;
-      }
-      if (cut) {
-        if (dim == 0) partial_sums[partial + first + r] = float2(row_m, row_l);
-        partial_acc[(partial + first + r) * head_dim_v + dim] = x;
-      } else {
-        const Row done = load_row(a, item, first + r);
-        const float normalizer = finish_row(a, output, item, done, row_m, row_l, dim == 0);
-        store_float(out, query_type, element_of(a.out, item, done) + dim, x * normalizer);
-      }
-    }
   }
 }
 

@@ -5,8 +5,8 @@
 // written as bits.
 #pragma once
 
-#include <metal_stdlib>
 #include <metal_simdgroup>
+#include <metal_stdlib>
 
 using namespace metal;
 
@@ -126,49 +126,34 @@ struct Vector {
   float4 low, high;
 };
 
-PD_FN Vector load_whole(const device float* row) {
-  const device float4* vectors = (const device float4*)row;
-  return {vectors[0], vectors[1]};
-}
-
-PD_FN Vector load_whole(const device half* row) {
-  const uint4 words = *(const device uint4*)row;
-  return {float4(as_type<half4>(uint2(words.xy))), float4(as_type<half4>(uint2(words.zw)))};
-}
-
-PD_FN Vector load_whole(const device bfloat* row) {
-  const uint4 words = *(const device uint4*)row;
-  return {float4(as_type<bfloat4>(uint2(words.xy))), float4(as_type<bfloat4>(uint2(words.zw)))};
-}
-
-// Elements [dim, dim + 8) of a row of `dims`, 0 past its end.
-template <typename T>
-PD_FN Vector load_vector(const device T* row, int dim, int dims) {
-  Vector result = {float4(0.f), float4(0.f)};
-  if (dim >= dims) return result;
-  if (aligned) return load_whole(row + dim);
-#pragma clang loop unroll(full)
-  for (int i = 0; i < 4; ++i) {
-    if (dim + i < dims) result.low[i] = float(row[dim + i]);
-    if (dim + 4 + i < dims) result.high[i] = float(row[dim + 4 + i]);
-  }
-  return result;
-}
-
 PD_FN float4 fp8_values(uint bytes) {
   return float4(fp8_value(bytes & 0xff, cache_type), fp8_value(bytes >> 8 & 0xff, cache_type),
                 fp8_value(bytes >> 16 & 0xff, cache_type), fp8_value(bytes >> 24, cache_type));
 }
 
-PD_FN Vector load_vector(const device uchar* row, int dim, int dims) {
-  uint2 words = uint2(0, 0);
-  if (dim >= dims) return {float4(0.f), float4(0.f)};
-  if (aligned) {
-    words = *(const device uint2*)(row + dim);
+// Elements [dim, dim + 8) of the row of `dims` elements that begins at `row`; 0 past its end.
+PD_FN Vector load_vector(const device void* cache, long row, int dim, int dims) {
+  Vector result = {float4(0.f), float4(0.f)};
+  if (dim >= dims) return result;
+  if (!aligned) {
+    for (int i = 0; i < 4; ++i) {
+      if (dim + i < dims) result.low[i] = load_float(cache, cache_type, row + dim + i);
+      if (dim + 4 + i < dims) result.high[i] = load_float(cache, cache_type, row + dim + 4 + i);
+    }
+  } else if (cache_type == kFloat32) {
+    const device float4* vectors = (const device float4*)((const device float*)cache + row + dim);
+    result = {vectors[0], vectors[1]};
+  } else if (cache_type == kFloat16) {
+    const uint4 words = *(const device uint4*)((const device half*)cache + row + dim);
+    result = {float4(as_type<half4>(uint2(words.xy))), float4(as_type<half4>(uint2(words.zw)))};
+  } else if (cache_type == kBFloat16) {
+    const uint4 words = *(const device uint4*)((const device bfloat*)cache + row + dim);
+    result = {float4(as_type<bfloat4>(uint2(words.xy))), float4(as_type<bfloat4>(uint2(words.zw)))};
   } else {
-    for (int i = 0; i < min(8, dims - dim); ++i) words[i / 4] |= uint(row[dim + i]) << (i % 4 * 8);
+    const uint2 words = *(const device uint2*)((const device uchar*)cache + row + dim);
+    result = {fp8_values(words.x), fp8_values(words.y)};
   }
-  return {fp8_values(words.x), fp8_values(words.y)};
+  return result;
 }
 
 }  // namespace paged_attn

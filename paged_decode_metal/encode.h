@@ -13,7 +13,8 @@ namespace paged_attn {
 
 using Constants = std::array<int32_t, kNumConstants>;
 
-// What a dispatch needs beside its kernel. A place without a buffer stays unbound: the shader has no such argument then.
+// What a dispatch needs beside its kernel. A place without a buffer stays unbound: the shader has no such argument
+// then.
 struct Call {
   Arguments arguments = {};
   Constants constants = {};

@@ -6,17 +6,15 @@
 
 namespace paged_attn {
 
-[[kernel]] void merge(
-    constant Arguments& a [[buffer(kArgumentsBuffer)]], PD_TABLE_BUFFERS,
-    device void* out [[buffer(kOutBuffer)]],
-    device uint* lse [[buffer(kLseBuffer), function_constant(has_lse)]],
-    const device float* v_descale [[buffer(kVDescaleBuffer), function_constant(has_v_descale)]],
-    const device void* sinks [[buffer(kSinksBuffer), function_constant(has_sinks)]],
-    const device float* partial_acc [[buffer(kPartialAccBuffer)]],
-    const device float2* partial_sums [[buffer(kPartialSumsBuffer)]],
-    uint3 position [[threadgroup_position_in_grid]],
-    uint3 group_size [[threads_per_threadgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+[[kernel]] void merge(constant Arguments& a [[buffer(kArgumentsBuffer)]], PD_TABLE_BUFFERS,
+                      device void* out [[buffer(kOutBuffer)]],
+                      device uint* lse [[buffer(kLseBuffer), function_constant(has_lse)]],
+                      const device float* v_descale [[buffer(kVDescaleBuffer), function_constant(has_v_descale)]],
+                      const device void* sinks [[buffer(kSinksBuffer), function_constant(has_sinks)]],
+                      const device float* partial_acc [[buffer(kPartialAccBuffer)]],
+                      const device float2* partial_sums [[buffer(kPartialSumsBuffer)]],
+                      uint3 position [[threadgroup_position_in_grid]], uint3 group_size [[threads_per_threadgroup]],
+                      uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   const Tables tables = PD_TABLES;
   const Output output = {out, lse, sinks, v_descale};
   const int rows = group_size.x / kSimdWidth;

@@ -58,8 +58,8 @@ bool has_vectors(const Problem& p, Address<const void> k, Address<const void> v,
 
 // Whether 32 bits hold every offset of an element in the cache.
 bool is_wide(const Problem& p, const Strides& strides) {
-  const int64_t last = (pd_max(p.cache.num_pages, 1) - 1) * strides.outer +
-                       (pd_max(p.cache.page_size, 1) - 1) * strides.middle;
+  const int64_t last =
+      (pd_max(p.cache.num_pages, 1) - 1) * strides.outer + (pd_max(p.cache.page_size, 1) - 1) * strides.middle;
   return last > INT32_MAX || strides.outer > INT32_MAX || strides.middle > INT32_MAX;
 }
 
@@ -127,10 +127,11 @@ Call make_call(const Problem& p) {
   Constants& constants = call.constants;
   constants[kHasNew] = p.append.k.buffer != nullptr;
   constants[kWide] = is_wide(p, a.k_cache) || is_wide(p, a.v_cache);
-  constants[kAligned] = has_vectors(p, {c.k.buffer, c.k.offset}, {c.v.buffer, c.v.offset}, a.k_cache, a.v_cache, c.dtype);
+  constants[kAligned] =
+      has_vectors(p, {c.k.buffer, c.k.offset}, {c.v.buffer, c.v.offset}, a.k_cache, a.v_cache, c.dtype);
   constants[kHeadDim] = static_cast<int32_t>(p.head_dim);
   constants[kHeadDimV] = static_cast<int32_t>(p.head_dim_v);
-  constants[kPageSize] = c.block_table ? static_cast<int32_t>(c.page_size) : 0;
+  constants[kPageSize] = c.block_table ? static_cast<int32_t>(c.page_size) : 1;
   constants[kQueryType] = static_cast<int32_t>(p.q_dtype);
   constants[kCacheType] = static_cast<int32_t>(c.dtype);
   return call;
@@ -172,12 +173,13 @@ Kernel kernel_for(const Problem& p) {
   return {rows == 1 ? 1 : rows <= 4 ? 4 : 8, dims <= 64 ? 64 : dims <= 128 ? 128 : 256};
 }
 
-std::string kernel_name(const char* name, DType dtype, int64_t dims) {
-  const char* type = dtype == DType::kFloat32    ? "f32"
-                     : dtype == DType::kFloat16  ? "f16"
-                     : dtype == DType::kBFloat16 ? "bf16"
-                                                 : "fp8";
-  return std::string(name) + "_" + type + "_d" + std::to_string(dims);
+std::string attend_name(const Kernel& kernel) {
+  return "attend_d" + std::to_string(kernel.dims) + "_r" + std::to_string(kernel.rows);
+}
+
+std::string prefill_name(const Problem& p) {
+  return std::string("prefill_") + (p.cache.dtype == DType::kFloat16 ? "f16" : "bf16") +
+         (pd_max(p.head_dim, p.head_dim_v) <= 64 ? "_d64" : "_d128");
 }
 
 // Whether requests with many rows go to the kernel on matrices.
@@ -205,8 +207,7 @@ std::string unsupported_reason(const Problem& p) {
            "an 8-bit q";
   if (p.batch > INT32_MAX || p.total_q * p.group > INT32_MAX || capacity_of(p) >= kMaxKeys)
     return "metal: expected sizes below 2^31 (batch, total_q * group) and of 2^30 (keys of one request), got " +
-           std::to_string(p.batch) + ", " + std::to_string(p.total_q * p.group) + ", " +
-           std::to_string(capacity_of(p));
+           std::to_string(p.batch) + ", " + std::to_string(p.total_q * p.group) + ", " + std::to_string(capacity_of(p));
   return "";
 }
 
@@ -232,8 +233,10 @@ void run_attention(const Problem& p) {
   const bool prefills = attends && has_prefill(p);
   const Kernel kernel = kernel_for(p);
   const int64_t rows = pd_max(p.max_q_len * p.group, 1);
-  const int64_t split_row_tiles = pd_ceil_div(pd_min(rows, kMaxSplitRows), kernel.rows);
-  const int64_t row_tiles = prefills ? split_row_tiles : pd_ceil_div(rows, kernel.rows);
+  // With cu_seqlens_q a request may have more tokens than max_q_len says.
+  const int64_t split_rows = p.cu_seqlens_q ? kMaxSplitRows : pd_min(rows, kMaxSplitRows);
+  const int64_t split_row_tiles = pd_ceil_div(split_rows, kernel.rows);
+  const int64_t row_tiles = pd_ceil_div(prefills ? split_rows : rows, kernel.rows);
   const int64_t items = row_tiles * p.kv_heads * p.batch;
   const int64_t max_splits = items > 0 ? max_splits_for(p, items) : 1;
   const int64_t keys = p.deterministic ? capacity_of(p) : pd_ceil_div(capacity_of(p), max_splits);
@@ -268,13 +271,12 @@ void run_attention(const Problem& p) {
       if (!attends) return;
       if (prefills) {
         const int64_t threads = kPrefillSimdgroups * kSimdWidth;
-        const int64_t dims = pd_max(p.head_dim, p.head_dim_v) <= 64 ? 64 : 128;
-        encode(encoder, kernel_name("prefill", p.cache.dtype, dims), call,
-               MTLSizeMake(pd_ceil_div(rows, kPrefillRows), p.kv_heads, p.batch), threads, threads);
+        encode(encoder, prefill_name(p), call, MTLSizeMake(pd_ceil_div(rows, kPrefillRows), p.kv_heads, p.batch),
+               threads, threads);
         if (!p.cu_seqlens_q) return;  // all requests have as many rows
       }
       // Without a request there may still be tokens to clear.
-      encode(encoder, kernel_name("attend", p.cache.dtype, kernel.dims) + "_r" + std::to_string(kernel.rows), call,
+      encode(encoder, attend_name(kernel), call,
              MTLSizeMake(row_tiles * max_splits, pd_max(p.kv_heads, 1), pd_max(p.batch, 1)), simdgroups * kSimdWidth,
              kSimdWidth);
       if (max_splits > 1) {

@@ -5,7 +5,7 @@
 
 namespace paged_attn {
 
-// The buffers that tell lengths and places; null where not given.
+// The buffers that tell lengths and places; to be read only where given.
 struct Tables {
   const device int* block_table;
   const device int* batch_idx;
@@ -38,8 +38,13 @@ struct Request {
 
 PD_FN Request load_request(constant Arguments& a, Tables tables, int b) {
   Request r;
-  r.q_begin = has_cu_seqlens_q ? tables.cu_seqlens_q[b] : 0;
-  r.q_len = has_cu_seqlens_q ? tables.cu_seqlens_q[b + 1] - r.q_begin : a.max_q_len;
+  r.q_begin = 0;
+  r.q_len = a.max_q_len;
+  if (has_cu_seqlens_q) {
+    // Wrong entries may not lead out of q and out.
+    r.q_begin = clamp(tables.cu_seqlens_q[b], 0, a.total_q);
+    r.q_len = clamp(tables.cu_seqlens_q[b + 1], r.q_begin, a.total_q) - r.q_begin;
+  }
   r.old_len = has_seqlens        ? tables.seqlens[b]
               : has_cu_seqlens_k ? tables.cu_seqlens_k[b + 1] - tables.cu_seqlens_k[b]
                                  : a.seqlen_k;
