@@ -159,6 +159,12 @@ def best_peer(row):
     return min(((row["us"][name], name) for name in PEERS if name in row["us"]), default=(None, None))
 
 
+def recorded_peer(row):
+    """The recorded time as it would be here, and whose it is. Machines of a kind differ, as their floors do."""
+    us, floor, who = RECORDED[row["case"]["name"]]
+    return us * row["us"]["floor"] / floor if floor and "floor" in row["us"] else us, who
+
+
 def table(results):
     head = ["case", "floor us", "ours us", "GB/s", "% of read rate", "best peer here us", "x", "recorded peer us", "x"]
     head += ["error, ours", "error, peer"]
@@ -166,9 +172,8 @@ def table(results):
     for row in results["rows"]:
         case, us = Case(**row["case"]), row["us"]
         ours, (peer, who) = us["ours"], best_peer(row)
-        recorded, recorded_floor, recorded_who = RECORDED[case.name]
-        # Machines of a kind differ a little; the floor, which both measured, says by how much.
-        scaled = recorded * us["floor"] / recorded_floor if recorded_floor and "floor" in us else recorded
+        recorded, recorded_floor, _ = RECORDED[case.name]
+        scaled, recorded_who = recorded_peer(row)
         ratios.append(min(peer or math.inf, scaled) / ours)
         rate = case.bytes / ours * 1e-3
         lines.append([
@@ -190,25 +195,29 @@ def plot(results, path):
     import matplotlib.pyplot as plt
 
     rows = [row for row in results["rows"] if row["case"]["kind"] == "decode"]
-    bars = [("paged-attn", "#1f6feb"), ("best peer of this run", "#e08e0b"), ("best peer measured before", "#8b949e")]
-    figure, axis = plt.subplots(figsize=(9, 0.5 * len(rows) + 1.5), dpi=110, layout="constrained")
+    bars = [("paged-attn", "#1f6feb"), ("best peer of this run", "#b35900"), ("best peer measured before", "#6e7781")]
+    figure, axis = plt.subplots(figsize=(9, 0.46 * len(rows) + 1.6), dpi=110, layout="constrained")
     for i, row in enumerate(rows):
-        case, (peer, who) = Case(**row["case"]), best_peer(row)
-        recorded, _, recorded_who = RECORDED[case.name]
-        values = [(row["us"]["ours"], ""), (peer, who), (recorded, recorded_who)]
-        for j, (us, label) in enumerate(values):
+        case = Case(**row["case"])
+
+        def share(us, case=case):
+            return 100 * case.bytes / us * 1e-3 / results["read_rate"]
+
+        for j, (us, who) in enumerate([(row["us"]["ours"], ""), best_peer(row), recorded_peer(row)]):
             if us:
-                share = 100 * case.bytes / us * 1e-3 / results["read_rate"]
-                axis.barh(i + 0.25 * j, share, 0.24, color=bars[j][1], label=bars[j][0] if i == 0 else None)
-                axis.text(share, i + 0.25 * j, f" {share:.0f} % {label}", va="center", fontsize=7)
-        share = 100 * case.bytes / row["us"]["floor"] * 1e-3 / results["read_rate"]
-        axis.plot([share, share], [i - 0.12, i + 0.62], color="black", linewidth=1.5)
+                axis.barh(i + 0.27 * j, share(us), 0.26, color=bars[j][1], label=bars[j][0] if i == 0 else None)
+                inside = share(us) > 25
+                options = {"ha": "right", "color": "white"} if inside else {"ha": "left"}
+                text = f" {share(us):.0f} % {who} ".replace("  ", " ")
+                axis.text(share(us), i + 0.27 * j, text, va="center", fontsize=7, **options)
+        axis.plot([share(row["us"]["floor"])] * 2, [i - 0.15, i + 0.69], color="black", linewidth=1.5)
     axis.plot([], [], color="black", linewidth=1.5, label="a kernel that only reads the same pages")
-    axis.set_yticks([i + 0.25 for i in range(len(rows))], [row["case"]["name"] for row in rows])
-    axis.invert_yaxis()
-    axis.set_xlim(0, 112)
-    axis.set_xlabel(f"% of the {results['read_rate']:.0f} GB/s at which this GPU reads memory (higher is better)")
-    axis.set_title(f"Decode attention over a paged cache, bf16, 32/8 heads, head_dim 128, page 16; {results['device']}")
+    axis.set_yticks([i + 0.27 for i in range(len(rows))], [row["case"]["name"] for row in rows])
+    axis.set_ylim(len(rows) - 0.2, -0.4)
+    axis.set_xlim(0, 102)
+    axis.set_xlabel(f"% of the {results['read_rate']:.0f} GB/s at which this {results['device']} reads memory")
+    axis.set_title("Decode over a paged cache: bf16, 32/8 heads of 128, pages of 16, unless the name says otherwise")
+    axis.title.set_fontsize(10)
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path)

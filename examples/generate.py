@@ -47,10 +47,11 @@ FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcac
 PAGE_SIZE = 32
 MAX_BATCH_TOKENS = 512
 WARMUP_TOKENS = 3
-# sdpa stays sdpa. transformers 5.17 never switched, and has another name for the size of a page.
-BATCHING = {"page_size": PAGE_SIZE, "auto_switch_to_flash": False}
+# sdpa stays sdpa; batching is synchronous for all (docs/transformers.md says why). transformers 5.17 never switched,
+# and has another name for the size of a page.
+BATCHING = {"use_async_batching": False, "page_size": PAGE_SIZE, "auto_switch_to_flash": False}
 if not hasattr(ContinuousBatchingConfig, "page_size"):
-    BATCHING = {"block_size": PAGE_SIZE}
+    BATCHING = {"use_async_batching": False, "block_size": PAGE_SIZE}
 
 
 def parse_args() -> argparse.Namespace:

@@ -1,6 +1,6 @@
-// The attention loop, for every instruction set. For each tile of keys and each kv_head:
-// score, update the softmax, add the values. Features live in ranges.h (which keys), score.h (one
-// score) and partial.h (merge, sink, lse); this loop names none of them.
+// The attention loop, for every instruction set. For each tile of keys: score, update the softmax,
+// add the values. Features live in ranges.h (which keys), score.h (one score) and partial.h (merge,
+// sink, lse); this loop names none of them.
 //
 // All kv_heads of a block share one walk over the pages, so a page is read once and whole, and the
 // next tile is fetched while this one is worked on: a walk per head would read 256-byte pieces.
@@ -20,14 +20,14 @@ namespace {
 
 constexpr int64_t kPackedBlock = 24;  // rows between which packed keys and values stay in L1
 
-constexpr int64_t kMemoryPage = 4096;
+constexpr int64_t kMemoryPage = 4096;  // the smallest piece of memory with a translation of its own
 
-// What the softmax of kLanes scores counts as in the pace of the fetch, in reads of a line by the products.
-constexpr int64_t kSoftmaxLines = 2;
+// What the softmax of kLanes scores counts as in the pace of the fetch, in steps of the products.
+constexpr int64_t kSoftmaxSteps = 2;
 
 inline int64_t round_up(int64_t n, int64_t step) { return pd_ceil_div(n, step) * step; }
 
-// Two tiles of all heads, the current one and the next, stay well inside L2.
+// Two tiles of all heads, the current one and the next, stay inside L2.
 template <class Ops>
 int64_t tile_keys(const Problem& p, const Block& block) {
   if (block.rows() >= Ops::kMinPackedRows) return block.heads() == 1 ? kMaxTile : kMaxTile / 2;
@@ -135,43 +135,47 @@ struct TileRows {
   }
 };
 
-// Starts to fetch the next tile, keys first. Where the heads of a slot lie side by side whole slots
-// are fetched in the order of memory, else the rows of one head after the other.
+// The bytes of a tile in runs, keys first. Where the heads of a slot lie side by side whole slots are
+// taken in the order of memory, else the rows of one head after the other. A line of every page of
+// memory is asked for at once: their translations come together, and no later fetch waits for one.
 template <class Ops>
-void start_fetch(const Problem& p, const Block& block, const Scratch<Ops>& s, const TileRows& tile,
-                 const TileRows& next, Prefetcher& fetch) {
+int64_t list_runs(const Problem& p, const Block& block, const TileRows& tile, Run* runs) {
   const Cache& c = p.cache;
-  const int64_t heads = block.heads(), rows = block.rows();
-  Run* runs = s.runs;
-  int64_t bytes = 0;
-  const auto list = [&](const char* const* row, int64_t head_stride, int64_t width) {
+  Run* run = runs;
+  const auto list = [&](const char* const* rows, int64_t head_stride, int64_t width) {
     const bool together = head_stride == width;
-    const int64_t row_bytes = (together ? heads : 1) * width * Ops::kBytes;
-    for (int64_t h = 0; h < (together ? 1 : heads); ++h) {
+    const int64_t row_bytes = (together ? block.heads() : 1) * width * Ops::kBytes;
+    for (int64_t h = 0; h < (together ? 1 : block.heads()); ++h) {
       const int64_t offset = (block.kv_head_begin + h) * head_stride * Ops::kBytes;
-      for (int64_t j = 0; j < next.n; ++runs) {
-        runs->begin = runs->end = row[j] + offset;
-        do runs->end += row_bytes;
-        while (++j < next.n && row[j] + offset == runs->end);
-        bytes += runs->end - runs->begin;
-        // A line of every page of memory at once: their translations come together, and no later fetch waits for one.
-        for (const char* at = runs->begin; at < runs->end; at += kMemoryPage) __builtin_prefetch(at, 0, 2);
+      for (int64_t j = 0; j < tile.n; ++run) {
+        run->begin = run->end = rows[j] + offset;
+        do run->end += row_bytes;
+        while (++j < tile.n && rows[j] + offset == run->end);
+        for (const char* at = run->begin; at < run->end; at += kMemoryPage) __builtin_prefetch(at, 0, 2);
       }
     }
   };
-  list(next.k, c.k_stride_head, p.head_dim);
-  list(next.v, c.v_stride_head, p.head_dim_v);
-  // The pace at which both are done when this tile is.
-  int64_t units;
+  list(tile.k, c.k_stride_head, p.head_dim);
+  list(tile.v, c.v_stride_head, p.head_dim_v);
+  return run - runs;
+}
+
+// Starts to fetch the next tile, at the pace at which that is done when this tile is.
+template <class Ops>
+void start_fetch(const Problem& p, const Block& block, const Scratch<Ops>& s, const TileRows& tile,
+                 const TileRows& next, Prefetcher& fetch) {
+  const int64_t heads = block.heads(), rows = block.rows();
+  int64_t steps;
   if (rows >= Ops::kMinPackedRows) {
     const int64_t panels = pd_ceil_div(tile.n, kPanel) * s.depth + pd_ceil_div(s.width, kPanel) * tile.n;
-    units = heads * pd_ceil_div(rows, kPackedRows) * panels / Ops::kDepth;
+    steps = heads * pd_ceil_div(rows, kPackedRows) * panels / Ops::kDepth;
   } else {
-    units = heads * (pd_ceil_div(rows, Ops::kMaxDotRows) * tile.n * (s.depth + s.width) / Ops::kChunk +
-                     rows * pd_ceil_div(tile.n, kLanes) * kSoftmaxLines);
+    steps = heads * (pd_ceil_div(rows, Ops::kMaxDotRows) * tile.n * (s.depth + s.width) / Ops::kChunk +
+                     rows * pd_ceil_div(tile.n, kLanes) * kSoftmaxSteps);
   }
+  const int64_t bytes = next.n * heads * (p.head_dim + p.head_dim_v) * Ops::kBytes;
   const int64_t pieces = pd_ceil_div(bytes, Prefetcher::kPiece);
-  fetch.start(s.runs, runs - s.runs, static_cast<uint32_t>(pd_ceil_div(pieces << 16, units)));
+  fetch.start(s.runs, list_runs<Ops>(p, block, next, s.runs), static_cast<uint32_t>(pd_ceil_div(pieces << 16, steps)));
 }
 
 // Reads the query rows of one kind (q, or qv), rotated where asked, into out[heads, rows, stride].
@@ -370,14 +374,14 @@ void attend_tile_dot(const Problem& p, const Block& block, const Scratch<Ops>& s
                            p.head_dim_v, s.scores + row * kMaxTile, &s.scales[h].qv_carry, next);
   });
   each([&](int64_t h, const Part& part, int64_t row) {
-    next.advance(kSoftmaxLines * part.count * pd_ceil_div(part.keys, kLanes));
+    next.advance(kSoftmaxSteps * part.count * pd_ceil_div(part.keys, kLanes));
     softmax_part(p, block, s, tile, h, part, s.scores + row * kMaxTile, s.p + row * kMaxTile);
   });
   each([&](int64_t h, const Part& part, int64_t row) {
     const bool last = h == block.heads() - 1;
     ask_again(part,
               !last                   ? tile.v
-              : next_tile.n == tile.n ? next_tile.k
+              : next_tile.n >= tile.n ? next_tile.k
                                       : nullptr,
               last ? k_offset(0) : v_offset(h + 1));
     dot_tile_values<Ops>(part.count, s.p + row * kMaxTile, tile.v + part.from, v_offset(h), part.keys, p.head_dim_v,
@@ -419,6 +423,12 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
   }
   for (int64_t h = 0; h < block.heads(); ++h) s.scales[h] = head_scale(p, block.batch, block.kv_head_begin + h);
 
+  // The first keys: nothing has fetched them, so they are few, but their translations come while the query is loaded
+  TileRows tiles[2];
+  TileRows *tile = &tiles[0], *next = &tiles[1];
+  tile->locate(p.cache, block.batch, keys.begin, keys.end, kLanes);
+  list_runs<Ops>(p, block, *tile, s.runs);
+
   // Load the query
   load_queries<Ops>(p, block, request, p.q, p.q_stride_batch, p.q_stride_token, p.q_stride_head, p.head_dim,
                     p.rotary.cos != nullptr, s.depth, s.row, s.q);
@@ -430,12 +440,9 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
   memset(s.acc, 0, block.heads() * rows * s.width * sizeof(float));
 
   // For each tile and kv_head: score, update, add; meanwhile fetch the next tile
-  TileRows tiles[2];
-  TileRows *tile = &tiles[0], *next = &tiles[1];
   Prefetcher fetch;
-  tile->locate(p.cache, block.batch, keys.begin, keys.end, s.tile);
   while (tile->n > 0) {
-    next->locate(p.cache, block.batch, tile->begin + tile->n, keys.end, s.tile);
+    next->locate(p.cache, block.batch, tile->begin + tile->n, keys.end, pd_min(2 * tile->n, s.tile));
     start_fetch<Ops>(p, block, s, *tile, *next, fetch);
     if (rows < Ops::kMinPackedRows) {
       attend_tile_dot<Ops>(p, block, s, *tile, *next, fetch);

@@ -27,7 +27,7 @@ constexpr int64_t kBlockRows = 240;
 constexpr int64_t kBlockFloats = int64_t(64) << 10;  // of accumulators in one block: a quarter of L2
 
 // Bytes of one slot, K and V, that one walk reads; more heads than that are shared out.
-constexpr int64_t kSlotBytes = int64_t(8) << 10;
+constexpr int64_t kSlotBytes = int64_t(32) << 10;
 
 // Keys and values of fewer bytes may lie in the processor's caches. Then their order matters less than the overhead:
 // the kv_heads of a request are shared out among the threads, which needs no merge, and a thread gets one item.

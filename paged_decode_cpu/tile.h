@@ -1,7 +1,7 @@
 // The two products of one tile of keys, scores = queries x keys and acc += probabilities x values,
 // each in two forms:
-//   dot_*    few rows: reads the cache rows in place, every loaded register serves kRows rows
-//   packed_* many rows: keys and values are first laid out so that one matrix kernel serves both
+//   dot_*, transposed_*  few rows: read the cache rows in place, every loaded register serves kRows rows
+//   pack_*, matrix_*     many rows: keys and values are first laid out so that one matrix kernel serves both
 // Ops says how numbers are held (ops_f32.h, ops_bf16.h). "Row" is one query token and head.
 #pragma once
 
@@ -34,21 +34,21 @@ struct Prefetcher {
   static constexpr int kPiece = 256;  // bytes
   const char *at, *end;               // of the run at hand
   const Run *next, *last;
-  uint32_t pace, due;        // in 2^-16 pieces; pace is per line that the products read
+  uint32_t pace, due;        // in 2^-16 pieces; pace is per step of the products
   const char* const* again;  // rows to ask for again: those that are read after the ones at hand; or null
   int64_t again_offset;
 
-  void start(const Run* runs, int64_t n, uint32_t pieces_per_line) {
+  void start(const Run* runs, int64_t n, uint32_t pieces_per_step) {
     at = end = nullptr;
     next = runs;
     last = runs + n;
     again = nullptr;
     due = 0;
-    pace = pieces_per_line;
+    pace = pieces_per_step;
   }
 
-  [[gnu::always_inline]] void advance(uint32_t lines) {
-    due += lines * pace;
+  [[gnu::always_inline]] void advance(uint32_t steps) {
+    due += steps * pace;
     while (__builtin_expect(due >= 1u << 16, 0)) {
       due -= 1u << 16;
       if (at >= end) {

@@ -64,8 +64,9 @@ PD_DEVICE Place find_place(const Problem& p, const FastDivisor& page_size, const
   } else {
     const int64_t position = static_cast<int64_t>(cached_length(p, token.b)) + token.t;
     if (position < 0 || position > INT32_MAX) return nowhere;
-    const int64_t row = table_row(p, token.b);
+    const int64_t row = cache.cache_batch_idx ? cache.cache_batch_idx[token.b] : token.b;
     if (cache.block_table) {
+      if (row < 0 || row >= cache.table_rows) return nowhere;
       const int entry = page_size.divide(static_cast<int>(position));
       if (entry >= cache.max_pages) return nowhere;
       place.page = cache.block_table[row * cache.block_table_stride + entry];

@@ -38,10 +38,13 @@ struct Plan {
   unsigned long long* ready;  // the number of this launch, once arrivals are 0
 };
 
-PD_DEVICE int query_begin(const Problem& p, int b) { return p.cu_seqlens_q ? p.cu_seqlens_q[b] : 0; }
+// Never outside of q and out, whatever the entry.
+PD_DEVICE int query_begin(const Problem& p, int b) {
+  return p.cu_seqlens_q ? min(max(p.cu_seqlens_q[b], 0), static_cast<int>(p.total_q)) : 0;
+}
 
 PD_DEVICE int query_length(const Problem& p, int b) {
-  return p.cu_seqlens_q ? p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b] : static_cast<int>(p.max_q_len);
+  return p.cu_seqlens_q ? query_begin(p, b + 1) - query_begin(p, b) : static_cast<int>(p.max_q_len);
 }
 
 PD_DEVICE int new_length(const Problem& p, int b) {
@@ -57,7 +60,12 @@ PD_DEVICE int cached_length(const Problem& p, int b) {
   return cu ? cu[b + 1] - cu[b] : static_cast<int>(p.seqlen_k);
 }
 
-PD_DEVICE int table_row(const Problem& p, int b) { return p.cache.cache_batch_idx ? p.cache.cache_batch_idx[b] : b; }
+// The row of the table, or of a contiguous cache, that a request reads. A row that does not exist is not looked up.
+PD_DEVICE int table_row(const Problem& p, int b) {
+  if (!p.cache.cache_batch_idx) return b;
+  const int row = p.cache.cache_batch_idx[b];
+  return p.cache.block_table ? min(max(row, 0), static_cast<int>(p.cache.table_rows) - 1) : row;
+}
 
 struct Item {
   int b;
@@ -267,7 +275,7 @@ PD_DEVICE DType output_dtype(const Problem& p) {
 // Tokens of q past cu_seqlens_q[batch] belong to no request: out 0, lse -inf.
 PD_DEVICE void clear_unclaimed(const Problem& p) {
   if (!p.cu_seqlens_q) return;
-  for (int64_t token = p.cu_seqlens_q[p.batch] + blockIdx.x; token < p.total_q; token += gridDim.x) {
+  for (int64_t token = query_begin(p, static_cast<int>(p.batch)) + blockIdx.x; token < p.total_q; token += gridDim.x) {
     for (int h = 0; h < p.q_heads; ++h) {
       int64_t out = token * p.out_stride_token + h * p.out_stride_head;
       for (int dim = threadIdx.x; dim < p.head_dim_v; dim += blockDim.x)

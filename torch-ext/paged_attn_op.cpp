@@ -116,7 +116,7 @@ Cache check_cache(const CacheArguments& a, const Tensor& like, Dim& batch, Dim& 
     c.block_table = data<int32_t>(a.block_table);
     c.block_table_stride = a.block_table->stride(0);
     c.table_rows = a.block_table->size(0);
-    c.max_pages = max_pages.size;
+    c.max_pages = c.table_rows > 0 ? max_pages.size : 0;
   }
   check_optional_int32(a.cache_batch_idx, "cache_batch_idx", batch, like);
   c.cache_batch_idx = data<int32_t>(a.cache_batch_idx);

@@ -357,7 +357,8 @@ def get_scheduler_metadata(
 ) -> torch.Tensor:
     """A plan that the layers of one step share, for `scheduler_metadata`; the arguments are FlashAttention 3's.
 
-    On the CPU a call plans by itself, in less time than it takes to pass a plan: the result is an empty int32 tensor.
+    A call plans by itself, in less time than it takes to pass a plan (on a GPU the thread blocks do, from the lengths),
+    so the result is an empty int32 tensor.
     """
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 

@@ -1,0 +1,147 @@
+"""What the contract promises of a GPU alone: CUDA graphs, streams, caches beyond 2^31 elements, bounded workspace."""
+
+import itertools
+
+import cases
+import pytest
+import torch
+from cases import Case
+from compare import judge, run
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+CASES = {
+    "decode": {"q_heads": 8, "head_dim": 128},
+    "many heads, long": {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "lens": (5000, 0, 700, 64)},
+    "append, rotary": {"q_len": 3, "append": 3, "rotary_dim": 64, "causal": True},
+    "append": {"append": 1, "causal": True, "layout": "heads_first"},
+    "fp8": {"kv_dtype": "float8_e4m3fn", "descale": "full", "append": 2, "head_dim": 128},
+    "five splits": {"num_splits": 5, "q_heads": 8},
+    "deterministic": {"deterministic": True, "q_heads": 8, "window": (300, 0)},
+    "float32": {"dtype": "float32", "sink": "float32"},
+    "MLA": {"head_dim": 64, "head_dim_v": 512, "qv": True, "q_heads": 8},
+    "contiguous": {"page_size": 0, "append": 2, "batch_idx": True, "leftpad": True},
+    "verify": {"q_len": 16, "causal": True, "q_heads": 8, "dtype": "float16"},
+}
+
+
+@pytest.fixture(autouse=True)
+def only_on_cuda(device):
+    if torch.device(device).type != "cuda":
+        pytest.skip("the tests run on another device")
+
+
+def tensors(call):
+    return [x for x in call.kwargs.values() if isinstance(x, torch.Tensor)] + list(call.storage)
+
+
+def refill(call, other):
+    """Puts the values of a call of the same shapes into the tensors of this one, and takes over what they mean."""
+    for into, values in zip(tensors(call), tensors(other), strict=True):
+        into.copy_(values)
+    call.case, call.seqlens_new = other.case, other.seqlens_new
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_graph_is_replayed_with_other_values(paged_attn, device, name):
+    """Captured once; then other lengths, pages, queries and new tokens, in another order of requests."""
+    options = {"lens": (700, 0, 33, 64), "batch": 4} | CASES[name]
+    first, *others = (
+        Case(**(options | {"seed": seed, "lens": options["lens"][-seed:] + options["lens"][:-seed]}))
+        for seed in range(4)
+    )
+    call = cases.build(first).to(device)
+    run(paged_attn, cases.build(first).to(device))  # sets up what is set up once
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = run(paged_attn, call)
+    for case in (first, *others, first):
+        before = cases.build(case)
+        refill(call, before)
+        out.fill_(torch.nan)
+        graph.replay()
+        judge(out, lse, call, before)
+
+
+def test_a_smaller_batch_in_a_larger_graph(paged_attn, device):
+    """Idle rows: length 0, a table of nonsense; with an append, minus the number of its new tokens."""
+    for append in (0, 1):
+        case = Case(batch=4, lens=(300, 64, 0, 7), append=append, causal=True, head_dim=128)
+        call = cases.build(case).to(device)
+        alone = [x.clone() for x in run(paged_attn, cases.build(case).to(device), deterministic=True)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, lse = run(paged_attn, call, deterministic=True)
+        call.kwargs["cache_seqlens"][2:] = -append
+        call.kwargs["block_table"][2:] = -1
+        graph.replay()
+        assert torch.equal(out[:2], alone[0][:2]) and torch.equal(lse[:2], alone[1][:2])
+        assert (out[2:] == 0).all() and (lse[2:] == -torch.inf).all()
+
+
+def test_streams_do_not_disturb_each_other(paged_attn, device):
+    """Each stream repeats its case behind a delay, with nothing between them; every result is bitwise the lone one."""
+    mix = [Case(**({"lens": (700, 0, 33, 64)} | options)) for options in CASES.values()]
+    expected = [run(paged_attn, cases.build(case).to(device)) for case in mix]
+    calls = [[cases.build(case).to(device) for _ in range(5)] for case in mix]
+    torch.cuda.synchronize()
+    streams, results = [torch.cuda.Stream() for _ in mix], []
+    for i in range(5):
+        for index, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(100_000)
+                results.append((index, run(paged_attn, calls[index][i])))
+    torch.cuda.synchronize()
+    for index, got in results:
+        assert all(torch.equal(a, b) for a, b in zip(got, expected[index], strict=True)), mix[index]
+
+
+def test_more_elements_than_32_bits_count(paged_attn, device):
+    """Pages at the far end of a cache of more than 2^31 elements, against the same pages in a small cache."""
+    kv_heads, head_dim, pages = 8, 128, 64
+    if torch.cuda.mem_get_info()[0] < 32 << 30:
+        pytest.skip("needs 32 GiB of free memory")
+    for kv_dtype, page_size in itertools.product((torch.bfloat16, torch.float8_e4m3fn, torch.float32), (1, 16)):
+        num_pages = 2**31 // (page_size * kv_heads * head_dim) + pages
+        dtype = kv_dtype if kv_dtype.itemsize > 1 else torch.bfloat16
+        torch.manual_seed(0)
+        shape = (page_size, kv_heads, head_dim)
+        big = [torch.empty(num_pages, *shape, dtype=kv_dtype, device=device) for _ in range(2)]
+        small = [torch.randn(pages, *shape, device=device).to(kv_dtype) for _ in range(2)]
+        for a, b in zip(big, small, strict=True):
+            a[-pages:].copy_(b)
+        table = torch.randperm(pages, device=device).int().view(2, -1)
+        kv_len = table.shape[1] * page_size - 2
+        lengths = torch.tensor([kv_len, kv_len // 2], dtype=torch.int32, device=device)
+        q, k, v = (torch.randn(2, 2, heads, head_dim, dtype=dtype, device=device) for heads in (32, 8, 8))
+        results = []
+        for caches, pages_of in ((small, table), (big, table + num_pages - pages)):
+            out = paged_attn.flash_attn_with_kvcache(
+                q, *caches, k, v, cache_seqlens=lengths, block_table=pages_of, causal=True, deterministic=True
+            )
+            results.append([out, *(cache[-pages:].view(torch.uint8) for cache in caches)])
+        assert results[0][0].isfinite().all()
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b), (kv_dtype, page_size)
+        del big, results, caches
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_splits": 8}, {"deterministic": True}], ids=str)
+def test_workspace_is_bounded(paged_attn, device, options):
+    """What docs/cuda.md says of decode with 32/8 heads of 128: by the size of the GPU, or by the splits asked for."""
+    for batch, kv_len in ((8, 512), (64, 4096)):
+        cache = torch.zeros(batch * kv_len // 16, 16, 8, 128, dtype=torch.bfloat16, device=device)
+        table = torch.arange(len(cache), device=device).int().view(batch, -1)
+        lengths = torch.full((batch,), kv_len, dtype=torch.int32, device=device)
+        q = torch.zeros(batch, 1, 32, 128, dtype=torch.bfloat16, device=device)
+        out = torch.empty_like(q)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        paged_attn.flash_attn_with_kvcache(
+            q, cache, cache, cache_seqlens=lengths, block_table=table, causal=True, out=out, **options
+        )
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        partials = batch * 8 * options.get("num_splits", 2) if options else 9 * processors
+        assert torch.cuda.max_memory_allocated() - before <= partials * 8 * (128 + 4) * 8 + 4096
