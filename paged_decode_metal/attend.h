@@ -39,8 +39,9 @@ struct Shape {
   static constant constexpr int kPieces = kDims / (kLanes * kVector), kPiecesV = kDimsV / (kLanes * kVector);
   static constant constexpr int kKeys = kLanes / kRows;  // of a lane group in a step; kRows steps make a tile
   static constant constexpr int kQueryVectors = kRows * (kDims + (kQv ? kDimsV : 0)) / 4;
-  // Rows merged at a time, and the vectors that they need for all simdgroups.
-  static constant constexpr int kMergeRows = kRows < 512 / kDimsV ? kRows : kDimsV < 512 ? 512 / kDimsV : 1;
+  // Rows merged at a time, and the vectors that they need for all simdgroups: 8 KiB, as more would keep threadgroups
+  // out.
+  static constant constexpr int kMergeRows = kRows < 256 / kDimsV ? kRows : kDimsV < 256 ? 256 / kDimsV : 1;
   static constant constexpr int kMergeVectors = kMaxSimdgroups * kMergeRows * kDimsV / 4;
   static constant constexpr int kScratchVectors = kQueryVectors > kMergeVectors ? kQueryVectors : kMergeVectors;
 };
