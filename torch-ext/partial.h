@@ -2,8 +2,8 @@
 //   m    the largest score in log2 units, PD_EMPTY when no key was seen
 //   l    sum of exp2(score - m)
 //   acc  sum of exp2(score - m) * value, not normalised
-// Empty is (PD_EMPTY, 0, 0), the neutral element of the merge. PD_EMPTY is -inf (so no fast-math here), on a device whose
-// compiler assumes finite numbers one below all scores.
+// Empty is (PD_EMPTY, 0, 0), the neutral element of the merge. PD_EMPTY is -inf (so no fast-math here), on a device
+// whose compiler assumes finite numbers one below all scores.
 #pragma once
 
 #ifndef PD_EMPTY
