@@ -5,8 +5,10 @@ torch.randn(3).to("mps")
 """
 
 import ctypes
+import os
 import platform
 
+import emulator
 import metal_build
 import torch
 
@@ -46,6 +48,12 @@ def dispatched():
     lines = library.fake_dispatched().decode().splitlines()
     library.fake_reset_dispatched()
     return lines
+
+
+def kernel_libraries():
+    """The emulators of the package's kernels, as compiled for METAL_VARIANT: counts of what has run so far."""
+    variant = os.environ.get("METAL_VARIANT", "plain")
+    return [emulator.Library(metal_build.kernels(source, variant, inc)) for source, inc in metal_build.metal_sources()]
 
 
 def created():

@@ -118,6 +118,7 @@ struct Runtime {
 };
 Runtime r;
 Kernel* kernels = nullptr;
+std::vector<unsigned char> absent(4096, 0xff);  // behind a reference that is not bound: a compiler may read it early
 
 void to_main() {
   Lane* lane = r.current;
@@ -352,7 +353,10 @@ void bind_buffers() {
       snprintf(text, sizeof text, format, a, b);
       fail("buffer(%d), %s: %s", described.index, described.name, text);
     };
-    if (described.bound && !described.bound()) continue;
+    if (described.bound && !described.bound()) {
+      if (described.fixed_size) bound = {&described, absent.data(), absent.data(), 0, {}, {}};
+      continue;
+    }
     if (!slot.set) refuse("nothing is bound");
     if (reinterpret_cast<uintptr_t>(slot.data) % described.alignment) refuse("not aligned to %zu", described.alignment);
     if (slot.size < described.fixed_size) refuse("%zu bytes bound, its type has %zu", slot.size, described.fixed_size);
@@ -547,6 +551,11 @@ void* buffer(int index) {
   // An address that faults: a parameter whose function constant is false, or a nil buffer, must not be touched.
   if (!r.bound[index].data) return reinterpret_cast<void*>(0xdead000000000000ull + (uint64_t(index) << 32));
   return r.bound[index].data;
+}
+
+void* slot(int index) {
+  const Slot& slot = r.arguments->buffers[index];
+  return slot.set ? slot.data : absent.data();
 }
 
 }  // namespace mtl

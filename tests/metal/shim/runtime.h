@@ -52,7 +52,8 @@ Exchange simd_exchange(const void* value, uint32_t bytes, const char* operation,
 
 void* threadgroup_static(const void* key, size_t size, size_t alignment, const char* name);
 void* threadgroup_dynamic(int index, size_t alignment);
-void* buffer(int index);
+void* buffer(int index);  // as bound for a parameter of the kernel
+void* slot(int index);    // as the host set it, for kernels without a list of parameters
 
 struct FunctionConstantValue {
   bool set;
