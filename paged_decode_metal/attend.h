@@ -62,7 +62,14 @@ PD_FN void stage_row(const device void* base, long row, int dims, float factor, 
   }
 }
 
-PD_FN float dot_vectors(Vector x, float4 low, float4 high) { return dot(x.low, low) + dot(x.high, high); }
+// sum + x . (low, high), one multiply-add per element
+PD_FN float add_product(float sum, Vector x, float4 low, float4 high) {
+#pragma clang loop unroll(full)
+  for (int i = 0; i < 4; ++i) sum += x.low[i] * low[i];
+#pragma clang loop unroll(full)
+  for (int i = 0; i < 4; ++i) sum += x.high[i] * high[i];
+  return sum;
+}
 
 // Adds to scores[i * kRows + row] the products of kKeys keys with all rows. Keys at a negative offset give 0.
 template <int kPieces, int kLanes, int kKeys, int kRows>
@@ -78,7 +85,7 @@ PD_FN void add_products(const device void* cache, threadgroup const long* offset
 #pragma clang loop unroll(full)
       for (int row = 0; row < kRows; ++row) {
         threadgroup const float4* q = rows + (row * kPieces + piece) * 2 * kLanes + lane;
-        scores[i * kRows + row] += dot_vectors(x, q[0], q[kLanes]);
+        scores[i * kRows + row] = add_product(scores[i * kRows + row], x, q[0], q[kLanes]);
       }
     }
   }
