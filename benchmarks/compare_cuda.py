@@ -191,7 +191,7 @@ def table(results):
             f"{recorded} ({recorded_who})" + (f", {recorded_floor}" if recorded_floor else ""), f"{scaled / ours:.2f}",
         ])  # fmt: skip
         for name, error in row["error"].items():
-            key = name + (", fp8 cache" if case.cache_dtype else "")
+            key = name + (" with fp8 caches" if case.cache_dtype else "")
             errors[key] = max(errors.get(key, 0.0), error)
     text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
     text += (
