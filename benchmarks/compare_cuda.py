@@ -166,26 +166,39 @@ def recorded_peer(row):
 
 
 def table(results):
-    head = ["case", "floor us", "ours us", "GB/s", "% of read rate", "best peer here us", "x", "recorded peer us", "x"]
-    head += ["error, ours", "error, peer"]
-    lines, ratios = [head, ["---"] * len(head)], []
+    head = [
+        "case",
+        "floor us",
+        "ours us",
+        "% of read rate",
+        "best peer here us",
+        "x",
+        "recorded peer us, its floor",
+        "x",
+    ]
+    lines, ratios, errors = [head, ["---"] * len(head)], [], {}
     for row in results["rows"]:
         case, us = Case(**row["case"]), row["us"]
         ours, (peer, who) = us["ours"], best_peer(row)
         recorded, recorded_floor, _ = RECORDED[case.name]
         scaled, recorded_who = recorded_peer(row)
         ratios.append(min(peer or math.inf, scaled) / ours)
-        rate = case.bytes / ours * 1e-3
+        share = 100 * case.bytes / ours * 1e-3 / results["read_rate"]
         lines.append([
-            case.name, f"{us['floor']:.1f}" if "floor" in us else "–", f"{ours:.1f}", f"{rate:.0f}",
-            f"{100 * rate / results['read_rate']:.0f}" if case.kind != "write" else "–",
+            case.name, f"{us['floor']:.1f}" if "floor" in us else "–", f"{ours:.1f}",
+            f"{share:.0f}" if case.kind != "write" else "–",
             f"{peer:.1f} ({who})" if peer else "–", f"{peer / ours:.2f}" if peer else "–",
-            f"{recorded} ({recorded_who}" + (f"; floor {recorded_floor})" if recorded_floor else ")"),
-            f"{scaled / ours:.2f}", f"{row['error']['ours']:.1e}", f"{row['error'][who]:.1e}" if who else "–",
+            f"{recorded} ({recorded_who})" + (f", {recorded_floor}" if recorded_floor else ""), f"{scaled / ours:.2f}",
         ])  # fmt: skip
-    mean = math.exp(statistics.fmean(map(math.log, ratios)))
+        for name, error in row["error"].items():
+            key = name + (" with fp8 caches" if case.cache_dtype else "")
+            errors[key] = max(errors.get(key, 0.0), error)
     text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-    return f"{text}\n\nBest peer over ours, here or recorded (scaled by the floors): geometric mean {mean:.3f}"
+    text += (
+        "\n\nx: the peer's time over ours; a recorded one is scaled by the floors. Geometric mean of the better peer's"
+    )
+    text += f" x: {math.exp(statistics.fmean(map(math.log, ratios))):.3f}"
+    return f"{text}\nLargest relative errors: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
 
 
 def plot(results, path):
