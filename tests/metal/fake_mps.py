@@ -23,7 +23,7 @@ def load():
     if platform.system() == "Darwin" or torch.backends.mps.is_built():
         raise RuntimeError("this torch has a real mps device")
     library = ctypes.CDLL(str(metal_build.device()))
-    library.fake_dispatched.restype = ctypes.c_char_p
+    library.fake_dispatched.restype = library.fake_last_failure.restype = ctypes.c_char_p
     torch.backends.mps.is_available = lambda: True  # asked by kernels and by transformers
 
 
@@ -64,3 +64,8 @@ def created():
 def reset():
     """Drops what is encoded and not yet run, after a mistake."""
     library.fake_reset_stream()
+
+
+def last_failure():
+    """What the fake refused last."""
+    return library.fake_last_failure().decode()

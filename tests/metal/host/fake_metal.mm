@@ -6,6 +6,7 @@
 #import <MetalPerformanceShaders/MetalPerformanceShaders.h>
 #include <dlfcn.h>
 #include <objc/runtime.h>
+#include <unwind.h>
 
 #include <atomic>
 #include <cstdarg>
@@ -28,6 +29,7 @@ namespace {
 std::atomic<uint32_t> seed{0};
 std::map<std::string, uint32_t> thread_limits;  // part of a kernel's name -> maxTotalThreadsPerThreadgroup
 std::atomic<int> num_libraries, num_pipelines, num_commits;
+std::string last_failure;
 std::string dispatched;  // "kernel threadgroups x y z threads x y z" a line
 dispatch_queue_t stream_queue = nullptr;
 
@@ -74,7 +76,8 @@ void fail(const char* format, ...) {
   va_start(list, format);
   vsnprintf(text, sizeof text, format, list);
   va_end(list);
-  throw std::runtime_error(std::string("[fake Metal] ") + text);
+  last_failure = std::string("[fake Metal] ") + text;
+  throw std::runtime_error(last_failure);
 }
 
 bool drop_work = false;
@@ -179,7 +182,7 @@ static thread_local std::vector<std::vector<id>> pools(1);
 @end
 @implementation NSConstantString
 - (const char*)UTF8String {
-  return c_str;
+  return ((const char**)self)[1];  // as the compiler lays out @"text": class, characters, length
 }
 - (instancetype)retain {
   return self;
@@ -746,9 +749,20 @@ extern "C" id<MTLDevice> MTLCreateSystemDefaultDevice(void) {
   return device;
 }
 
+// Clang gives Objective-C++ the personality of the Objective-C runtime, and GNU's cannot catch a C++ exception. No
+// Objective-C exception exists here: the personality of C++ serves all.
+extern "C" {
+_Unwind_Reason_Code __gxx_personality_v0(int, _Unwind_Action, uint64_t, _Unwind_Exception*, _Unwind_Context*);
+_Unwind_Reason_Code __gnu_objc_personality_v0(int version, _Unwind_Action actions, uint64_t exception_class,
+                                              _Unwind_Exception* exception, _Unwind_Context* context) {
+  return __gxx_personality_v0(version, actions, exception_class, exception, context);
+}
+}
+
 // ---- for fake_mps.py
 
 extern "C" {
+const char* fake_last_failure() { return last_failure.c_str(); }
 void fake_set_seed(uint32_t value) { seed = value; }
 void fake_limit_threads(const char* part_of_name, uint32_t threads) {
   if (threads)

@@ -79,11 +79,7 @@ __attribute__((objc_root_class))
 @property(readonly) const char* UTF8String;
 @end
 #ifndef __APPLE__
-@interface NSConstantString : NSString {
- @public
-  const char* c_str;
-  unsigned int len;
-}
+@interface NSConstantString : NSString
 @end
 #endif
 @interface NSError : NSObject
