@@ -236,7 +236,7 @@ def plot(results, path):
     axis.axvline(100, color="black", linewidth=1)
     axis.set_yticks([i + 0.3 for i in range(len(rows))], [Case(**row["case"]).label for row in rows])
     axis.invert_yaxis()
-    axis.set_xlim(0, 112)
+    axis.set_xlim(0, 130)
     axis.set_xlabel("% of the rate at which this machine reads memory (higher is better)")
     axis.set_title(f"Decode attention over a paged cache, bf16 queries, {results['threads']} CPU cores")
     axis.spines[["top", "right"]].set_visible(False)
