@@ -20,12 +20,14 @@ if "PAGED_ATTN_BUILD" in os.environ:
 os.environ.setdefault("LOCAL_KERNELS", f"{KERNEL}={REPOSITORY}")
 
 
-# Without a Mac the mps device is the fake of tests/metal.
+# Without a Mac the mps device is the fake of tests/metal, whose own tests need it.
 if os.environ.get("PAGED_ATTN_TEST_DEVICE") == "mps" and not torch.backends.mps.is_available():
     sys.path.insert(0, str(REPOSITORY / "tests" / "metal"))
     import fake_mps
 
     fake_mps.load()
+else:
+    collect_ignore = ["metal"]
 
 
 def pytest_configure(config):
