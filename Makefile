@@ -1,6 +1,6 @@
 # make build   environment in .venv, extension in build/<variant>; for CUDA where nvcc and a GPU are, else for the CPU
 # make run     generation through transformers, against sdpa
-# make test    the tests; PYTEST="-k name" picks some
+# make test    the tests; PYTEST="-k name" picks some; make test-metal runs only those of the Metal backend
 # PYTHON=      the interpreter that makes the environment (3.10 or later)
 # VENV=        another place for the environment
 # CXX=         the C++ compiler
@@ -16,7 +16,8 @@ BACKEND := $(BACKEND)
 STAMP := $(VENV)/.requirements
 BIN := $(VENV)/bin
 BUILD := $(BIN)/python tools/local_build.py --cxx $(CXX) --backend
-CXX_SOURCES = $(wildcard torch-ext/*.cpp torch-ext/*.h paged_decode_*/*.cpp paged_decode_*/*.h)
+CXX_SOURCES = $(wildcard torch-ext/*.cpp torch-ext/*.h paged_decode_*/*.cpp paged_decode_*/*.h paged_decode_*/*.mm \
+                         tests/metal/*/*.cpp tests/metal/*/*.h tests/metal/*/*.mm)
 
 # kernels.get_kernel takes this directory for the name. It names the variant itself: a torch with CUDA would otherwise
 # look for a CUDA variant, with or without a GPU.
@@ -25,7 +26,7 @@ variant = torch-stable-abi211-$(1)-$(shell uname -m)-linux
 export LOCAL_KERNELS ?= org/paged-attn=$(CURDIR)/build/$(call variant,$(if $(filter cuda,$(BACKEND)),$(cuda),cpu))
 export PAGED_ATTN_TEST_DEVICE ?= $(BACKEND)
 
-.PHONY: build compile-cuda run test test-sanitize lint format bench clean
+.PHONY: build compile-cuda run test test-metal test-sanitize lint format bench clean
 .DEFAULT_GOAL := build
 
 $(STAMP): requirements.txt
@@ -46,6 +47,10 @@ run: build
 
 test: build
 	$(BIN)/python -m pytest tests $(PYTEST)
+
+# Metal: on a Mac the tests run on its device, elsewhere on an emulated one (tests/metal/README.md).
+test-metal: $(STAMP)
+	$(BIN)/python tests/metal/run.py $(PYTEST)
 
 # A sanitizer's runtime must be in the process before Python loads the extension; libstdc++ comes along because the
 # runtime looks up its exception functions at start. Python's own leaks are not of interest.

@@ -4,8 +4,8 @@
 
 For each decode case: how often the bytes of K and V are loaded (1.00: each once), operations across the lanes of a
 simdgroup and bytes of threadgroup memory per (key, q_head), threadgroups and dispatches. Beside it MLX's sdpa_vector
-(its wheel is fetched from PyPI). Batches are cut to at most 2 and contexts to 4096 keys: every count but the number of
-threadgroups grows in proportion with them.
+(its wheel is fetched from PyPI). Batches are cut to 1 and contexts to 2048 keys: every count but the number of
+threadgroups grows in proportion with them. An argument picks the cases whose names contain it.
 """
 
 import os
@@ -45,21 +45,19 @@ class Case:
         return self.batch * self.q_len * self.kv_len * self.q_heads
 
 
-# The decode cases of the GPU comparison, cut as said above.
+# The shapes of the GPU comparison, cut as said above.
 CASES = [
     Case("B1 32/8 D128, 1k", 1, 32, 8, 128, 1024),
-    Case("B1 32/8 D128, 8k", 1, 32, 8, 128, 4096),
-    Case("B8 32/8 D128, 8k", 2, 32, 8, 128, 4096),
-    Case("B256 32/8 D128, 1k", 2, 32, 8, 128, 1024),
-    Case("B64 32/8 D128, 4k, page 256", 2, 32, 8, 128, 4096, 256),
-    Case("B64 32/8 D128, 4k, page 1", 2, 32, 8, 128, 4096, 1),
-    Case("B64 64/8 D128, 4k", 2, 64, 8, 128, 4096),
-    Case("B32 32/32 D128, 4k", 2, 32, 32, 128, 4096),
-    Case("B64 16/2 D64, 4k", 2, 16, 2, 64, 4096),
-    Case("B32 16/8 D256, 4k", 2, 16, 8, 256, 4096),
-    Case("B16 8/1 D128, 16k", 2, 8, 1, 128, 4096),
-    Case("4 tokens, B32 32/8 D128, 4k", 2, 32, 8, 128, 4096, q_len=4),
-    Case("fp8, B64 32/8 D128, 4k", 2, 32, 8, 128, 4096, cache=torch.float8_e4m3fn),
+    Case("32/8 D128", 1, 32, 8, 128, 2048),
+    Case("32/8 D128, page 256", 1, 32, 8, 128, 2048, 256),
+    Case("32/8 D128, page 1", 1, 32, 8, 128, 2048, 1),
+    Case("64/8 D128", 1, 64, 8, 128, 2048),
+    Case("32/32 D128", 1, 32, 32, 128, 2048),
+    Case("16/2 D64", 1, 16, 2, 64, 2048),
+    Case("16/8 D256", 1, 16, 8, 256, 2048),
+    Case("8/1 D128", 1, 8, 1, 128, 2048),
+    Case("32/8 D128, 4 tokens", 1, 32, 8, 128, 2048, q_len=4),
+    Case("32/8 D128, fp8 cache", 1, 32, 8, 128, 2048, cache=torch.float8_e4m3fn),
 ]
 # Short contexts: one dispatch.
 SHORT = Case("B4 16/16 D128, 50", 4, 16, 16, 128, 50)
@@ -141,8 +139,10 @@ def main():
     print(" threadgroup bytes / (key, head) | threadgroups | dispatches |")
     print("|---|---|---|---|---|---|---|")
     for case in [SHORT, *CASES]:
+        if sys.argv[1:] and sys.argv[1] not in case.name:
+            continue
         row(case.name, "ours", ours(paged_attn, libraries, case))
-        if case.cache == torch.float16:
+        if case.cache == torch.float16 and case.page_size == 16:
             row(case.name, "MLX sdpa_vector", of_mlx(peer, case))
 
 
