@@ -16,7 +16,8 @@ BACKEND := $(BACKEND)
 STAMP := $(VENV)/.requirements
 BIN := $(VENV)/bin
 BUILD := $(BIN)/python tools/local_build.py --cxx $(CXX) --backend
-CXX_SOURCES = $(wildcard torch-ext/*.cpp torch-ext/*.h paged_decode_*/*.cpp paged_decode_*/*.h paged_decode_*/*.mm \
+CXX_SOURCES = $(wildcard torch-ext/*.cpp torch-ext/*.h paged_decode_*/*.cpp paged_decode_*/*.h paged_decode_*/*.cu \
+                         paged_decode_*/*.cuh paged_decode_*/*.mm \
                          tests/metal/*/*.cpp tests/metal/*/*.h tests/metal/*/*.mm)
 
 # kernels.get_kernel takes this directory for the name. It names the variant itself: a torch with CUDA would otherwise

@@ -21,6 +21,7 @@ namespace paged_attn {
 template <typename Kv, int kHeadDim, int kRowTiles>
 struct DecodeShape {
   static constexpr int kRows = 8 * kRowTiles;
+  static constexpr int kQuads = kHeadDim / 4;  // of dimensions of a row
   // Elements of a 16-byte piece; of values a lane takes fewer when 8 lanes share a short row.
   static constexpr int kVecK = 16 / Kv::kBytes;
   static constexpr int kVecV = kVecK < kHeadDim / 8 ? kVecK : kHeadDim / 8;
@@ -49,9 +50,10 @@ struct DecodeShape {
   static PD_MEMBER int place_k(int row, int piece) { return kPieces < 8 ? piece : piece ^ (row % 2 * 4); }
   static PD_MEMBER int place_v(int row, int piece) { return kPieces < 8 ? piece : piece ^ (row / 2 % 4 * 2); }
 
-  // Queues of the warps, then (m, l) of their rows.
+  // Queues of the warps, then (m, l) of their rows, then a sum per thread.
   static constexpr int kQueueBytes = kStages * kStageBytes;
-  static constexpr int kSharedBytesPerWarp = kQueueBytes + kRows * static_cast<int>(sizeof(float2));
+  static constexpr int kSharedBytesPerWarp =
+      kQueueBytes + static_cast<int>(kRows * sizeof(float2) + kWarp * sizeof(RowSum));
   static_assert(kStages >= 2 && kRows * kHeadDim * 4 <= kStageBytes, "a stage also holds the accumulators of a warp");
 };
 
@@ -72,9 +74,8 @@ struct TileLoader {
 
   PD_MEMBER void start(const Walker& first) {
     walker = first;
-    tile = 0;
-    segment.tile_end = 0;
-    live = true;
+    tile = segment.tile_end = 0;
+    live = false;
   }
 
   // Moves to the next segment until this warp has a tile in it, and looks up its pages, one tile before they are
@@ -107,7 +108,8 @@ struct TileLoader {
     }
   }
 
-  // Starts the copies of one tile into a stage and moves on. Always one group, so that groups count tiles.
+  // Starts the copies of the tile that was found last into a stage and finds the next. The first call only finds.
+  // Always one group, so that groups count tiles.
   PD_MEMBER void copy(const Problem& p, const Plan& plan, uint32_t stage) {
     if (live) {
       // In pieces of 16 bytes a cache of 64 GiB fits into 32 bits, half of the registers and shuffles of a pointer.
@@ -117,9 +119,9 @@ struct TileLoader {
       copy_rows<false>(stage, k_head, k_place, static_cast<int>(p.head_dim));
       copy_rows<true>(stage + Shape::kStageBytesK, v_head, v_place, static_cast<int>(p.head_dim_v));
       tile += blockDim.x / kWarp;
-      find_tile(p, plan);
     }
     copy_commit();
+    find_tile(p, plan);
   }
 
   // All rows of a tile, 8 consecutive lanes to a line: the memory system takes 8 lanes of 16 bytes at a time.
@@ -130,6 +132,7 @@ struct TileLoader {
     const int place = kValues ? Shape::place_v(first_row, piece) : Shape::place_k(first_row, piece);
     const uint32_t target = stage + (first_row * Shape::kPieces + place) * 16;
     head += piece * 16;
+    const uint64_t policy = read_once_policy();
 #pragma unroll
     for (int row = 0; row < Shape::kTileKeys; row += kRows) {
       const uint32_t offset = __shfl_sync(~0u, place_of_key, row + first_row);
@@ -139,7 +142,7 @@ struct TileLoader {
 #pragma unroll
       for (int c = 0; c < Shape::kPieces; c += kLanes) {
         copy_async((target ^ exchange) + (row * Shape::kPieces + c) * 16, source + c * 16,
-                   offset != kNowhere && (c + piece) * Shape::kVecK < head_dim);
+                   offset != kNowhere && (c + piece) * Shape::kVecK < head_dim, policy);
       }
     }
   }
@@ -421,7 +424,7 @@ struct Rows {
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
       KvRange keys = {0, 0};
-      if (lane_row(i) < item.rows) keys = row_keys(p, item, lane_token(plan, item, i));
+      if (lane_row(i) < item.rows) keys = row_keys(p, plan, item, lane_token(plan, item, i));
       const int begin = static_cast<int>(keys.begin), end = static_cast<int>(keys.end);
 #pragma unroll
       for (int sub = 0; sub < Shape::kSubTiles; ++sub)
@@ -514,52 +517,66 @@ struct Rows {
   }
 };
 
-// Merges what the warps of a block published and writes the rows, or their partial when slot >= 0. A thread takes eight
-// dimensions of a row at a time. free_stage: offset of the accumulators in each warp's queue.
+// What the warps of a block published for four dimensions of a row. free_stages: which stage of each warp's queue holds
+// its accumulators.
 template <typename Shape, typename Rows>
-PD_DEVICE void write_rows(const Problem& p, const Plan& plan, const Item& item, int head, char* queues,
-                          const int* free_stages, const float2* shared_ml, int slot) {
-  const DType out_dtype = output_dtype(p);
-  const int octets = static_cast<int>(p.head_dim_v) / 8, warps = blockDim.x / kWarp;
+PD_DEVICE RowSum sum_warps(char* queues, const int* free_stages, const float2* shared_ml, int row, int quad) {
+  constexpr int kBatch = Shape::kWarps;  // kMostWarps is a multiple
+  const int warps = blockDim.x / kWarp;
+  RowSum sum;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < item.rows * octets; i += blockDim.x) {
-    const int row = i / octets, octet = i - row * octets;
-    float m = -INFINITY, l = 0.f, acc[8] = {};
-#pragma unroll 4
-    for (int w = 0; w < warps; ++w) m = fmaxf(m, shared_ml[w * Shape::kRows + row].x);
-#pragma unroll 2
-    for (int w = 0; w < warps; ++w) {
-      const float2 ml = shared_ml[w * Shape::kRows + row];
-      const float weight = fast_rescale(ml.x, m);
-      char* stage = queues + w * Shape::kQueueBytes + free_stages[w] * Shape::kStageBytes;
-      const float4 low = *Rows::quad_of(stage, row, 2 * octet), high = *Rows::quad_of(stage, row, 2 * octet + 1);
-      l += ml.y * weight;
-      acc[0] += low.x * weight;
-      acc[1] += low.y * weight;
-      acc[2] += low.z * weight;
-      acc[3] += low.w * weight;
-      acc[4] += high.x * weight;
-      acc[5] += high.y * weight;
-      acc[6] += high.z * weight;
-      acc[7] += high.w * weight;
-    }
-    if (slot < 0) {
-      const RowTarget target = row_target(p, plan, item, head, row);
-      const float factor = finish_row(p, target, item.b, head, m, l, octet == 0);
-      uint32_t words[4];
+  for (int first = 0; first < warps; first += kBatch) {
+    float2 ml[kBatch];
+    float4 values[kBatch];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float low = acc[2 * j] * factor, high = acc[2 * j + 1] * factor;
-        words[j] = out_dtype == DType::kBFloat16 ? pack_pair<true>(low, high) : pack_pair<false>(low, high);
+    for (int j = 0; j < kBatch; ++j) {
+      const int w = first + j;
+      ml[j] = shared_ml[w * Shape::kRows + row];
+      values[j] = *Rows::quad_of(queues + w * Shape::kQueueBytes + free_stages[w] * Shape::kStageBytes, row, quad);
+    }
+    sum.add(ml, values);
+  }
+  return sum;
+}
+
+// Merges the warps and, in the block with the first keys, the parts; writes the rows or their partial. A thread takes
+// four dimensions of a row at a time. Where threads are left over, groups of them share the parts.
+template <typename Shape, typename Rows>
+PD_DEVICE void finish_segment(const Problem& p, const Plan& plan, const Item& item, const Segment& segment, int behind,
+                              char* queues, const int* free_stages, const float2* shared_ml, RowSum* shared_sums) {
+  constexpr int kQuads = Shape::kQuads;
+  const int threads = blockDim.x, thread = threadIdx.x, pieces = item.rows * kQuads;
+  const int others = segment.first ? behind : 0;
+  int groups = 1;
+  while (groups < others && (groups + 1) * pieces <= threads) ++groups;
+#pragma unroll 1
+  for (int first = 0; first < pieces * groups; first += threads) {
+    int row = (first + thread) / kQuads, group = 0;
+    const int quad = (first + thread) % kQuads;
+    while (row >= item.rows && group < groups) {
+      row -= item.rows;
+      ++group;
+    }
+    const bool exists = group < groups && quad * 4 < p.head_dim_v;
+    RowSum sum;
+    if (exists && group == 0) sum = sum_warps<Shape, Rows>(queues, free_stages, shared_ml, row, quad);
+    if (exists && others > 0) add_partials(plan, group, groups, others, row, quad, sum);
+    if (groups > 1) {
+      // One round, in which all threads are.
+      if (group > 0) shared_sums[thread] = sum;
+      __syncthreads();
+      for (int g = 1; g < groups && group == 0; ++g) {
+        const RowSum& other = shared_sums[thread + g * pieces];
+        const float2 ml[1] = {make_float2(other.m, other.l)};
+        const float4 values[1] = {make_float4(other.acc[0], other.acc[1], other.acc[2], other.acc[3])};
+        sum.add(ml, values);
       }
-      uint16_t* out = static_cast<uint16_t*>(p.out) + target.out + octet * 8;
-      *reinterpret_cast<uint4*>(out) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+    if (!exists || group > 0) continue;
+    if (segment.first) {
+      write_output<true>(p, plan, item, segment.head, row, quad, sum);
     } else {
-      const int64_t place = static_cast<int64_t>(slot) * plan.rows_per_tile + row;
-      if (octet == 0) plan.partial_ml[place] = make_float2(m, l);
-      float4* out = reinterpret_cast<float4*>(plan.partial_acc + place * plan.partial_stride) + 2 * octet;
-      out[0] = make_float4(acc[0], acc[1], acc[2], acc[3]);
-      out[1] = make_float4(acc[4], acc[5], acc[6], acc[7]);
+      write_partial(plan, row, quad, sum);
     }
   }
 }
@@ -569,70 +586,75 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWar
     decode_kernel(const __grid_constant__ Problem p, const __grid_constant__ Plan plan) {
   using Shape = DecodeShape<Kv, kHeadDim, kRowTiles>;
   extern __shared__ __align__(128) char queues[];
-  __shared__ ScanScratch scratch;
-  __shared__ int free_stages[Shape::kMostWarps], shared_number;
+  __shared__ int free_stages[Shape::kMostWarps];
   const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
-
-  touch(p);
-  touch(plan);
-  wait_for_predecessor();
-  let_successor_start();
 
   char* queue = queues + warp * Shape::kQueueBytes;
   const uint32_t queue_address = static_cast<uint32_t>(__cvta_generic_to_shared(queue));
   float2* shared_ml = reinterpret_cast<float2*>(queues + warps * Shape::kQueueBytes);
+  RowSum* shared_sums = reinterpret_cast<RowSum*>(shared_ml + warps * Shape::kRows);
+  touch(p);
+  touch(plan);
+  const char* line = table_line(p.cache);
+  wait_for_predecessor();
+  let_successor_start();
+  if (line) prefetch_l2(line);
 
   // Which keys
   Walker walker;
-  int length = 0;
   if (plan.balanced) {
-    length = find_stretch(p, plan, scratch, walker);
+    find_stretch(p, plan, walker);
   } else {
     find_split(p, plan, walker);
   }
-
-  // Start the copies
   TileLoader<Kv, kHeadDim, kRowTiles> loader;
   loader.start(walker);
-  loader.find_tile(p, plan);
-#pragma unroll 1
-  for (int stage = 0; stage < Shape::kStages - 1; ++stage)
-    loader.copy(p, plan, queue_address + stage * Shape::kStageBytes);
-  int read_stage = 0, free_stage = Shape::kStages - 1;
-  clear_arrivals(plan);
 
-  Segment segment;
+  // A line of code that is met for the first time costs as much as a line of data, so everything stands here once. The
+  // first segment is an empty one, in which the copies get their lead.
+  Segment segment = {};
+  bool open = false;
+  int tile = 0, lead = Shape::kStages, free_stage = Shape::kStages - 1;
   Rows<Kv, kHeadDim, kRowTiles> rows;
-  while (walker.next(p, plan, segment)) {
-    rows.start(p, plan, walker.item, segment.head);
-
+  while (true) {
     // For each tile of this warp: copy a later one, attend
 #pragma unroll 1
-    for (int tile = segment.tile + warp; tile < segment.tile_end; tile += warps) {
-      // The tile has arrived for every lane, and every lane is done with the stage that is filled next.
-      copy_wait<Shape::kStages - 2>();
-      __syncwarp();
+    while (lead > 0 || tile < segment.tile_end) {
+      const int read_stage = free_stage + 1 == Shape::kStages ? 0 : free_stage + 1;
+      const char* stage = queue + read_stage * Shape::kStageBytes;
       float s[Shape::kSubTiles][kRowTiles][4];
-      // Reads of shared memory queue behind copies, so the keys are read before the next copies start.
-      rows.score_keys(queue + read_stage * Shape::kStageBytes, s);
+      if (lead == 0) {
+        // The tile has arrived for every lane, and every lane is done with the stage that is filled next.
+        copy_wait<Shape::kStages - 2>();
+        __syncwarp();
+        // Reads of shared memory queue behind copies, so the keys are read before the next copies start.
+        rows.score_keys(stage, s);
+      }
       loader.copy(p, plan, queue_address + free_stage * Shape::kStageBytes);
-      rows.attend(p, plan, walker.item, segment.head, queue + read_stage * Shape::kStageBytes, tile, s);
       free_stage = read_stage;
-      read_stage = read_stage + 1 == Shape::kStages ? 0 : read_stage + 1;
+      if (lead > 0) {
+        --lead;
+        continue;
+      }
+      rows.attend(p, plan, walker.item, segment.head, stage, tile, s);
+      tile += warps;
     }
 
-    // Merge the warps through the stage that each has free, write the rows or their partial
-    __syncwarp();
-    rows.publish(queue + free_stage * Shape::kStageBytes, shared_ml + warp * Shape::kRows);
-    if (threadIdx.x % kWarp == 0) free_stages[warp] = free_stage;
-    __syncthreads();
-    const bool whole = segment.first && segment.last;
-    Parts parts = {};
-    if (!whole) parts = find_parts(plan, length, walker, segment);
-    write_rows<Shape, Rows<Kv, kHeadDim, kRowTiles>>(p, plan, walker.item, segment.head, queues, free_stages, shared_ml,
-                                                     whole ? -1 : parts.slot);
-    if (!whole && arrive_last(plan, parts, &shared_number)) merge_parts(p, plan, walker.item, segment.head, parts);
-    __syncthreads();
+    if (open) {
+      // Merge the warps through the stage that each has free, then the parts
+      __syncwarp();
+      rows.publish(queue + free_stage * Shape::kStageBytes, shared_ml + warp * Shape::kRows);
+      if (threadIdx.x % kWarp == 0) free_stages[warp] = free_stage;
+      const int behind = parts_behind(walker, segment);
+      __syncthreads();
+      finish_segment<Shape, Rows<Kv, kHeadDim, kRowTiles>>(p, plan, walker.item, segment, behind, queues, free_stages,
+                                                           shared_ml, shared_sums);
+      __syncthreads();
+    }
+    open = true;
+    if (!walker.next(p, plan, segment)) break;
+    rows.start(p, plan, walker.item, segment.head);
+    tile = segment.tile + warp;
   }
   clear_unclaimed(p);
 }

@@ -47,13 +47,15 @@ PD_DEVICE void wait_for_predecessor() {
 #endif
 }
 
-// Brings the arguments of the kernel into the constant cache, a line at a time.
+// Brings the arguments of a kernel into the constant cache, a line at a time. The sum must seem to matter, or the loads
+// are dropped; bytes, as whole words would stay in registers.
 template <typename T>
 PD_DEVICE void touch(const T& argument) {
+  constexpr int kLine = 64;
+  unsigned sum = 0;
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(T) / 8); i += 8) {
-    asm volatile("" ::"l"(reinterpret_cast<const int64_t*>(&argument)[i]));
-  }
+  for (int i = 0; i < static_cast<int>(sizeof(T)); i += kLine) sum += reinterpret_cast<const uint8_t*>(&argument)[i];
+  if (sum == ~0u) asm volatile("nanosleep.u32 0;");
 }
 
 PD_DEVICE void let_successor_start() {
@@ -62,11 +64,21 @@ PD_DEVICE void let_successor_start() {
 #endif
 }
 
+// What is read once shall not drive out of L2 what is read again.
+PD_DEVICE uint64_t read_once_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 // Asynchronous copy of 16 bytes into shared memory; reads nothing and writes zeros when `valid` is false.
-PD_DEVICE void copy_async(uint32_t shared, const void* global, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
+PD_DEVICE void copy_async(uint32_t shared, const void* global, bool valid, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
+               "r"(valid ? 16 : 0), "l"(policy)
                : "memory");
 }
+
+PD_DEVICE void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
 PD_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

@@ -29,13 +29,12 @@ template <typename T, int kDims, int kDimsV, bool kQv>
 __global__ void __launch_bounds__(kSimtWarps* kWarp, 1)
     simt_kernel(const __grid_constant__ Problem p, const __grid_constant__ Plan plan) {
   constexpr int kBatch = 4;  // keys in flight
-  __shared__ int last_flag;
+  __shared__ float4 row_acc[kSimtWarps][kDimsV * kWarp / 4];
   const int lane = threadIdx.x % kWarp, row = threadIdx.x / kWarp;
 
   wait_for_predecessor();
   let_successor_start();
   clear_unclaimed(p);
-  clear_arrivals(plan);
 
   // Which row, which keys
   Walker walker;
@@ -48,7 +47,7 @@ __global__ void __launch_bounds__(kSimtWarps* kWarp, 1)
   const int head = segment.head;
   const int token = plan.group.divide(item.first_row + (exists ? row : 0));
   const RowTarget target = row_target(p, plan, item, head, exists ? row : 0);
-  const KvRange seen = row_keys(p, item, token);
+  const KvRange seen = row_keys(p, plan, item, token);
   const int begin = max(static_cast<int>(seen.begin), segment.tile << kSimtTileShift);
   const int end = exists ? min(static_cast<int>(seen.end), segment.tile_end << kSimtTileShift) : begin;
   const int q_pos = item.kv_len - item.q_len + token;
@@ -156,29 +155,23 @@ __global__ void __launch_bounds__(kSimtWarps* kWarp, 1)
     }
   }
 
-  // Write the row or its partial
-  if (segment.first && segment.last) {
-    if (!exists) return;
-    float factor = finish_row(p, target, item.b, head, m, l, lane == 0);
-    const DType out_dtype = output_dtype(p);
+  // Write the row or its partial, four dimensions at a time
+  if (!exists) return;
 #pragma unroll
-    for (int d = 0; d < kDimsV; ++d) {
-      int dim = d * kWarp + lane;
-      if (dim < p.head_dim_v) store_float(p.out, out_dtype, target.out + dim, acc[d] * factor);
-    }
-    return;
-  }
-  const Parts parts = find_parts(plan, 0, walker, segment);
-  if (exists) {
-    int64_t place = static_cast<int64_t>(parts.slot) * plan.rows_per_tile + row;
-    if (lane == 0) plan.partial_ml[place] = make_float2(m, l);
-#pragma unroll
-    for (int d = 0; d < kDimsV; ++d) {
-      int dim = d * kWarp + lane;
-      if (dim < p.head_dim_v) plan.partial_acc[place * plan.partial_stride + dim] = acc[d];
+  for (int d = 0; d < kDimsV; ++d) reinterpret_cast<float*>(row_acc[row])[d * kWarp + lane] = acc[d];
+  __syncwarp();
+  const int behind = parts_behind(walker, segment);
+#pragma unroll 1
+  for (int quad = lane; quad * 4 < p.head_dim_v; quad += kWarp) {
+    const float4 values = row_acc[row][quad];
+    RowSum sum = {m, l, {values.x, values.y, values.z, values.w}};
+    if (segment.first) {
+      add_partials(plan, 0, 1, behind, row, quad, sum);
+      write_output<false>(p, plan, item, head, row, quad, sum);
+    } else {
+      write_partial(plan, row, quad, sum);
     }
   }
-  if (arrive_last(plan, parts, &last_flag)) merge_parts(p, plan, item, head, parts);
 }
 
 }  // namespace paged_attn

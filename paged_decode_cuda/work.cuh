@@ -6,13 +6,14 @@
 //   unit      one tile of tile_keys keys of one (item, kv_head)
 //   segment   a run of units of one (item, kv_head) inside one thread block
 //
-// Balanced: all units form one line (item by item, head by head, key by key) and every block gets a stretch of it. The
-// blocks compute the line from the lengths themselves, so nothing depends on what the host knows, and a replayed CUDA
-// graph balances the lengths that it finds. Fixed: one block per (item, kv_head, split), where the cuts of a request
-// depend on its own length alone.
+// Balanced: all units form one line (item by item, head by head, key by key), which is cut into stretches, one for a
+// block. The blocks compute the line from the lengths themselves, so nothing depends on what the host knows, and a
+// replayed CUDA graph balances the lengths that it finds. Blocks go down the line: the one with the keys before a cut
+// starts after the one with the keys behind it.
+// Fixed: one block per (item, kv_head, split), where the cuts of a request depend on its own length alone.
 //
-// When a segment is only a part of its (item, kv_head), its block leaves a partial; the last of them to arrive merges
-// all, in the order of the keys, so that the sum does not depend on who is last.
+// When a segment is only a part of its (item, kv_head), its block leaves a partial; the block with the first keys
+// merges all, in the order of the keys, so that the sum does not depend on who is last.
 #pragma once
 
 #include "device.cuh"
@@ -20,7 +21,7 @@
 namespace paged_attn {
 
 struct Plan {
-  FastDivisor page_size, group, row_tiles, max_splits, kv_heads;
+  FastDivisor page_size, group, row_tiles, max_splits, kv_heads, chunk;
   FastDivisor blocks;  // of the grid
   int32_t rows_per_tile, items;
   int32_t tile_shift;  // log2 of the keys of a unit
@@ -31,12 +32,11 @@ struct Plan {
   uint32_t v_page_pieces, v_slot_pieces;
   bool balanced;
   // Workspace; nothing of it is set before the launch. nullptr when nothing is ever cut.
-  float* partial_acc;         // [slots, rows_per_tile, partial_stride]
-  float2* partial_ml;         // [slots, rows_per_tile]
-  int32_t partial_stride;     // head_dim_v, rounded up to whole float4
-  int32_t* arrivals;          // [blocks]: parts that are written, at the block of the first part
-  unsigned long long* ready;  // the number of this launch, once arrivals are 0
+  uint4* partials;        // [blocks, rows_per_tile, 3, partial_quads]
+  int32_t partial_quads;  // of head_dim_v, rounded up
 };
+
+constexpr int kMaxBalancedItems = 1024;
 
 // Never outside of q and out, whatever the entry.
 PD_DEVICE int query_begin(const Problem& p, int b) {
@@ -60,6 +60,17 @@ PD_DEVICE int cached_length(const Problem& p, int b) {
   return cu ? cu[b + 1] - cu[b] : static_cast<int>(p.seqlen_k);
 }
 
+// The line of the block table that this thread sends on its way into L2 while the lengths are read; nullptr when there
+// is none, or when most of the table may be unused.
+PD_DEVICE const char* table_line(const Cache& cache) {
+  constexpr int64_t kLine = 128, kMostBytes = 1 << 20;
+  if (!cache.block_table) return nullptr;
+  const int64_t bytes = ((cache.table_rows - 1) * cache.block_table_stride + cache.max_pages) * sizeof(int32_t);
+  const int64_t offset = (static_cast<int64_t>(threadIdx.x) * gridDim.x + blockIdx.x) * kLine;
+  if (bytes > kMostBytes || offset >= bytes) return nullptr;
+  return reinterpret_cast<const char*>(cache.block_table) + offset;
+}
+
 // The row of the table, or of a contiguous cache, that a request reads. A row that does not exist is not looked up.
 PD_DEVICE int table_row(const Problem& p, int b) {
   if (!p.cache.cache_batch_idx) return b;
@@ -76,9 +87,12 @@ struct Item {
   int first_tile, tiles;       // tiles of the former; at least one when there are rows, so that someone writes
 };
 
-PD_DEVICE KvRange row_keys(const Problem& p, const Item& item, int token) {
-  return visible_keys(item.kv_len - item.q_len + token, item.kv_len, item.leftpad, static_cast<int>(p.window_left),
-                      static_cast<int>(p.window_right), static_cast<int>(p.attention_chunk));
+PD_DEVICE KvRange row_keys(const Problem& p, const Plan& plan, const Item& item, int token) {
+  const int q_pos = item.kv_len - item.q_len + token, chunk = static_cast<int>(p.attention_chunk);
+  // Before the first key there are only chunks without keys.
+  const int chunk_begin = q_pos < 0 ? -chunk : plan.chunk.divide(q_pos) * chunk;
+  return visible_keys(q_pos, item.kv_len, item.leftpad, static_cast<int>(p.window_left),
+                      static_cast<int>(p.window_right), chunk, chunk_begin);
 }
 
 PD_DEVICE Item load_item(const Problem& p, const Plan& plan, int index) {
@@ -92,8 +106,8 @@ PD_DEVICE Item load_item(const Problem& p, const Plan& plan, int index) {
   item.first_row = tile * plan.rows_per_tile;
   item.rows = max(0, min(plan.rows_per_tile, item.q_len * static_cast<int>(p.group) - item.first_row));
   // Both ends of what a row sees grow with its token, so the first and the last row bound them all.
-  const KvRange first = row_keys(p, item, plan.group.divide(item.first_row));
-  const KvRange last = row_keys(p, item, plan.group.divide(item.first_row + max(item.rows, 1) - 1));
+  const KvRange first = row_keys(p, plan, item, plan.group.divide(item.first_row));
+  const KvRange last = row_keys(p, plan, item, plan.group.divide(item.first_row + max(item.rows, 1) - 1));
   item.key_begin = first.begin;
   item.key_end = last.end;
   item.inner_begin = last.begin;
@@ -117,154 +131,105 @@ struct Segment {
 
 // Steps through the segments of one thread block. Every warp holds copies, so stepping needs no barrier.
 struct Walker {
-  int index;                 // of the item
-  int item_start, item_end;  // the item's stretch of the line
-  int position, end;         // this block's stretch
+  int index;          // of the item
+  int head, tile;     // next unit, tile counted from the item's first
+  int position, end;  // the same on the line, and the end of this block's stretch
+  int length;         // of every stretch
   Item item;
-
-  PD_MEMBER void enter(const Problem& p, const Plan& plan) {
-    item = load_item(p, plan, index);
-    item_end = item_start + item.tiles * static_cast<int>(p.kv_heads);
-  }
 
   PD_MEMBER bool next(const Problem& p, const Plan& plan, Segment& segment) {
     if (position >= end) return false;
-    while (position >= item_end) {
-      item_start = item_end;
-      ++index;
-      enter(p, plan);
+    while (tile == item.tiles) {
+      tile = 0;
+      if (++head < p.kv_heads) continue;
+      head = 0;
+      item = load_item(p, plan, ++index);
     }
-    const int offset = position - item_start;
-    segment.head = offset / item.tiles;
-    const int tile = offset - segment.head * item.tiles;
     const int count = min(item.tiles - tile, end - position);
+    segment.head = head;
     segment.tile = item.first_tile + tile;
     segment.tile_end = segment.tile + count;
     segment.first = tile == 0;
     segment.last = tile + count == item.tiles;
+    tile += count;
     position += count;
     return true;
   }
 };
 
-// Sum over the threads of a block of the values before this thread's; `total` is the sum of all. `scratch` has one
-// entry per warp.
-PD_DEVICE int exclusive_sum(int value, int* scratch, int& total) {
-  int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  int sum = value;
+PD_DEVICE Item shuffle_item(const Item& item, int lane) {
+  constexpr int kWords = sizeof(Item) / sizeof(int);
+  Item result;
 #pragma unroll
-  for (int step = 1; step < kWarp; step *= 2) {
-    int other = __shfl_up_sync(~0u, sum, step);
-    if (lane >= step) sum += other;
+  for (int i = 0; i < kWords; ++i) {
+    reinterpret_cast<int*>(&result)[i] = __shfl_sync(~0u, reinterpret_cast<const int*>(&item)[i], lane);
   }
-  if (lane == kWarp - 1) scratch[warp] = sum;
-  __syncthreads();
-  int before = 0;
-  total = 0;
-  for (int w = 0; w < static_cast<int>(blockDim.x) / kWarp; ++w) {
-    if (w < warp) before += scratch[w];
-    total += scratch[w];
-  }
-  return before + sum - value;
+  return result;
 }
 
-constexpr int kMaxWarps = 16;
-
-struct ScanScratch {
-  int sums[2][kMaxWarps];
-  int item_start, index;
+// Finds this block's stretch. Every warp does so by itself, without a barrier: the lanes share the items out in runs
+// and find the run in which the stretch begins, then the item in it.
+PD_DEVICE void find_stretch(const Problem& p, const Plan& plan, Walker& walker) {
+  static_assert(kMaxBalancedItems <= kWarp * kWarp, "a run has an item per lane at most");
+  const int lane = threadIdx.x % kWarp, heads = static_cast<int>(p.kv_heads);
   Item item;
-};
-
-// Finds this block's stretch and returns the length of all. All threads take part; one round covers the usual batch.
-PD_DEVICE int find_stretch(const Problem& p, const Plan& plan, ScanScratch& scratch, Walker& walker) {
-  const int threads = blockDim.x;
-  Item item;
-  int mine, before, round_total, round = 0;
-  auto scan_round = [&](int first) {
-    const int index = first + threadIdx.x;
-    mine = 0;
-    if (index < plan.items) {
+  int first = 0, before = 0;  // first item of the runs, units before it
+  int owner, units, run = (plan.items + kWarp - 1) / kWarp;
+  walker.length = 0;
+#pragma unroll 1
+  while (true) {
+    units = 0;
+    const int run_begin = first + lane * run, run_end = min(plan.items, run_begin + run);
+#pragma unroll 1
+    for (int index = run_begin; index < run_end; ++index) {
       item = load_item(p, plan, index);
-      mine = item.tiles * static_cast<int>(p.kv_heads);
+      units += item.tiles * heads;
     }
-    // Two sets of sums, so that one barrier a round is enough.
-    before = exclusive_sum(mine, scratch.sums[round++ % 2], round_total);
-  };
-
-  int total = 0;
-#pragma unroll 1
-  for (int first = 0; first < plan.items; first += threads) {
-    scan_round(first);
-    total += round_total;
-  }
-  const int length = max(plan.min_units, plan.blocks.divide(total + static_cast<int>(plan.blocks.divisor) - 1));
-  walker.position = min(total, static_cast<int>(blockIdx.x) * length);
-  walker.end = min(total, walker.position + length);
-  if (walker.position >= walker.end) return length;
-
-  int base = 0;
-#pragma unroll 1
-  for (int first = 0;; first += threads) {
-    if (plan.items > threads) scan_round(first);
-    if (base + before <= walker.position && walker.position < base + before + mine) {
-      scratch.index = first + threadIdx.x;
-      scratch.item_start = base + before;
-      scratch.item = item;
+    int sum = units;
+#pragma unroll
+    for (int step = 1; step < kWarp; step *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += other;
     }
-    base += round_total;
-    if (base > walker.position) break;
+    if (walker.length == 0) {
+      const int total = __shfl_sync(~0u, sum, kWarp - 1), blocks = static_cast<int>(plan.blocks.divisor);
+      walker.length = max(plan.min_units, plan.blocks.divide(total + blocks - 1));
+      walker.end = total - static_cast<int>(blockIdx.x) * walker.length;
+      walker.position = max(0, walker.end - walker.length);
+      if (walker.position >= walker.end) return;
+    }
+    owner = __popc(__ballot_sync(~0u, before + sum <= walker.position));
+    before += __shfl_sync(~0u, sum - units, owner);
+    first += owner * run;
+    if (run == 1) break;
+    run = 1;
   }
-  __syncthreads();
-  walker.index = scratch.index;
-  walker.item_start = scratch.item_start;
-  walker.item = scratch.item;
-  walker.item_end = walker.item_start + walker.item.tiles * static_cast<int>(p.kv_heads);
-  return length;
+  walker.index = first;
+  walker.item = shuffle_item(item, owner);
+  walker.head = (walker.position - before) / walker.item.tiles;
+  walker.tile = walker.position - before - walker.head * walker.item.tiles;
 }
 
 // This block's (item, head, split) when the cuts are fixed.
 PD_DEVICE void find_split(const Problem& p, const Plan& plan, Walker& walker) {
-  int unit = plan.max_splits.divide(blockIdx.x);
-  int split = blockIdx.x - unit * static_cast<int>(plan.max_splits.divisor);
+  const int unit = plan.max_splits.divide(blockIdx.x);
+  const int split = (unit + 1) * static_cast<int>(plan.max_splits.divisor) - 1 - static_cast<int>(blockIdx.x);
   walker.index = plan.kv_heads.divide(unit);
-  int head = unit - walker.index * static_cast<int>(p.kv_heads);
-  walker.item_start = 0;
-  walker.position = walker.end = 0;
-  walker.enter(p, plan);
-  if (walker.item.tiles == 0) return;
-  int splits = item_splits(plan, walker.item.tiles);
-  int per_split = (walker.item.tiles + splits - 1) / splits;
-  const int base = head * walker.item.tiles;
-  walker.position = base + min(walker.item.tiles, split * per_split);
-  walker.end = base + min(walker.item.tiles, (split + 1) * per_split);
+  walker.head = unit - walker.index * static_cast<int>(p.kv_heads);
+  walker.item = load_item(p, plan, walker.index);
+  walker.tile = walker.position = walker.end = 0;
+  const int tiles = walker.item.tiles;
+  if (tiles == 0) return;
+  const int splits = item_splits(plan, tiles);
+  walker.length = (tiles + splits - 1) / splits;
+  walker.tile = walker.position = min(tiles, split * walker.length);
+  walker.end = min(tiles, walker.position + walker.length);
 }
 
-// The parts of the (item, kv_head) of a segment.
-struct Parts {
-  int first_block, count;
-  int slot;        // of the partial of this segment
-  int first_slot;  // of the partial with the first keys; those of the next blocks are at first_block + 1 and on
-};
-
-PD_DEVICE Parts find_parts(const Plan& plan, int length, const Walker& walker, const Segment& segment) {
-  Parts parts;
-  const int block = blockIdx.x;
-  if (plan.balanced) {
-    // A block cuts at most two: one that goes on in it and one that goes on after it. The latter has slots of its own.
-    const int first_unit = walker.item_start + segment.head * walker.item.tiles;
-    parts.first_block = segment.first ? block : first_unit / length;
-    parts.count = (first_unit + walker.item.tiles - 1) / length - parts.first_block + 1;
-    parts.first_slot = static_cast<int>(plan.blocks.divisor) + parts.first_block;
-  } else {
-    const int splits = item_splits(plan, walker.item.tiles);
-    const int per_split = (walker.item.tiles + splits - 1) / splits;
-    parts.first_block = plan.max_splits.divide(block) * static_cast<int>(plan.max_splits.divisor);
-    parts.count = (walker.item.tiles + per_split - 1) / per_split;
-    parts.first_slot = parts.first_block;
-  }
-  parts.slot = segment.first ? parts.first_slot : block;
-  return parts;
+// How many parts of its (item, kv_head) are behind a segment: the stretches of the blocks before this one, which cover
+// the rest. The walker has just stepped over the segment.
+PD_DEVICE int parts_behind(const Walker& walker, const Segment& segment) {
+  return segment.last ? 0 : (walker.item.tiles - walker.tile + walker.length - 1) / walker.length;
 }
 
 // fp8 queries give a bf16 output.

@@ -75,17 +75,29 @@ PD_FN float add_product(float sum, Vector x, float4 low, float4 high) {
 template <int kPieces, int kLanes, int kKeys, int kRows>
 PD_FN void add_products(const device void* cache, threadgroup const long* offsets, int dims,
                         threadgroup const float4* rows, int lane, thread float* scores) {
+  // Keys that share what is read of a row, as many as registers allow beside the accumulators.
+  constexpr int kShared = kKeys < 2 ? 1 : kRows == 1 ? 4 : 2;
 #pragma clang loop unroll(full)
-  for (int i = 0; i < kKeys; ++i) {
-    const long offset = offsets[i];
-    if (offset < 0) continue;
+  for (int first = 0; first < kKeys; first += kShared) {
 #pragma clang loop unroll(full)
     for (int piece = 0; piece < kPieces; ++piece) {
-      const Vector x = load_vector(cache, offset, (piece * kLanes + lane) * kVector, dims);
+      const int dim = (piece * kLanes + lane) * kVector;
+      Vector keys[kShared];
+#pragma clang loop unroll(full)
+      for (int i = 0; i < kShared; ++i) {
+        const long offset = offsets[first + i];
+        keys[i] = {float4(0.f), float4(0.f)};
+        if (offset >= 0) keys[i] = load_vector(cache, offset, dim, dims);
+      }
 #pragma clang loop unroll(full)
       for (int row = 0; row < kRows; ++row) {
         threadgroup const float4* q = rows + (row * kPieces + piece) * 2 * kLanes + lane;
-        scores[i * kRows + row] = add_product(scores[i * kRows + row], x, q[0], q[kLanes]);
+        const float4 low = q[0], high = q[kLanes];
+#pragma clang loop unroll(full)
+        for (int i = 0; i < kShared; ++i) {
+          const int score = (first + i) * kRows + row;
+          scores[score] = add_product(scores[score], keys[i], low, high);
+        }
       }
     }
   }

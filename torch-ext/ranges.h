@@ -32,20 +32,25 @@ PD_FN position_t pd_round_down(position_t x, position_t step) { return (x >= 0 ?
 PD_FN position_t pd_later(position_t a, position_t b) { return a > b ? a : b; }
 PD_FN position_t pd_earlier(position_t a, position_t b) { return a < b ? a : b; }
 
-// q_pos = kv_len - q_len + token: the bottom-right aligned position of the row.
+// q_pos = kv_len - q_len + token: the bottom-right aligned position of the row. chunk_begin: where its chunk begins.
 PD_FN KvRange visible_keys(position_t q_pos, position_t kv_len, position_t leftpad, position_t window_left,
-                           position_t window_right, position_t attention_chunk) {
+                           position_t window_right, position_t attention_chunk, position_t chunk_begin) {
   KvRange r = {leftpad, kv_len};
   if (window_left >= 0) r.begin = pd_later(r.begin, q_pos - window_left);
   if (window_right >= 0) r.end = pd_earlier(r.end, q_pos + window_right + 1);
   if (attention_chunk > 0) {
-    position_t chunk_begin = pd_round_down(q_pos, attention_chunk);
     r.begin = pd_later(r.begin, chunk_begin);
     r.end = pd_earlier(r.end, chunk_begin + attention_chunk);
   }
   r.begin = pd_later(r.begin, 0);
   r.end = pd_later(r.begin, r.end);
   return r;
+}
+
+PD_FN KvRange visible_keys(position_t q_pos, position_t kv_len, position_t leftpad, position_t window_left,
+                           position_t window_right, position_t attention_chunk) {
+  const position_t chunk_begin = attention_chunk > 0 ? pd_round_down(q_pos, attention_chunk) : 0;
+  return visible_keys(q_pos, kv_len, leftpad, window_left, window_right, attention_chunk, chunk_begin);
 }
 
 // The share of `r` that belongs to one split. Cuts fall on multiples of `align` keys, counted from
