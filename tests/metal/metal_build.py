@@ -110,7 +110,8 @@ def run_ninja(name: str, lines: list[str], target: Path) -> Path:
     ]
     local_build.write_if_changed(file, "\n".join([*header, RULES, *lines, ""]))
     command = [Path(ninja.BIN_DIR) / "ninja", "-f", file, "-C", OUT, "--quiet", target]
-    run = subprocess.run(command, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # a sanitizer's
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(run.stdout + run.stderr)
     return target

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -36,16 +37,15 @@ def main() -> None:
         sys.exit(subprocess.run([*pytest, TESTS, *sys.argv[1:]], env=environment).returncode)
     environment |= {"LOCAL_KERNELS": build(), "OMP_NUM_THREADS": "1"}
     environment.pop("PAGED_ATTN_BUILD", None)
-    runs = []
-    for files in HALVES:
-        command = [*pytest, "-q", "-p", "no:cacheprovider", *(TESTS / file for file in files), *sys.argv[1:]]
-        runs.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    codes = []
-    for run in runs:
-        print(run.communicate()[0])
-        codes.append(run.returncode)
+    commands = [
+        [*pytest, "-q", "-p", "no:cacheprovider", *(TESTS / file for file in files), *sys.argv[1:]] for files in HALVES
+    ]
+    with tempfile.TemporaryFile("w+") as output:  # of the half that does not write to the terminal
+        second = subprocess.Popen(commands[1], env=environment, stdout=output, stderr=subprocess.STDOUT)
+        first = subprocess.run(commands[0], env=environment)
+        codes = [first.returncode, second.wait()]
+        output.seek(0)
+        print(output.read())
     # 5: none of this half's tests was picked by the arguments
     sys.exit(next((code for code in codes if code not in (0, 5)), 0 if 0 in codes else 5))
 
