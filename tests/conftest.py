@@ -21,7 +21,7 @@ os.environ.setdefault("LOCAL_KERNELS", f"{KERNEL}={REPOSITORY}")
 
 
 # Without a Mac the mps device is the fake of tests/metal, whose own tests need it.
-if os.environ.get("PAGED_ATTN_TEST_DEVICE") == "mps" and not torch.backends.mps.is_available():
+if os.environ.get("PAGED_ATTN_TEST_DEVICE") == "mps" and not torch.backends.mps.is_built():
     sys.path.insert(0, str(REPOSITORY / "tests" / "metal"))
     import fake_mps
 
