@@ -12,17 +12,30 @@ TESTS = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize(
-    "variant",
+    ("variant", "picked"),
     [
-        "fast",  # fast math, Metal's default
-        "asan",  # with UndefinedBehaviorSanitizer
-        "tsan",  # lanes are threads of their own; only barriers order them
-        "count",  # an error also for memory that two threadgroups of a dispatch share
+        ("fast", ""),  # fast math, Metal's default
+        ("asan", ""),  # with UndefinedBehaviorSanitizer
+        ("count", ""),  # an error also for memory that two threadgroups of a dispatch share
+        ("tsan", "test_named or test_feature_alone"),  # lanes are threads, only barriers order them; four times as slow
     ],
 )
-def test_every_feature(variant):
+def test_every_feature(variant, picked):
     metal_build.extension([variant])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-m", "sanitize", TESTS]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+        "-m",
+        "sanitize",
+        "-k",
+        picked,
+        TESTS,
+    ]
     environment = metal_build.environment(variant)
     run = subprocess.run([*command, f"--ignore={TESTS / 'metal'}"], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, (run.stdout + run.stderr)[-6000:]
