@@ -152,6 +152,15 @@ REGISTER_MPS_HOOKS(MPSHooks);
 struct MPSGuard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::MPS> {
   c10::Device getDevice() const override { return {c10::DeviceType::MPS, 0}; }
   c10::Device exchangeDevice(c10::Device) const override { return getDevice(); }
+  // Events have passed once they are recorded: the device is idle then.
+  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
+    at::mps::wait_for_device();
+    *event = nullptr;
+  }
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void synchronizeEvent(void*) const override {}
+  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
 };
 C10_REGISTER_GUARD_IMPL(MPS, MPSGuard);
 
