@@ -1,5 +1,8 @@
 #include "values.h"
 
+#include <cstdlib>
+#include <cstring>
+
 #include "request.h"
 
 namespace paged_attn {
@@ -88,6 +91,14 @@ void check_new_places(const Problem& p) {
     for (int64_t key = r.old_len; key < r.kv_len; ++key)
       check_page(c, b, key / c.page_size, slot_of_key(c, b, key).page);
   }
+}
+
+bool checks_enabled() {
+  static const bool enabled = [] {
+    const char* value = std::getenv("PAGED_ATTN_CHECK");
+    return value && strcmp(value, "") != 0 && strcmp(value, "0") != 0;
+  }();
+  return enabled;
 }
 
 }  // namespace paged_attn

@@ -1,7 +1,5 @@
 #include "check.h"
 
-#include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <vector>
@@ -35,29 +33,12 @@ class HostCopies {
 
 }  // namespace
 
-bool checks_enabled() {
-  static const bool enabled = [] {
-    const char* value = std::getenv("PAGED_ATTN_CHECK");
-    return value && strcmp(value, "") != 0 && strcmp(value, "0") != 0;
-  }();
-  return enabled;
-}
-
 void check_values_on_device(const Problem& problem, cudaStream_t stream) {
   cudaStreamCaptureStatus status;
   if (cudaStreamIsCapturing(stream, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone) return;
   Problem p = problem;
   HostCopies host(stream);
-  host.fetch(p.cu_seqlens_q, p.batch + 1);
-  host.fetch(p.cache_seqlens, p.batch);
-  host.fetch(p.cache_leftpad, p.batch);
-  host.fetch(p.cache.block_table,
-             p.cache.table_rows > 0 ? (p.cache.table_rows - 1) * p.cache.block_table_stride + p.cache.max_pages : 0);
-  host.fetch(p.cache.cu_seqlens_k, p.batch + 1);
-  host.fetch(p.cache.cache_batch_idx, p.batch);
-  host.fetch(p.append.cu_seqlens_k_new, p.batch + 1);
-  host.fetch(p.append.slot_mapping, p.append.total_new);
-  host.fetch(p.rotary.seqlens, p.batch);
+  fetch_tables(p, [&](auto& table, int64_t count) { host.fetch(table, count); });
   check_values(p);
   check_new_places(p);
 }

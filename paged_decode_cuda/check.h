@@ -7,8 +7,6 @@
 
 namespace paged_attn {
 
-bool checks_enabled();
-
 // Throws when a length, a row, a slot or a page number is out of range. Copies the tables to the host and waits for it;
 // while a graph is being captured it cannot, and does nothing.
 void check_values_on_device(const Problem& problem, cudaStream_t stream);

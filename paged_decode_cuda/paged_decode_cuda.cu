@@ -13,6 +13,7 @@
 #include "check.h"
 #include "instances.h"
 #include "simt.cuh"
+#include "values.h"
 
 // The header above declares it only where USE_CUDA is defined, which not every build does.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);

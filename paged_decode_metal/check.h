@@ -5,8 +5,6 @@
 
 namespace paged_attn {
 
-bool checks_enabled();
-
 // Throws when a length, a row, a slot or a page number is out of range. Copies the tables to the host and waits for it.
 void check_values_on_device(const Problem& problem);
 

@@ -4,8 +4,6 @@
 #include <ATen/mps/MPSStream.h>
 #import <Foundation/Foundation.h>
 
-#include <cstdlib>
-#include <cstring>
 #include <vector>
 
 #include "encode.h"
@@ -46,14 +44,6 @@ class HostCopies {
 
 }  // namespace
 
-bool checks_enabled() {
-  static const bool enabled = [] {
-    const char* value = std::getenv("PAGED_ATTN_CHECK");
-    return value && strcmp(value, "") != 0 && strcmp(value, "0") != 0;
-  }();
-  return enabled;
-}
-
 void check_values_on_device(const Problem& problem) {
   __block Problem p = problem;
   HostCopies copies;
@@ -62,17 +52,7 @@ void check_values_on_device(const Problem& problem) {
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
       id<MTLComputeCommandEncoder> encoder = stream->commandEncoder();
-      const Cache& c = p.cache;
-      host->fetch(encoder, p.cu_seqlens_q, p.batch + 1);
-      host->fetch(encoder, p.cache_seqlens, p.batch);
-      host->fetch(encoder, p.cache_leftpad, p.batch);
-      host->fetch(encoder, p.cache.block_table,
-                  c.table_rows > 0 ? (c.table_rows - 1) * c.block_table_stride + c.max_pages : 0);
-      host->fetch(encoder, p.cache.cu_seqlens_k, p.batch + 1);
-      host->fetch(encoder, p.cache.cache_batch_idx, p.batch);
-      host->fetch(encoder, p.append.cu_seqlens_k_new, p.batch + 1);
-      host->fetch(encoder, p.append.slot_mapping, p.append.total_new);
-      host->fetch(encoder, p.rotary.seqlens, p.batch);
+      fetch_tables(p, [&](auto& table, int64_t count) { host->fetch(encoder, table, count); });
       stream->synchronize(at::mps::SyncType::COMMIT_AND_WAIT);
     }
   });

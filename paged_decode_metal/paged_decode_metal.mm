@@ -14,6 +14,7 @@
 #include "check.h"
 #include "encode.h"
 #include "ranges.h"
+#include "values.h"
 
 namespace paged_attn {
 namespace {

@@ -183,16 +183,7 @@ using metal::min;
 using metal::pow;
 MTL_ALL_MATH;
 }  // namespace fast
-namespace precise {
-using metal::clamp;
-using metal::divide;
-using metal::fma;
-using metal::isnan;
-using metal::max;
-using metal::min;
-using metal::pow;
-MTL_ALL_MATH;
-}  // namespace precise
+namespace precise = fast;
 using std::swap;
 
 }  // namespace metal
