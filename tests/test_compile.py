@@ -7,7 +7,6 @@ from cases import Case
 from compare import assert_caches, judge, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-BACKENDS = ["aot_eager", "inductor"]
 CASES = {
     "decode": Case(),
     "decode_fp8": Case(kv_dtype="float8_e4m3fn", descale="full", sink="bfloat16"),
@@ -18,6 +17,13 @@ CASES = {
 }
 
 
+@pytest.fixture(params=["aot_eager", "inductor"])
+def backend(request, device):
+    if request.param == "inductor" and device == "mps" and not torch.backends.mps.is_built():
+        pytest.skip("inductor's code for MPS needs Metal's compiler, which the emulated device does not have")
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch.compiler.reset()
@@ -25,11 +31,12 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
 def test_with_kvcache(paged_attn, device, name, backend):
     """Between other operations, so that the graph has something to reorder; what is appended must be seen after it."""
     case = CASES[name]
+    if backend == "inductor" and device == "mps" and case.kv_dtype:
+        pytest.skip("inductor has no name for 8-bit floats in Metal")
     call, before = cases.build(case).to(device), cases.build(case)
     k_cache, v_cache = call.caches()
 
@@ -47,7 +54,6 @@ def test_with_kvcache(paged_attn, device, name, backend):
         assert torch.equal(copy.view(torch.uint8), cache.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_kv_paged_write(paged_attn, device, backend):
     case = Case(append=3)
     call, before = cases.build(case).to(device), cases.build(case)
@@ -65,7 +71,6 @@ def test_kv_paged_write(paged_attn, device, backend):
     torch.testing.assert_close(total, k_cache.float().nan_to_num().sum())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_other_functions(paged_attn, device, backend):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, n, h, 64, device=device) for n, h in ((5, 4), (20, 2), (20, 2)))

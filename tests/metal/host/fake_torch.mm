@@ -219,6 +219,18 @@ Tensor view(const Tensor& self, IntArrayRef size) { return at::native::view(self
 Tensor as_strided(const Tensor& self, IntArrayRef size, IntArrayRef stride, std::optional<int64_t> offset) {
   return at::native::as_strided_tensorimpl(self, size, stride, offset);
 }
+Tensor reshape_alias(const Tensor& self, IntArrayRef size, IntArrayRef stride) {
+  return at::native::as_strided_tensorimpl(self, size, stride, self.storage_offset());
+}
+// Composite in torch, but it asks for the device's best kernel. As on a Mac, this has no backward.
+Tensor scaled_dot_product_attention(const Tensor& q, const Tensor& k, const Tensor& v,
+                                    const std::optional<Tensor>& mask, double dropout, bool causal,
+                                    std::optional<double> scale, bool gqa) {
+  mps::wait_for_device();
+  const auto cpu_mask = mask ? std::optional(on_cpu(*mask)) : std::nullopt;
+  return at::scaled_dot_product_attention(on_cpu(q), on_cpu(k), on_cpu(v), cpu_mask, dropout, causal, scale, gqa)
+      .to(q.device());
+}
 Scalar item(const Tensor& self) {
   mps::wait_for_device();
   return on_cpu(self).item();
@@ -249,6 +261,8 @@ TORCH_LIBRARY_IMPL(aten, MPS, m) {
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("view", view);
   m.impl("as_strided", as_strided);
+  m.impl("_reshape_alias", reshape_alias);
+  m.impl("scaled_dot_product_attention", scaled_dot_product_attention);
   m.impl("_local_scalar_dense", item);
   m.impl("fill_.Scalar", fill_);
   m.impl("zero_", zero_);
