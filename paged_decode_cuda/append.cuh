@@ -1,6 +1,6 @@
 // Writes new keys and values into the cache, and rotates keys and queries on the way.
 //
-// copy_kernel is for rows that need no arithmetic but the conversion to fp8: 16 bytes of the source per thread.
+// copy_kernel is for rows that need no arithmetic but the conversion to fp8: pieces of 16 bytes of the source.
 // append_kernel does everything else, element by element; it puts rotated queries beside the originals, and attention
 // reads those.
 #pragma once
@@ -10,6 +10,7 @@
 namespace paged_attn {
 
 constexpr int kAppendThreads = 256;
+constexpr int kManyTokens = 8;  // of a block of copy_kernel, where there are many
 
 struct NewToken {
   int b, t;
@@ -81,7 +82,9 @@ PD_DEVICE Place find_place(const Problem& p, const FastDivisor& page_size, const
 
 struct AppendPlan {
   FastDivisor page_size, seqlen_new;
-  FastDivisor vectors_k, vectors_v;  // 16-byte pieces of a source row
+  FastDivisor vectors_k, vectors_v;  // 16-byte pieces of a source row of one head
+  FastDivisor width;                 // threads of a token in copy_kernel
+  int32_t rows;                      // tokens that its threads move at once
   int64_t total_new;
   bool moving_queries;  // rotated at their own positions, else all at the first one
   void* rotated_q;      // [total_q, q_heads, head_dim]
@@ -97,6 +100,15 @@ PD_DEVICE float cache_scale(const float* descale, int64_t stride_batch, int64_t 
   return descale ? descale[b * stride_batch + head * stride_head] : 1.f;
 }
 
+// x / divisor, rounded once (Markstein). Without the branches that a division has for subnormal divisors.
+PD_DEVICE float divide(float x, float divisor) {
+  const float reciprocal = __frcp_rn(divisor);
+  const float quotient = x * reciprocal;
+  const float remainder = __fmaf_rn(-quotient, divisor, x);
+  // Neither for an infinity, nor for the sign of a zero, is there anything to correct.
+  return isfinite(remainder) && x != 0.f ? __fmaf_rn(remainder, reciprocal, quotient) : quotient;
+}
+
 // Eight values of 16 bits as fp8, saturating.
 PD_DEVICE uint2 narrow(const uint4& words, DType from, DType to, float scale) {
   const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
@@ -109,71 +121,117 @@ PD_DEVICE uint2 narrow(const uint4& words, DType from, DType to, float scale) {
     } else {
       x = __half22float2(*reinterpret_cast<const __half2*>(&pairs[i]));
     }
-    // One scale of 1 per cache is common, and a division costs more than the copy.
-    if (scale != 1.f) x = make_float2(x.x / scale, x.y / scale);
+    // One scale of 1 per cache is common.
+    if (scale != 1.f) x = make_float2(divide(x.x, scale), divide(x.y, scale));
     codes[i] = __nv_cvt_float2_to_fp8x2(x, __NV_SATFINITE, to == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2);
   }
   return make_uint2(codes[0] | static_cast<uint32_t>(codes[1]) << 16, codes[2] | static_cast<uint32_t>(codes[3]) << 16);
 }
 
-// Grid: groups of kTokens tokens. A thread moves the same piece of each.
+// Byte offset of the row of a new token in append.k or append.v; -1: there is none.
+PD_DEVICE int64_t find_source(const Problem& p, const NewToken& token, int64_t index, bool value) {
+  const Append& a = p.append;
+  const int64_t offset = value ? source_offset(a, token, index, a.v_stride_batch, a.v_stride_token)
+                               : source_offset(a, token, index, a.k_stride_batch, a.k_stride_token);
+  return token.exists ? offset * dtype_bytes(a.dtype) : -1;
+}
+
+// Byte offset of its row in cache.k or cache.v; -1: not written.
+PD_DEVICE int64_t find_target(const Problem& p, const Place& place, bool value) {
+  const Cache& c = p.cache;
+  const int64_t offset = place.page * (value ? c.v_stride_page : c.k_stride_page) +
+                         place.slot * (value ? c.v_stride_slot : c.k_stride_slot);
+  return place.page >= 0 ? offset * dtype_bytes(c.dtype) : -1;
+}
+
+struct Route {
+  int request;
+  int64_t source[2], target[2];  // of k and v
+};
+
+// Grid: groups of kTokens tokens; a thread moves the same piece of several. One thread finds the route of a token for
+// all, or, where a block has a single token, each for itself, which takes no barrier.
 template <int kTokens, bool kFp8>
-__global__ void __launch_bounds__(kAppendThreads, 3)
+__global__ void __launch_bounds__(kAppendThreads, 4)
     copy_kernel(const __grid_constant__ Problem p, const __grid_constant__ AppendPlan plan) {
+  constexpr bool kAlone = kTokens == 1;
+  constexpr int kBatch = kAlone ? 1 : 4;  // pieces in flight
   constexpr int kTargetBytes = kFp8 ? 8 : 16;
+  __shared__ Route routes[kTokens];
   wait_for_predecessor();
   let_successor_start();
   const Append& append = p.append;
   const Cache& cache = p.cache;
-  const int kv_heads = static_cast<int>(p.kv_heads);
-  const int pieces_k = kv_heads * static_cast<int>(plan.vectors_k.divisor);
-  const int pieces_v = kv_heads * static_cast<int>(plan.vectors_v.divisor);
   const int source_bytes = static_cast<int>(dtype_bytes(append.dtype));
   const int target_bytes = static_cast<int>(dtype_bytes(cache.dtype));
 
-  NewToken tokens[kTokens];
-#pragma unroll
-  for (int u = 0; u < kTokens; ++u) {
-    tokens[u] = find_new_token(p, plan.seqlen_new, static_cast<int64_t>(blockIdx.x) * kTokens + u);
+  const bool guide = kAlone || threadIdx.x < kTokens;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kTokens + (kAlone ? 0 : threadIdx.x);
+  NewToken token = {};
+  Place place = {};
+  if (guide) token = find_new_token(p, plan.seqlen_new, index);
+  if constexpr (!kAlone) {
+    if (guide) {
+      Route& route = routes[threadIdx.x];
+      route.request = token.b;
+      for (int i = 0; i < 2; ++i) route.source[i] = find_source(p, token, index, i);
+    }
+    __syncthreads();
   }
-  for (int i = threadIdx.x; i < pieces_k + pieces_v; i += blockDim.x) {
+
+  // Tokens side by side where one has fewer pieces than there are threads.
+  const int pieces_k = static_cast<int>(p.kv_heads * plan.vectors_k.divisor);
+  const int pieces = pieces_k + static_cast<int>(p.kv_heads * plan.vectors_v.divisor);
+  const int width = static_cast<int>(plan.width.divisor);
+  const int row = plan.width.divide(threadIdx.x), column = threadIdx.x - row * width;
+  for (int first = 0; first < pieces; first += width) {
+    const int i = first + column;
+    const bool moves = row < plan.rows && i < pieces;
     const bool value = i >= pieces_k;
     const FastDivisor& vectors = value ? plan.vectors_v : plan.vectors_k;
     const int head = vectors.divide(value ? i - pieces_k : i);
     const int piece = (value ? i - pieces_k : i) - head * static_cast<int>(vectors.divisor);
-    const int64_t source_head = head * (value ? append.v_stride_head : append.k_stride_head);
-    const int64_t target_head = head * (value ? cache.v_stride_head : cache.k_stride_head);
-    const char* source = static_cast<const char*>(value ? append.v : append.k) + piece * 16;
-    char* target = static_cast<char*>(value ? cache.v : cache.k) + piece * kTargetBytes;
-    uint4 words[kTokens];
+    const char* source = static_cast<const char*>(value ? append.v : append.k) + piece * 16 +
+                         head * (value ? append.v_stride_head : append.k_stride_head) * source_bytes;
+    char* target = static_cast<char*>(value ? cache.v : cache.k) + piece * kTargetBytes +
+                   head * (value ? cache.v_stride_head : cache.k_stride_head) * target_bytes;
+    const float* descale = value ? cache.v_descale : cache.k_descale;
+    const int64_t descale_stride = value ? cache.v_descale_stride_batch : cache.k_descale_stride_batch;
+    if (descale) descale += head * (value ? cache.v_descale_stride_head : cache.k_descale_stride_head);
+
+    for (int t = 0; t < kTokens; t += kBatch * plan.rows) {
+      uint4 words[kBatch];
 #pragma unroll
-    for (int u = 0; u < kTokens; ++u) {
-      words[u] = make_uint4(0, 0, 0, 0);
-      const int64_t offset = source_offset(append, tokens[u], static_cast<int64_t>(blockIdx.x) * kTokens + u,
-                                           value ? append.v_stride_batch : append.k_stride_batch,
-                                           value ? append.v_stride_token : append.k_stride_token);
-      if (tokens[u].exists) words[u] = *reinterpret_cast<const uint4*>(source + (offset + source_head) * source_bytes);
-    }
-    // Looked up while the pieces are on their way.
-    Place places[kTokens];
+      for (int u = 0; u < kBatch; ++u) {
+        const int t_own = t + u * plan.rows + row;
+        words[u] = make_uint4(0, 0, 0, 0);
+        if (!moves || t_own >= kTokens) continue;
+        const int64_t offset = kAlone ? find_source(p, token, index, value) : routes[t_own].source[value];
+        if (offset >= 0) words[u] = __ldcs(reinterpret_cast<const uint4*>(source + offset));
+      }
+      // Looked up while the first pieces are on their way.
+      if (first == 0 && t == 0) {
+        if (guide) place = find_place(p, plan.page_size, token, index);
+        if constexpr (!kAlone) {
+          if (guide) {
+            for (int i = 0; i < 2; ++i) routes[threadIdx.x].target[i] = find_target(p, place, i);
+          }
+          __syncthreads();
+        }
+      }
 #pragma unroll
-    for (int u = 0; u < kTokens; ++u) {
-      places[u] = find_place(p, plan.page_size, tokens[u], static_cast<int64_t>(blockIdx.x) * kTokens + u);
-    }
-#pragma unroll
-    for (int u = 0; u < kTokens; ++u) {
-      if (places[u].page < 0) continue;
-      const int64_t offset = places[u].page * (value ? cache.v_stride_page : cache.k_stride_page) +
-                             places[u].slot * (value ? cache.v_stride_slot : cache.k_stride_slot);
-      char* to = target + (offset + target_head) * target_bytes;
-      if constexpr (kFp8) {
-        float scale = value ? cache_scale(cache.v_descale, cache.v_descale_stride_batch, cache.v_descale_stride_head,
-                                          tokens[u].b, head)
-                            : cache_scale(cache.k_descale, cache.k_descale_stride_batch, cache.k_descale_stride_head,
-                                          tokens[u].b, head);
-        *reinterpret_cast<uint2*>(to) = narrow(words[u], append.dtype, cache.dtype, scale);
-      } else {
-        *reinterpret_cast<uint4*>(to) = words[u];
+      for (int u = 0; u < kBatch; ++u) {
+        const int t_own = t + u * plan.rows + row;
+        if (!moves || t_own >= kTokens) continue;
+        const int64_t offset = kAlone ? find_target(p, place, value) : routes[t_own].target[value];
+        if (offset < 0) continue;
+        if constexpr (kFp8) {
+          const int b = kAlone ? token.b : routes[t_own].request;
+          const float scale = descale ? descale[b * descale_stride] : 1.f;
+          *reinterpret_cast<uint2*>(target + offset) = narrow(words[u], append.dtype, cache.dtype, scale);
+        } else {
+          *reinterpret_cast<uint4*>(target + offset) = words[u];
+        }
       }
     }
   }

@@ -104,7 +104,7 @@ struct TileLoader {
       if (index < cache.max_pages) page = pages[index];
     } else {
       slot = base_slot + key;
-      if (slot < cache.page_size) page = base_page;
+      if (slot >= 0 && slot < cache.page_size) page = base_page;
     }
   }
 

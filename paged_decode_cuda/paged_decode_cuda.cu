@@ -22,6 +22,7 @@ namespace paged_attn {
 namespace {
 
 constexpr int kMaxSplits = 256;
+constexpr int kSimtSplits = 32;
 constexpr int64_t kMaxKeys = int64_t{1} << 30;
 // One request of 8 heads on an H200: big blocks take 15.7 us instead of 20.5 at 8192 keys, 10.0 instead of 8.8 at 1024.
 constexpr int kManyKeys = 4096;
@@ -239,7 +240,9 @@ void attend(const Problem& p, const Context& context) {
       plan_fixed_splits(p, 2048, p.deterministic ? 16 : 1, plan);
     }
   } else {
-    plan_fixed_splits(p, 512, 32, plan);
+    // No more splits than the multiprocessors can use, so that long prompts do not fill the memory with partials.
+    const int64_t enough = pd_ceil_div(int64_t{32} * context.device.processors, pd_max(items * p.kv_heads, 1));
+    plan_fixed_splits(p, 512, p.deterministic ? kSimtSplits : static_cast<int>(pd_min(enough, kSimtSplits)), plan);
   }
 
   const int64_t blocks = plan.blocks.divisor;
@@ -291,14 +294,17 @@ void append_tokens(const Problem& p, void* rotated_q, const Context& context) {
   const int64_t bytes = dtype_bytes(p.append.dtype);
   plan.vectors_k = FastDivisor(p.head_dim * bytes / 16);
   plan.vectors_v = FastDivisor(p.head_dim_v * bytes / 16);
-  // Several tokens per thread keep more of the memory busy, once there are tokens for every multiprocessor.
+  const int64_t pieces = p.kv_heads * (p.head_dim + p.head_dim_v) * bytes / 16;
+  plan.width = FastDivisor(pd_max(pd_min(pieces, kAppendThreads), 1));
+  plan.rows = static_cast<int32_t>(kAppendThreads / plan.width.divisor);
+  // Several pieces per thread keep more of the memory busy, once there are tokens for every multiprocessor.
   const bool many = tokens > 8 * int64_t{context.device.processors};
   const bool fp8 = p.append.dtype != p.cache.dtype;
-  const void* kernel = fp8    ? many ? reinterpret_cast<const void*>(&copy_kernel<4, true>)
+  const void* kernel = fp8    ? many ? reinterpret_cast<const void*>(&copy_kernel<kManyTokens, true>)
                                      : reinterpret_cast<const void*>(&copy_kernel<1, true>)
-                       : many ? reinterpret_cast<const void*>(&copy_kernel<4, false>)
+                       : many ? reinterpret_cast<const void*>(&copy_kernel<kManyTokens, false>)
                               : reinterpret_cast<const void*>(&copy_kernel<1, false>);
-  launch(kernel, pd_ceil_div(tokens, many ? 4 : 1), kAppendThreads, 0, context, p, plan);
+  launch(kernel, pd_ceil_div(tokens, many ? kManyTokens : 1), kAppendThreads, 0, context, p, plan);
 }
 
 }  // namespace

@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kSimtWarps* kWarp, 1)
         } else {
           page = cache.cu_seqlens_k ? 0 : table_row(p, item.b);
           if (cache.cu_seqlens_k) slot += cache.cu_seqlens_k[item.b];
-          if (slot >= cache.page_size) page = -1;
+          if (slot < 0 || slot >= cache.page_size) page = -1;
         }
       }
       found[i] = page >= 0 && page < cache.num_pages;

@@ -145,3 +145,17 @@ def test_workspace_is_bounded(paged_attn, device, options):
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         partials = batch * 8 * options.get("num_splits", 2) if options else 3 * processors
         assert torch.cuda.max_memory_allocated() - before <= partials * 8 * (128 // 4) * 3 * 16 + 4096
+
+
+@pytest.mark.parametrize("batch, q_len", [(1, 1), (64, 1), (1, 700), (4, 33)])
+def test_workspace_of_the_simple_kernel_is_bounded(paged_attn, device, batch, q_len):
+    """By 64 blocks per multiprocessor of 4 rows each, however long the prompt."""
+    q = torch.zeros(batch, q_len, 32, 128, device=device)
+    cache = torch.zeros(batch, 4096, 8, 128, device=device)
+    out = torch.empty_like(q)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    paged_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=4096, causal=True, out=out)
+    blocks = 64 * torch.cuda.get_device_properties(device).multi_processor_count
+    assert torch.cuda.max_memory_allocated() - before <= blocks * 4 * (128 // 4) * 3 * 16 + 4096

@@ -395,6 +395,7 @@ VARLEN_FUNC = {
 VARLEN_VALUES = {
     "cu_seqlens_k falls": ({"cu_seqlens_k": int32(0, 10, 5)}, "cu_seqlens_k"),
     "cu_seqlens_k too long": ({"cu_seqlens_k": int32(0, 5, 11)}, "cu_seqlens_k.*11"),
+    "cu_seqlens_k negative": ({"cu_seqlens_k": int32(-1000, 5, 10)}, "cu_seqlens_k.*-1000"),
     "cu_seqlens_q too long": ({"cu_seqlens_q": int32(0, 5, 7)}, "cu_seqlens_q.*7"),
     "seqused_k too large": ({"seqused_k": int32(5, 6)}, "seqused_k.*6|cache_seqlens.*6"),
     "seqused_k negative": ({"seqused_k": int32(-1, 5)}, "seqused_k.*-1|cache_seqlens.*-1"),
