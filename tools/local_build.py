@@ -1,7 +1,8 @@
 """Builds the kernel that build.toml describes into <out>/<variant>/, without Nix.
 
 kernel-builder makes the Hub's builds from the same build.toml. This driver makes a directory of the same shape, which
-`kernels.get_local_kernel` and LOCAL_KERNELS load, with a C++ compiler, torch, kernels and ninja alone:
+`kernels.get_local_kernel` and LOCAL_KERNELS load, with a C++ compiler, torch, kernels and ninja alone (and nvcc for
+CUDA, Xcode's metal for Metal):
 
     <out>/<variant>/__init__.py, ...       the Python files of torch-ext/<module>
     <out>/<variant>/_ops.py                the operators under the namespace of this build
@@ -34,6 +35,9 @@ COMMON_FLAGS = "-std=c++17 -O3 -DNDEBUG -g1 -fPIC -Wall -Wextra -DPy_LIMITED_API
 CUDA_FLAGS = (
     "-std=c++17 -O3 -DNDEBUG -lineinfo -Xcompiler=-fPIC,-fvisibility=hidden,-Wall -Xptxas=--warn-on-spills,-Werror"
 )
+# As kernel-builder compiles: torch's headers behind MPS want C++20, the shaders get fast math, Metal's default.
+METAL_HOST_STANDARD = "-std=c++20"
+METAL_FLAGS = "-std=metal4.0 -O2"
 SANITIZE_FLAGS = "-O1 -fno-omit-frame-pointer -fno-sanitize-recover=all"
 
 # A section of build.toml cannot be tied to a processor, but its flags reach CMake, which expands this expression.
@@ -81,6 +85,37 @@ extern "C" void* PyModule_Create2(Abi3ModuleDef* def, int abi_version);
   }
 """
 
+# What kernel-builder's metallib_to_header.py makes, without a file of numbers in between.
+METALLIB_H = """\
+#pragma once
+
+#include <Metal/Metal.h>
+
+#include <cstddef>
+
+__asm__(
+    ".section __TEXT,__const\\n"
+    ".p2align 4\\n"
+    "_paged_attn_metallib: .incbin \\"extension.metallib\\"\\n"
+    "Lpaged_attn_metallib_end:\\n"
+    ".p2align 3\\n"
+    "_paged_attn_metallib_len: .quad Lpaged_attn_metallib_end - _paged_attn_metallib\\n"
+    ".text\\n");
+
+namespace paged_attn_metal {
+
+extern const unsigned char metallib_data[] __asm__("_paged_attn_metallib");
+extern const size_t metallib_data_len __asm__("_paged_attn_metallib_len");
+
+inline id<MTLLibrary> createLibrary(id<MTLDevice> device, NSError** error = nullptr) {
+  dispatch_data_t data = dispatch_data_create(metallib_data, metallib_data_len, dispatch_get_main_queue(), ^{
+  });
+  return [device newLibraryWithData:data error:error];
+}
+
+}  // namespace paged_attn_metal
+"""
+
 NINJA_RULES = """\
 rule cxx
   command = $cxx -MMD -MF $out.d $flags -c $in -o $out
@@ -94,10 +129,25 @@ rule nvcc
   deps = gcc
   description = compile $in
 
+rule metal
+  command = xcrun -sdk macosx metal -MMD -MF $out.d $flags -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = compile $in
+
+rule metallib
+  command = xcrun -sdk macosx metallib $in -o $out
+  description = link $out
+
 rule link
-  command = $cxx -shared $flags $in $libraries -o $out
+  command = $cxx $flags $in $libraries -o $out
   description = link $out
 """
+
+RULES = {".cpp": "cxx", ".mm": "cxx", ".cu": "nvcc", ".metal": "metal"}
+
+# Where a backend can be built.
+SYSTEMS = {"Linux": ("cpu", "cuda"), "Darwin": ("cpu", "metal")}
 
 
 @dataclass(frozen=True)
@@ -106,6 +156,7 @@ class Section:
 
     name: str
     sources: list[str]
+    includes: list[str]
     flags: list[str]
     cuda_flags: list[str]
 
@@ -116,7 +167,8 @@ def read_sections(config: dict, backend: str, arch: str) -> list[Section]:
     for name, table in {"torch": config["torch"], **kernels}.items():
         includes = [f"-I{ROOT / path}" for path in table.get("include", [])]
         cuda_flags = [*map(gencode, table.get("cuda-capabilities", [])), *table.get("cuda-flags", []), *includes]
-        sections.append(Section(name, table["src"], flags_for(table.get("cxx-flags", []), arch) + includes, cuda_flags))
+        flags = [*flags_for(table.get("cxx-flags", []), arch), *includes]
+        sections.append(Section(name, table["src"], includes, flags, cuda_flags))
     missing = [source for section in sections for source in section.sources if not (ROOT / source).exists()]
     if missing:
         sys.exit(f"build.toml names files that do not exist: {', '.join(missing)}")
@@ -171,28 +223,30 @@ def write_if_changed(path: Path, content: str) -> None:
         path.write_text(content)
 
 
-def ninja_file(
-    cxx: str, sections: list[Section], namespace: str, flags: str, cuda_flags: str, sanitize: str, libraries: str
-) -> str:
+def ninja_file(cxx: str, sections: list[Section], namespace: str, flags: dict[str, str], link: str) -> str:
+    """`flags` by the suffix of the source, `link` for the extension."""
     lines = [NINJA_RULES, f"cxx = {cxx}"]
-    objects = []
+    objects, shaders = [], []
     for section in sections:
         # Only the binding needs the namespace, so the kernels stay compiled when it changes.
         define = [f"-DTORCH_EXTENSION_NAME={namespace}"] if section.name == "torch" else []
+        own = {".cpp": [*section.flags, *define], ".mm": section.flags}
+        own |= {".cu": section.cuda_flags, ".metal": section.includes}
         for source in section.sources:
-            if source.endswith(".cpp"):
-                objects.append(f"objects/{source}.o")
-                lines.append(f"build {objects[-1]}: cxx {ROOT / source}")
-                lines.append(f"  flags = {' '.join([flags, *section.flags, *define])}")
-            elif source.endswith(".cu"):
-                objects.append(f"objects/{source}.o")
-                lines.append(f"build {objects[-1]}: nvcc {ROOT / source}")
-                lines.append(f"  flags = {' '.join([cuda_flags, *section.cuda_flags])}")
-    # Python imports the extension after torch, whose libraries are then found by their names. An empty library of that
-    # name satisfies the linker, for every processor and every build of torch.
-    lines += ["build libtorch.so: link", "  flags = -Wl,-soname,libtorch.so"]
-    lines += [f"build extension.so: link {' '.join(objects)} | libtorch.so", f"  flags = {sanitize}"]
-    lines += [f"  libraries = -L. -Wl,--no-as-needed -ltorch {libraries}", ""]
+            suffix = Path(source).suffix
+            if suffix not in RULES:
+                continue
+            output = f"objects/{source}.o"
+            (shaders if suffix == ".metal" else objects).append(output)
+            embedded = " | extension.metallib" if suffix == ".mm" else ""
+            lines.append(f"build {output}: {RULES[suffix]} {ROOT / source}{embedded}")
+            lines.append(f"  flags = {' '.join([flags[suffix], *own[suffix]])}")
+    if shaders:
+        lines.append(f"build extension.metallib: metallib {' '.join(shaders)}")
+    # An empty library of this name satisfies the linker, for every processor and every build of torch.
+    lines += ["build libtorch.so: link", "  flags = -shared -Wl,-soname,libtorch.so"]
+    stub = " | libtorch.so" if "-ltorch" in link else ""
+    lines += [f"build extension.so: link {' '.join(objects)}{stub}", f"  libraries = {link}", ""]
     return "\n".join(lines)
 
 
@@ -228,7 +282,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--cxx", default="g++", help="C++ compiler, possibly for another processor (default: %(default)s)"
     )
-    parser.add_argument("--arch", default=platform.machine(), help="processor to build for (default: this one)")
+    machine = platform.machine().replace("arm64", "aarch64")
+    parser.add_argument("--arch", default=machine, help="processor to build for (default: this one)")
+    parser.add_argument("--system", default=platform.system(), help="Linux or Darwin (default: this one)")
     parser.add_argument("--sanitize", metavar="LIST", help="for example address,undefined")
     parser.add_argument("--verbose", action="store_true", help="print the compiler's command lines")
     args = parser.parse_args()
@@ -238,33 +294,50 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    if platform.system() != "Linux":
-        sys.exit("The local build works on Linux; kernel-builder builds for other systems.")
     backends = [str(backend).lower() for backend in Build.open(ROOT).general.backends]
-    if args.backend not in backends:
-        sys.exit(f"build.toml has the backends {', '.join(backends)}, not {args.backend}")
+    possible = [backend for backend in SYSTEMS.get(args.system, ()) if backend in backends]
+    if args.backend not in possible:
+        sys.exit(
+            f"--backend: expected {' or '.join(possible) or 'Linux or macOS'} on {args.system}, got {args.backend}"
+        )
     config = tomlkit.parse((ROOT / "build.toml").read_text()).unwrap()
     general = config["general"]
     module = general["name"].replace("-", "_")
-    major, minor = (int(part) for part in config["torch"]["stable-abi"][args.backend].split("."))
-    cuda = args.backend == "cuda"
-    platform_name = f"cu{cuda_version()}" if cuda else args.backend
-    variant = f"torch-stable-abi{major}{minor}-{platform_name}-{args.arch}-linux"
+    cuda, metal = args.backend == "cuda", args.backend == "metal"
+    variant = f"{args.arch}-{args.system.lower()}"
+    defines = f"-D{args.backend.upper()}_KERNEL"
+    if metal:
+        variant = f"torch{''.join(torch.__version__.split('.')[:2])}-metal-{variant}"
+        defines += " -DEMBEDDED_METALLIB_HEADER='\"metallib.h\"' -DEMBEDDED_METALLIB_NAMESPACE=paged_attn_metal"
+    else:
+        major, minor = (int(part) for part in config["torch"]["stable-abi"][args.backend].split("."))
+        platform_name = f"cu{cuda_version()}" if cuda else args.backend
+        variant = f"torch-stable-abi{major}{minor}-{platform_name}-{variant}"
+        defines += f" -DTORCH_TARGET_VERSION={major << 56 | minor << 48:#018x}"
     work = args.out / ".ninja" / variant
 
-    defines = f"-D{args.backend.upper()}_KERNEL -DTORCH_TARGET_VERSION={major << 56 | minor << 48:#018x}"
-    flags = f"{COMMON_FLAGS} {defines}"
+    flags = f"{COMMON_FLAGS} {METAL_HOST_STANDARD if metal else ''} {defines}"
     sanitize = f"-fsanitize={args.sanitize} {SANITIZE_FLAGS}" if args.sanitize else ""
     sections = read_sections(config, args.backend, args.arch)
     namespace = f"_{module}_{args.backend}_{source_digest(sections, ' '.join([args.cxx, flags, sanitize]))}"
-    includes = f"-isystem {Path(torch.__file__).parent}/include -I{work}"
-    paths = f"{includes} -ffile-prefix-map={ROOT}/="
-    cuda_flags = f"{CUDA_FLAGS} {defines} {includes}"
+    headers = Path(torch.__file__).parent / "include"
+    includes = f"-isystem {headers} -isystem {headers}/torch/csrc/api/include -I{work}"
+    host = f"{flags} {sanitize} {includes} -ffile-prefix-map={ROOT}/="
+    by_suffix = {
+        ".cpp": host,
+        ".mm": f"{host} -x objective-c++",
+        ".cu": f"{CUDA_FLAGS} {defines} {includes}",
+        ".metal": METAL_FLAGS,
+    }
+    # Python imports the extension after torch, whose libraries are then found by their names (Linux) or their symbols
+    # (macOS, where torch has loaded the frameworks too).
+    link = "-undefined dynamic_lookup" if args.system == "Darwin" else "-L. -Wl,--no-as-needed -ltorch"
+    link = f"-shared {sanitize} {link} {cuda_libraries() if cuda else ''}"
 
     write_if_changed(work / "registration.h", REGISTRATION_H)
-    libraries = cuda_libraries() if cuda else ""
-    text = ninja_file(args.cxx, sections, namespace, f"{flags} {sanitize} {paths}", cuda_flags, sanitize, libraries)
-    write_if_changed(work / "build.ninja", text)
+    if metal:
+        write_if_changed(work / "metallib.h", METALLIB_H)
+    write_if_changed(work / "build.ninja", ninja_file(args.cxx, sections, namespace, by_suffix, link))
     result = subprocess.run([NINJA, "-C", work, "extension.so", *(["--verbose"] if args.verbose else [])])
     if result.returncode:
         sys.exit(result.returncode)

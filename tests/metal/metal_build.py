@@ -280,28 +280,6 @@ def extension(variants: list[str] = ("plain",)) -> Path:
     return folder
 
 
-def macos_flags(torch_include: Path, work: Path) -> list[str]:
-    """How kernel-builder compiles the host code on a Mac, with the stubs in the place of Apple's headers."""
-    (work / "registration.h").write_text(local_build.REGISTRATION_H)
-    (work / "metallib.h").write_text(METALLIB_H.replace("@LIBRARIES@", ""))
-    includes = {flag for section in metal_sections() for flag in section.flags if flag.startswith("-I")}
-    folders = [work, HOST / "include", torch_include, torch_include / "torch" / "csrc" / "api" / "include"]
-    return [
-        "-std=c++20",
-        "-fblocks",
-        "-fno-sanitize=all",
-        "-DMETAL_KERNEL",
-        "-DTORCH_EXTENSION_NAME=_paged_attn",
-        "-Wno-everything",
-        "-Werror=objc-method-access",
-        "-Werror=incompatible-pointer-types",
-        '-DEMBEDDED_METALLIB_HEADER="metallib.h"',
-        "-DEMBEDDED_METALLIB_NAMESPACE=paged_attn_metal",
-        *sorted(includes),
-        *(f"-I{folder}" for folder in folders),
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--variant", choices=VARIANTS, action="append", help="of the kernels; default: plain")

@@ -1,11 +1,11 @@
-"""The host code compiled for the real target, arm64 macOS, against the headers of torch's macOS wheels, and all symbols
-that it needs of torch looked up in the wheels' libraries. The wheels come from PyPI into build/.metal/macos/."""
+"""The build of a Mac (tools/local_build.py --backend metal) for the real target, arm64 macOS, against the headers of
+torch's macOS wheels; all symbols that it needs of torch are looked up in the wheels' libraries. A stand-in takes the
+place of Apple's shader compiler. The wheels come from PyPI into build/.metal/macos/."""
 
 import re
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import metal_build
 import pytest
@@ -66,23 +66,42 @@ def nm(file, *options):
     return run.stdout.split()
 
 
+# Copies, as the real one compiles: the extension must hold what it was given.
+XCRUN = """\
+#!/bin/sh -e
+test "$1 $2" = "-sdk macosx"
+case $3 in
+  metal) while [ $# -gt 0 ]; do case $1 in -c) source=$2;; -o) out=$2;; -MF) deps=$2;; esac; shift; done
+    echo "$out: $source" > "$deps"; cp "$source" "$out";;
+  metallib) test "$5" = -o; cp "$4" "$6";;
+esac
+"""
+
+
 def test_compiles_and_links(zig, wheel, tmp_path):
     include, in_torch = wheel
-    flags = metal_build.macos_flags(include, tmp_path)
+    xcrun = tmp_path / "bin" / "xcrun"
+    xcrun.parent.mkdir()
+    xcrun.write_text(XCRUN)
+    xcrun.chmod(0o755)
+    checks = "-Wno-everything -Werror=objc-method-access -Werror=incompatible-pointer-types -fno-sanitize=all"
+    folders = [metal_build.HOST / "include", include, include / "torch" / "csrc" / "api" / "include"]
+    includes = " ".join(f"-I{folder}" for folder in folders)
+    command = [sys.executable, metal_build.ROOT / "tools" / "local_build.py", "--backend=metal", "--system=Darwin"]
+    command += ["--arch=aarch64", f"--out={tmp_path}", "--verbose"]
+    command += [f"--cxx={zig} c++ -target aarch64-macos.14.0 {includes} {checks}"]
+    environment = {"ZIG_GLOBAL_CACHE_DIR": str(FOLDER / "cache"), "PATH": f"{xcrun.parent}:/usr/bin:/bin"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+    (shader,) = (metal_build.ROOT / "paged_decode_metal").glob("*.metal")
+    (extension,) = tmp_path.glob("torch*-metal-aarch64-darwin/*.abi3.so")
+    assert shader.read_bytes() in extension.read_bytes()
+    objects = [path for path in tmp_path.glob(".ninja/*/objects/**/*.o") if not path.name.endswith(".metal.o")]
+    assert any(path.name.endswith(".mm.o") for path in objects)
+    needed = {name for path in objects for name in nm(path, "--undefined-only")}
+    own = {name for path in objects for name in nm(path, "--defined-only")}
     in_system = set(re.findall(r"_[\w$.]+", (zig.parent / "lib/libc/darwin/libSystem.tbd").read_text()))
-    sections = metal_build.metal_sections()
-    sources = [source for section in sections for source in section.sources if source.endswith((".cpp", ".mm"))]
-    assert any(source.endswith(".mm") for source in sources)
-    needed, own = set(), set()
-    for source in sources:
-        language = "-xobjective-c++" if source.endswith(".mm") else "-xc++"
-        output = tmp_path / f"{Path(source).name}.o"
-        command = [zig, "c++", "-target", "aarch64-macos.14.0", language, *flags, "-c", metal_build.ROOT / source]
-        environment = {"ZIG_GLOBAL_CACHE_DIR": str(FOLDER / "cache"), "PATH": "/usr/bin:/bin"}
-        run = subprocess.run([*command, "-o", output], env=environment, capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr
-        needed |= set(nm(output, "--undefined-only"))
-        own |= set(nm(output, "--defined-only"))
     missing = [name for name in needed - own - in_torch - in_system if not SYSTEM.fullmatch(name)]
     assert missing == []
     assert any("MPSStream" in name for name in needed & in_torch), "the check looks up nothing"
