@@ -1,11 +1,23 @@
 """Counts what a call of the Metal backend does, on the emulated GPU of tests/metal: no Mac is needed, no time is taken.
 
-    METAL_VARIANT=count OMP_NUM_THREADS=1 python benchmarks/count_metal.py
+    METAL_VARIANT=count OMP_NUM_THREADS=1 python benchmarks/count_metal.py [part of a case's name]
 
-For each decode case: how often the bytes of K and V are loaded (1.00: each once), operations across the lanes of a
-simdgroup and bytes of threadgroup memory per (key, q_head), threadgroups and dispatches. Beside it MLX's sdpa_vector
-(its wheel is fetched from PyPI). Batches are cut to 1 and contexts to 2048 keys: every count but the number of
-threadgroups grows in proportion with them. An argument picks the cases whose names contain it.
+The cases are the decode cases of the GPU and CPU comparisons. For each of them, beside MLX's sdpa_vector (from its
+wheel on PyPI; its keys are contiguous, and not of 8 bits):
+
+    K, V        bytes of K and V that lanes load, relative to all of them once
+    other       the same of everything else that is loaded (queries, tables, lengths, partials; not the arguments)
+    stored      the same of what is stored (partials, output)
+    loads       instructions of a simdgroup that load from device memory, per score (key, q_head, token)
+    exchanges   operations that move values between the lanes of a simdgroup, per score
+    matrices    multiplications of 8 x 8 matrices, per score
+    shared      bytes of threadgroup memory that lanes load and store, per score
+    groups      threadgroups of the largest dispatch, of how many simdgroups
+    dispatches  of the call
+
+A call of the full shape, whose requests are empty, gives the plan: splits, threadgroups, dispatches. What is counted
+then is one request and one kv_head, which are like all others, with as many keys in a split (of splits at most 4, of
+keys in one at most 4096: longer ones do more of the same).
 """
 
 import os
@@ -23,44 +35,61 @@ import fake_mps  # noqa: E402
 import metal_build  # noqa: E402
 import mlx  # noqa: E402
 
+MAX_SPLITS, MAX_SPLIT_KEYS = 4, 4096
+FP8 = torch.float8_e4m3fn
+
 
 @dataclass
 class Case:
-    name: str
     batch: int
     q_heads: int
     kv_heads: int
     head_dim: int
     kv_len: int
+    note: str = ""
     page_size: int = 16
     q_len: int = 1
-    cache: torch.dtype = torch.float16
+    dtype: torch.dtype = torch.float16
+    cache: torch.dtype | None = None
 
     @property
-    def kv_bytes(self):
-        return 2 * self.batch * self.kv_len * self.kv_heads * self.head_dim * self.cache.itemsize
+    def name(self):
+        heads = f"{self.q_heads}/{self.kv_heads} D{self.head_dim}"
+        return f"B{self.batch} {heads}, {self.kv_len} keys{', ' if self.note else ''}{self.note}"
 
     @property
-    def scores(self):
-        return self.batch * self.q_len * self.kv_len * self.q_heads
+    def group(self):
+        return self.q_heads // self.kv_heads
 
 
-# The shapes of the GPU comparison, cut as said above.
 CASES = [
-    Case("B1 32/8 D128, 1k", 1, 32, 8, 128, 1024),
-    Case("32/8 D128", 1, 32, 8, 128, 2048),
-    Case("32/8 D128, page 256", 1, 32, 8, 128, 2048, 256),
-    Case("32/8 D128, page 1", 1, 32, 8, 128, 2048, 1),
-    Case("64/8 D128", 1, 64, 8, 128, 2048),
-    Case("32/32 D128", 1, 32, 32, 128, 2048),
-    Case("16/2 D64", 1, 16, 2, 64, 2048),
-    Case("16/8 D256", 1, 16, 8, 256, 2048),
-    Case("8/1 D128", 1, 8, 1, 128, 2048),
-    Case("32/8 D128, 4 tokens", 1, 32, 8, 128, 2048, q_len=4),
-    Case("32/8 D128, fp8 cache", 1, 32, 8, 128, 2048, cache=torch.float8_e4m3fn),
+    Case(4, 16, 16, 128, 50),
+    Case(1, 32, 8, 128, 512),
+    Case(1, 32, 8, 128, 1024),
+    Case(1, 32, 8, 128, 4096),
+    Case(1, 32, 8, 128, 8192),
+    Case(1, 32, 8, 128, 32768),
+    Case(1, 32, 8, 128, 131072),
+    Case(8, 32, 8, 128, 8192),
+    Case(64, 32, 8, 128, 4096),
+    Case(256, 32, 8, 128, 1024),
+    Case(64, 32, 8, 128, 4096, "pages of 256", page_size=256),
+    Case(64, 32, 8, 128, 4096, "pages of 1", page_size=1),
+    Case(64, 64, 8, 128, 4096),
+    Case(32, 32, 32, 128, 4096),
+    Case(64, 16, 2, 64, 4096),
+    Case(32, 16, 8, 256, 4096),
+    Case(4, 16, 8, 256, 4096),
+    Case(16, 8, 1, 128, 16384),
+    Case(64, 32, 8, 128, 256, "in a batch with 65536"),
+    Case(64, 32, 8, 128, 65536, "in a batch with 256"),
+    Case(32, 32, 8, 128, 4096, "4 tokens", q_len=4),
+    Case(64, 32, 8, 128, 4096, "fp8 cache", cache=FP8),
+    Case(1, 32, 8, 128, 32768, "fp8 cache", cache=FP8),
+    Case(8, 32, 8, 128, 8192, "fp8 cache", cache=FP8),
+    Case(8, 32, 8, 128, 4096, "float32", dtype=torch.float32),
 ]
-# Short contexts: one dispatch.
-SHORT = Case("B4 16/16 D128, 50", 4, 16, 16, 128, 50)
+LONGEST_OF_BATCH = {"in a batch with 65536": 65536}  # what the cache has room for
 
 
 def buffer_indices():
@@ -70,85 +99,118 @@ def buffer_indices():
     return {name: i for i, name in enumerate(names)}
 
 
-def ours(paged_attn, libraries, case):
+def call(paged_attn, library, case, batch, kv_heads, capacity, kv_len, num_pages, num_splits=0):
+    """One call; its dispatches."""
     generator = torch.Generator().manual_seed(0)
-    pages = -(-case.kv_len // case.page_size)
-    shape = (case.batch * pages, case.page_size, case.kv_heads, case.head_dim)
-    k, v = (torch.randn(shape, generator=generator).half().to(case.cache).to("mps") for _ in range(2))
-    q = torch.randn(case.batch, case.q_len, case.q_heads, case.head_dim, generator=generator).half().to("mps")
-    table = torch.randperm(case.batch * pages, generator=generator).int().view(case.batch, pages).to("mps")
-    seqlens = torch.full((case.batch,), case.kv_len, dtype=torch.int32, device="mps")
-    torch.mps.synchronize()
+    shape = (num_pages, case.page_size, kv_heads, case.head_dim)
+    cache_type = case.cache or case.dtype
+    k, v = (torch.randn(shape, generator=generator).to(case.dtype).to(cache_type).to("mps") for _ in range(2))
+    q = torch.randn(batch, case.q_len, kv_heads * case.group, case.head_dim, generator=generator).to(case.dtype)
+    columns = -(-capacity // case.page_size)
+    table = torch.stack([torch.randperm(max(num_pages, columns), generator=generator)[:columns] for _ in range(batch)])
+    seqlens = torch.full((batch,), kv_len, dtype=torch.int32).to("mps")
+    q, table = q.to("mps"), table.int().to("mps")
     fake_mps.dispatched()
-    for library in libraries:
-        library.reset_counts()
-    paged_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=seqlens, block_table=table, causal=True)
-    dispatches = fake_mps.dispatched()
+    library.reset_counts()
+    options = {"cache_seqlens": seqlens, "block_table": table, "causal": True, "num_splits": num_splits}
+    paged_attn.flash_attn_with_kvcache(q, k, v, **options)
+    return [re.match(r"(\w+) threadgroups (\d+) (\d+) (\d+) threads (\d+)", x).groups() for x in fake_mps.dispatched()]
+
+
+def plan(paged_attn, library, case):
+    """Splits of the longest request, threadgroups, simdgroups of one, dispatches of the call as it is."""
+    capacity = LONGEST_OF_BATCH.get(case.note, case.kv_len)
+    dispatches = call(paged_attn, library, case, case.batch, case.kv_heads, capacity, 0, 1)
+    name, x, y, z, threads = dispatches[0]
+    rows = 32 if name.startswith("prefill") else 8
+    splits = int(x) // -(-case.q_len * case.group // rows)
+    return splits, int(x) * int(y) * int(z), int(threads) // 32, len(dispatches)
+
+
+def ours(paged_attn, library, case):
+    splits, groups, simdgroups, dispatches = plan(paged_attn, library, case)
+    if case.note in LONGEST_OF_BATCH:
+        splits = 1  # of this request
+    split_keys = min(-(-case.kv_len // splits), MAX_SPLIT_KEYS)
+    splits = min(splits, MAX_SPLITS)
+    kv_len = splits * split_keys
+    call(paged_attn, library, case, 1, 1, kv_len, kv_len, -(-kv_len // case.page_size), splits)
     index = buffer_indices()
-    counts = [library.counts() for library in libraries]
-    caches = [index["KeyCache"], index["ValueCache"]]
     return {
-        "kv": sum(c.loaded[i] for c in counts for i in caches) / case.kv_bytes,
-        "simd": sum(map(exchanges, libraries)) / case.scores,
-        "shared": sum(c.threadgroup_loaded + c.threadgroup_stored for c in counts) / case.scores,
-        "groups": max(groups(line) for line in dispatches),
-        "dispatches": len(dispatches),
+        **counts(library, case, kv_len, [index["KeyCache"], index["ValueCache"]], [index["Arguments"]]),
+        "groups": f"{groups} x {simdgroups}",
+        "dispatches": dispatches,
     }
 
 
-def groups(line):
-    """Threadgroups of one line of fake_mps.dispatched()."""
-    x, y, z = (int(n) for n in re.search(r"threadgroups (\d+) (\d+) (\d+)", line).groups())
-    return x * y * z
-
-
-def exchanges(library):
-    """Operations that move values between lanes; a barrier of a simdgroup moves none."""
-    return sum(n for name, n in library.simd_counts().items() if name != "simdgroup_barrier")
-
-
 def of_mlx(library, case):
-    q = torch.randn(case.batch, case.q_heads, case.q_len, case.head_dim).half()
-    k, v = (torch.randn(case.batch, case.kv_heads, case.kv_len, case.head_dim).half() for _ in range(2))
+    kv_len = min(case.kv_len, MAX_SPLIT_KEYS)
+    q = torch.randn(1, case.group, case.q_len, case.head_dim).to(case.dtype)
+    k, v = (torch.randn(1, 1, kv_len, case.head_dim).to(case.dtype) for _ in range(2))
     library.reset_counts()
     mlx.sdpa_vector(library, q, k, v, causal=True)
-    c = library.counts()
     return {
-        "kv": (c.loaded[1] + c.loaded[2]) / case.kv_bytes,
-        "simd": exchanges(library) / case.scores,
-        "shared": (c.threadgroup_loaded + c.threadgroup_stored) / case.scores,
-        "groups": c.threadgroups,
+        **counts(library, case, kv_len, [1, 2], range(4, 16)),
+        "groups": f"{case.batch * case.q_heads * case.q_len} x 32",
         "dispatches": 1,
     }
 
 
-def row(name, who, n):
-    print(
-        f"| {name} | {who} | {n['kv']:.2f} | {n['simd']:.2f} | {n['shared']:.1f} | {n['groups']} | {n['dispatches']} |",
-        flush=True,
-    )
+def counts(library, case, kv_len, caches, uncounted):
+    """What one request with one kv_head took."""
+    c, operations = library.counts(), library.simd_counts()
+    itemsize = (case.cache or case.dtype).itemsize
+    kv_bytes, scores = 2 * kv_len * case.head_dim * itemsize, kv_len * case.q_len * case.group
+    loaded = sum(c.loaded[i] for i in caches)
+    other = sum(n for i, n in enumerate(c.loaded) if i not in caches and i not in uncounted)
+    matrices = sum(operations.pop(name, 0) for name in ("simdgroup_multiply_accumulate", "simdgroup_multiply"))
+    # Barriers move nothing between lanes, and matrices come from threadgroup memory.
+    for name in ("simdgroup_barrier", "simdgroup_load", "simdgroup_store"):
+        operations.pop(name, None)
+    return {
+        "kv": loaded / kv_bytes,
+        "other": other / kv_bytes,
+        "stored": sum(c.stored) / kv_bytes,
+        "loads": sum(n for i, n in enumerate(c.load_instructions) if i not in uncounted) / 32 / scores,
+        "exchanges": sum(operations.values()) / scores,
+        "matrices": matrices / scores,
+        "shared": (c.threadgroup_loaded + c.threadgroup_stored) / scores,
+    }
 
 
-def main():
+def print_row(name, who, n):
+    cells = [name, who, *(f"{n[key]:.2f}" for key in ("kv", "other", "stored", "loads", "exchanges", "matrices"))]
+    print(f"| {' | '.join(cells)} | {n['shared']:.0f} | {n['groups']} | {n['dispatches']} |", flush=True)
+
+
+def print_head():
+    titles = "case | kernel | K, V | other | stored | loads | exchanges | matrices | shared | groups | dispatches"
+    print(f"| {titles} |\n{'|---' * len(titles.split('|'))}|")
+
+
+def load():
+    """The package, the emulator of its kernels, and MLX's kernel."""
     if os.environ.get("METAL_VARIANT") != "count":
         sys.exit("METAL_VARIANT=count is needed")
     os.environ["LOCAL_KERNELS"] = f"org/paged-attn={metal_build.extension(['count'])}"
     fake_mps.load()
     import kernels
 
-    paged_attn = kernels.get_kernel("org/paged-attn", version=1, backend="metal", trust_remote_code=True)
-    libraries = fake_mps.kernel_libraries()
     mlx.fetch()
-    peer = mlx.from_source("count")
-    print("| case | kernel | K and V loaded / minimum | simd operations / (key, head) |", end="")
-    print(" threadgroup bytes / (key, head) | threadgroups | dispatches |")
-    print("|---|---|---|---|---|---|---|")
-    for case in [SHORT, *CASES]:
+    package = kernels.get_kernel("org/paged-attn", version=1, backend="metal", trust_remote_code=True)
+    (library,) = fake_mps.kernel_libraries()
+    return package, library, mlx.from_source("count")
+
+
+def main():
+    paged_attn, library, peer = load()
+    print_head()
+    for case in CASES:
         if sys.argv[1:] and sys.argv[1] not in case.name:
             continue
-        row(case.name, "ours", ours(paged_attn, libraries, case))
-        if case.cache == torch.float16 and case.page_size == 16:
-            row(case.name, "MLX sdpa_vector", of_mlx(peer, case))
+        print_row(case.name, "ours", ours(paged_attn, library, case))
+        if not case.cache and case.page_size == 16:
+            print_row(case.name, "MLX", of_mlx(peer, case))
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ enum ConstantIndex {
   // bool: how
   kHasSoftcap,
   kHasSplits,   // a request may be cut
-  kHasPrefill,  // requests with more than kMaxSplitRows rows are left to prefill
+  kHasPrefill,  // requests with more than kVectorRows rows are left to prefill
   kWide,        // the cache has offsets of more than 31 bits
   kAligned,     // rows of the caches (when writing: also of the new tokens) are whole vectors of 8 elements
   kInterleaved,
@@ -84,12 +84,13 @@ enum ConstantIndex {
 
 enum Sizes {
   kSimdWidth = 32,
-  kMaxSimdgroups = 8,  // of a threadgroup of attend
-  kVector = 8,         // elements that a lane handles at once
-  kSplitKeys = 512,    // a longer request is cut, as far as the plan allows
-  kMaxSplitRows = 64,  // of a request and kv_head: with more there is enough to do without cuts
-  kPrefillSimdgroups = 4,
-  kPrefillRows = 8 * kPrefillSimdgroups,  // of a threadgroup of prefill
+  kMaxSimdgroups = 8,     // of a threadgroup of attend
+  kVector = 8,            // elements that a lane handles at once
+  kSplitKeys = 512,       // a longer request is cut, as far as the plan allows
+  kMinSplitKeys = 128,    // and a shorter one down to this, while there are fewer items than cores
+  kBusySplitKeys = 8192,  // where there are items enough, only what is longer than this
+  kMaxSplitRows = 64,     // of a request and kv_head: with more there is enough to do without cuts
+  kVectorRows = 8,        // of an item of attend
 };
 
 // The numbers of DType in problem.h
@@ -115,7 +116,9 @@ struct Arguments {
   int32_t num_pages, max_pages, table_rows;
   int32_t window_left, window_right, attention_chunk;
   int32_t num_splits, max_splits;  // asked for, 0: by length; room for
-  int32_t split_row_tiles;         // items of a request and kv_head that may be cut
+  int32_t split_keys;              // kSplitKeys or kBusySplitKeys
+  int32_t wanted_splits;           // of an item, that every core has something to do
+  int32_t split_rows;              // a request with more rows is not cut
   int32_t seqlen_new, total_new;
   int64_t total_words;  // of a table that the host fetches
   int32_t rotary_dim, rotary_len;

@@ -138,7 +138,7 @@ template <int kDims, int kDimsV, int kLanes, int kRows, bool kQv>
   for (int row_tile = position.x / max_splits;; row_tile += grid.x / max_splits) {
     // Which rows, which keys
     const Item item = load_item(a, tables, row_tile, position.y, position.z, kRows);
-    if (item.rows == 0 || (has_prefill && item.request.q_len * a.group > kMaxSplitRows)) return;
+    if (item.rows == 0 || (has_prefill && item.request.q_len * a.group > kVectorRows)) return;
     if (split >= item.splits) continue;
     const KvRange keys = has_splits ? split_keys(item.keys, split, item.splits, kSimdWidth) : item.keys;
 
@@ -228,7 +228,7 @@ template <int kDims, int kDimsV, int kLanes, int kRows, bool kQv>
         l += probability;
         mine[step * kSimdWidth] = probability;
       }
-      if (simd_any(top != m)) {
+      if (tile != begin_tile && simd_any(top != m)) {
 #pragma clang loop unroll(full)
         for (int r = 0; r < kRows; ++r) {
           const float row_factor = simd_shuffle(factor, ushort(r));
@@ -268,7 +268,6 @@ template <int kDims, int kDimsV, int kLanes, int kRows, bool kQv>
     for (int mask = kRows; mask < kSimdWidth; mask *= 2) l += simd_shuffle_xor(l, ushort(mask));
     if (simd_lane < kRows) sums[simdgroup][my_row] = float2(m, l);
     const bool cut = has_splits && item.splits > 1;
-    const long partial = cut ? partial_of(a, item, row_tile, split) * kRows : 0;
     threadgroup float* merged = (threadgroup float*)scratch;
     constexpr int kOwn = S::kPiecesV * kVector / S::kGroups;  // elements of a row that a lane keeps
 #pragma clang loop unroll(full)
@@ -301,8 +300,9 @@ template <int kDims, int kDimsV, int kLanes, int kRows, bool kQv>
           x += merged[(r * kMaxSimdgroups + s) * kDimsV + dim] * weight;
         }
         if (cut) {
-          if (dim == 0) partial_sums[partial + first + r] = float2(row_m, row_l);
-          partial_acc[(partial + first + r) * head_dim_v + dim] = x;
+          const long partial = partial_of(a, item, first + r) + split;
+          if (dim == 0) partial_sums[partial] = float2(row_m, row_l);
+          partial_acc[partial * head_dim_v + dim] = x;
         } else {
           const Row done = load_row(a, item, first + r);
           const float normalizer = finish_row(a, output, item, done, row_m, row_l, dim == 0);

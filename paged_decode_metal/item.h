@@ -1,7 +1,7 @@
 // How the work is cut.
 //
 //   item   consecutive rows (token, head in group) of one request and kv_head, handled together; they share the keys
-//   split  the share of an item's keys that one threadgroup walks over; the cuts depend on the request alone
+//   split  the share of an item's keys that one threadgroup walks over; a request has as many for all of its rows
 //   tile   32 keys, one step of a simdgroup
 #pragma once
 
@@ -17,6 +17,18 @@ struct Item {
   int splits;
 };
 
+// Into how many parts the keys of each item of a request are cut. Depends on nothing of the other requests but, without
+// `deterministic`, on how many items there are.
+PD_FN int splits_of(constant Arguments& a, Request request) {
+  if (!has_splits || request.q_len == 0 || request.q_len * a.group > a.split_rows) return 1;
+  const int begin = min(token_keys(a, request, 0).begin, a.capacity);
+  const int end = min(token_keys(a, request, request.q_len - 1).end, a.capacity);
+  const int tiles = (end + kSimdWidth - 1) / kSimdWidth - begin / kSimdWidth;
+  const int by_length = (end - begin + a.split_keys - 1) / a.split_keys;
+  const int by_cores = min((end - begin + kMinSplitKeys - 1) / kMinSplitKeys, a.wanted_splits);
+  return clamp(min(a.num_splits > 0 ? a.num_splits : max(by_length, by_cores), tiles), 1, a.max_splits);
+}
+
 // Grid: (tiles of rows, times splits), kv_heads, batch
 PD_FN Item load_item(constant Arguments& a, Tables tables, int row_tile, int kv_head, int b, int rows_per_item) {
   Item item;
@@ -26,25 +38,19 @@ PD_FN Item load_item(constant Arguments& a, Tables tables, int row_tile, int kv_
   item.first_row = row_tile * rows_per_item;
   item.rows = clamp(item.request.q_len * a.group - item.first_row, 0, rows_per_item);
   item.keys = {0, 0};
-  item.splits = 1;
+  item.splits = splits_of(a, item.request);
   if (item.rows == 0) return item;
   // Both ends of what a row sees grow with its token.
   const KvRange first = token_keys(a, item.request, item.first_row / a.group);
   const KvRange last = token_keys(a, item.request, (item.first_row + item.rows - 1) / a.group);
   // No length makes a threadgroup walk beyond the cache.
   item.keys = {min(first.begin, a.capacity), min(last.end, a.capacity)};
-  if (has_splits) {
-    const int tiles = (item.keys.end + kSimdWidth - 1) / kSimdWidth - item.keys.begin / kSimdWidth;
-    const int by_length = (item.keys.end - item.keys.begin + kSplitKeys - 1) / kSplitKeys;
-    const bool few = item.request.q_len * a.group <= kMaxSplitRows;
-    item.splits = clamp(min(!few ? 1 : a.num_splits > 0 ? a.num_splits : by_length, tiles), 1, a.max_splits);
-  }
   return item;
 }
 
-// Number of the partial of an item's split.
-PD_FN long partial_of(constant Arguments& a, Item item, int row_tile, int split) {
-  return ((long(item.b) * a.kv_heads + item.kv_head) * a.split_row_tiles + row_tile) * a.max_splits + split;
+// Number of the partial of a row's first split; those of the others follow.
+PD_FN long partial_of(constant Arguments& a, Item item, int row) {
+  return ((long(item.b) * a.kv_heads + item.kv_head) * a.split_rows + item.first_row + row) * a.max_splits;
 }
 
 struct Row {

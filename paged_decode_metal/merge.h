@@ -1,5 +1,4 @@
-// Merges the partials of the rows whose keys were cut, in the order of their splits. One threadgroup per item, one
-// simdgroup per row.
+// Merges the partials of the rows whose keys were cut, in the order of their splits. One simdgroup per row.
 #pragma once
 
 #include "item.h"
@@ -20,13 +19,13 @@ namespace paged_attn {
   const int rows = group_size.x / kSimdWidth;
   const Item item = load_item(a, tables, position.x, position.y, position.z, rows);
   if (int(simdgroup) >= item.rows || item.splits == 1) return;
-  const long first = partial_of(a, item, position.x, 0) * rows + simdgroup;
+  const long first = partial_of(a, item, simdgroup);
 
   float m = PD_EMPTY, l = 0.f;
-  for (int split = lane; split < item.splits; split += kSimdWidth) m = max(m, partial_sums[first + split * rows].x);
+  for (int split = lane; split < item.splits; split += kSimdWidth) m = max(m, partial_sums[first + split].x);
   m = simd_max(m);
   for (int split = lane; split < item.splits; split += kSimdWidth) {
-    const float2 sums = partial_sums[first + split * rows];
+    const float2 sums = partial_sums[first + split];
     l += sums.y * pd_rescale(sums.x, m);
   }
   l = simd_sum(l);
@@ -37,8 +36,7 @@ namespace paged_attn {
   for (int dim = lane; dim < head_dim_v; dim += kSimdWidth) {
     float x = 0.f;
     for (int split = 0; split < item.splits; ++split) {
-      const long partial = first + split * rows;
-      x += partial_acc[partial * head_dim_v + dim] * pd_rescale(partial_sums[partial].x, m);
+      x += partial_acc[(first + split) * head_dim_v + dim] * pd_rescale(partial_sums[first + split].x, m);
     }
     store_float(out, query_type, target + dim, x * normalizer);
   }

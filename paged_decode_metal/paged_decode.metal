@@ -15,21 +15,29 @@ using namespace paged_attn;
 
 // Accumulators: at most 64 numbers a lane, so lane groups grow with dimensions times rows.
 ATTEND(64, 64, 8, 1, false)
+ATTEND(64, 64, 8, 2, false)
 ATTEND(64, 64, 8, 4, false)
 ATTEND(64, 64, 8, 8, false)
 ATTEND(128, 128, 8, 1, false)
+ATTEND(128, 128, 8, 2, false)
 ATTEND(128, 128, 8, 4, false)
 ATTEND(128, 128, 16, 8, false)
 ATTEND(256, 256, 8, 1, false)
+ATTEND(256, 256, 8, 2, false)
 ATTEND(256, 256, 16, 4, false)
 ATTEND(256, 256, 32, 8, false)
 ATTEND(768, 512, 32, 4, true)
 
-#define PREFILL(type, T, dims) \
-  template [[host_name("prefill_" #type "_d" #dims)]] [[kernel]] decltype(prefill<T, dims>) prefill<T, dims>;
+#define PREFILL(type, T, dims, rows)                                      \
+  template [[host_name("prefill_" #type "_d" #dims "_r" #rows)]] [[kernel]] \
+  decltype(prefill<T, dims, rows>) prefill<T, dims, rows>;
 
-PREFILL(f16, half, 64)
-PREFILL(f16, half, 128)
-PREFILL(bf16, bfloat, 64)
-PREFILL(bf16, bfloat, 128)
+PREFILL(f16, half, 64, 16)
+PREFILL(f16, half, 64, 32)
+PREFILL(f16, half, 128, 16)
+PREFILL(f16, half, 128, 32)
+PREFILL(bf16, bfloat, 64, 16)
+PREFILL(bf16, bfloat, 64, 32)
+PREFILL(bf16, bfloat, 128, 16)
+PREFILL(bf16, bfloat, 128, 32)
 // clang-format on

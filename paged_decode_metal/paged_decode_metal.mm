@@ -24,6 +24,8 @@ constexpr int64_t kMaxSplits = 64;
 // So many threadgroups keep every Apple GPU busy (8 for each of 32 cores, Metal does not tell their number); with fewer
 // the keys are cut.
 constexpr int64_t kBusyThreadgroups = 256;
+// With fewer than one for each core of the largest Apple GPU, short requests are cut too.
+constexpr int64_t kMostCores = 80;
 constexpr int kAppendThreads = 128;
 
 static_assert(kFloat32 == int(DType::kFloat32) && kFloat16 == int(DType::kFloat16) &&
@@ -170,34 +172,51 @@ Kernel kernel_for(const Problem& p) {
   const int64_t dims = pd_max(p.head_dim, p.head_dim_v);
   if (p.qv || dims > 256) return {4, 768};
   // Deterministic results of a request may not depend on how many tokens the others have.
-  const int64_t rows = p.deterministic && p.cu_seqlens_q ? kVector : p.max_q_len * p.group;
-  return {rows == 1 ? 1 : rows <= 4 ? 4 : 8, dims <= 64 ? 64 : dims <= 128 ? 128 : 256};
+  const int64_t rows = p.deterministic && p.cu_seqlens_q ? kVectorRows : p.max_q_len * p.group;
+  return {rows <= 2 ? pd_max(rows, 1) : rows <= 4 ? 4 : kVectorRows, dims <= 64 ? 64 : dims <= 128 ? 128 : 256};
 }
 
 std::string attend_name(const Kernel& kernel) {
   return "attend_d" + std::to_string(kernel.dims) + "_r" + std::to_string(kernel.rows);
 }
 
+// Rows of a threadgroup of prefill.
+int64_t prefill_rows_for(const Problem& p) {
+  return p.max_q_len * p.group <= 16 && !(p.deterministic && p.cu_seqlens_q) ? 16 : 32;
+}
+
 std::string prefill_name(const Problem& p) {
-  return std::string("prefill_") + (p.cache.dtype == DType::kFloat16 ? "f16" : "bf16") +
-         (pd_max(p.head_dim, p.head_dim_v) <= 64 ? "_d64" : "_d128");
+  return std::string("prefill_") + (p.q_dtype == DType::kFloat16 ? "f16" : "bf16") +
+         (pd_max(p.head_dim, p.head_dim_v) <= 64 ? "_d64_r" : "_d128_r") + std::to_string(prefill_rows_for(p));
 }
 
 // Whether requests with many rows go to the kernel on matrices.
 bool has_prefill(const Problem& p) {
-  return p.max_q_len * p.group > kMaxSplitRows && dtype_bytes(p.q_dtype) == 2 && p.cache.dtype == p.q_dtype && !p.qv &&
+  return p.max_q_len * p.group > kVectorRows && dtype_bytes(p.q_dtype) == 2 && !p.qv &&
          pd_max(p.head_dim, p.head_dim_v) <= 128;
 }
 
-// Into how many parts the longest request may be cut. With `deterministic` that depends on nothing but the cache.
-int64_t max_splits_for(const Problem& p, int64_t items) {
-  const int64_t tiles = pd_ceil_div(capacity_of(p), kSimdWidth);
-  if (!p.cu_seqlens_q && p.max_q_len * p.group > kMaxSplitRows) return 1;
-  if (p.num_splits > 0) return pd_max(1, pd_min(pd_min(p.num_splits, kMaxSplits), tiles));
-  const int64_t by_length = pd_min(pd_ceil_div(capacity_of(p), kSplitKeys), kMaxSplits);
-  if (p.deterministic) return pd_max(1, by_length);
-  if (items >= kBusyThreadgroups) return 1;
-  return pd_max(1, pd_min(by_length, 4 * kBusyThreadgroups / items));
+// How requests are cut. With `deterministic` that depends on nothing but the cache.
+struct Cuts {
+  int64_t split_keys, wanted;  // as in Arguments
+  int64_t most;                // of the longest request
+};
+
+Cuts plan_cuts(const Problem& p, int64_t items) {
+  Cuts cuts = {kSplitKeys, 1, 1};
+  if (items == 0 || (!p.cu_seqlens_q && p.max_q_len * p.group > kMaxSplitRows)) return cuts;
+  const int64_t capacity = capacity_of(p);
+  const bool busy = items >= kBusyThreadgroups;
+  if (!p.deterministic) cuts.wanted = pd_ceil_div(kMostCores, items);
+  if (!p.deterministic && busy) cuts.split_keys = kBusySplitKeys;
+  const int64_t by_cores = pd_min(pd_ceil_div(capacity, kMinSplitKeys), cuts.wanted);
+  // A cache of no more than kSplitKeys is not worth a second dispatch.
+  int64_t most = capacity <= kSplitKeys ? 1 : pd_max(pd_ceil_div(capacity, cuts.split_keys), by_cores);
+  // Threadgroups with nothing to do, where requests are shorter than the cache, are cheap but not free.
+  if (!p.deterministic) most = pd_min(most, (busy ? 16 : 4) * kBusyThreadgroups / items);
+  if (p.num_splits > 0) most = pd_min(p.num_splits, pd_ceil_div(capacity, kSimdWidth));
+  cuts.most = pd_max(1, pd_min(most, kMaxSplits));
+  return cuts;
 }
 
 }  // namespace
@@ -234,21 +253,25 @@ void run_attention(const Problem& p) {
   const bool prefills = attends && has_prefill(p);
   const Kernel kernel = kernel_for(p);
   const int64_t rows = pd_max(p.max_q_len * p.group, 1);
-  // With cu_seqlens_q a request may have more tokens than max_q_len says.
-  const int64_t split_rows = p.cu_seqlens_q ? kMaxSplitRows : pd_min(rows, kMaxSplitRows);
-  const int64_t split_row_tiles = pd_ceil_div(split_rows, kernel.rows);
-  const int64_t row_tiles = pd_ceil_div(prefills ? split_rows : rows, kernel.rows);
-  const int64_t items = row_tiles * p.kv_heads * p.batch;
-  const int64_t max_splits = items > 0 ? max_splits_for(p, items) : 1;
+  // A request with more tokens than max_q_len says is not cut.
+  const int64_t split_rows = pd_min(rows, kMaxSplitRows);
+  const int64_t row_tiles = pd_ceil_div(prefills ? kVectorRows : rows, kernel.rows);
+  const int64_t prefill_rows = prefill_rows_for(p);
+  const int64_t prefill_tiles = pd_ceil_div(split_rows, prefill_rows);  // of a request that may be cut
+  const int64_t items = (prefills ? prefill_tiles : row_tiles) * p.kv_heads * p.batch;
+  const Cuts cuts = plan_cuts(p, items);
+  const int64_t max_splits = cuts.most;
   const int64_t keys = p.deterministic ? capacity_of(p) : pd_ceil_div(capacity_of(p), max_splits);
   const int64_t simdgroups =
       p.deterministic ? kMaxSimdgroups : pd_min(kMaxSimdgroups, pd_max(1, pd_ceil_div(keys, kSimdWidth)));
   a.num_splits = static_cast<int32_t>(pd_min(p.num_splits, INT32_MAX));
   a.max_splits = static_cast<int32_t>(max_splits);
-  a.split_row_tiles = static_cast<int32_t>(split_row_tiles);
+  a.split_keys = static_cast<int32_t>(cuts.split_keys);
+  a.wanted_splits = static_cast<int32_t>(cuts.wanted);
+  a.split_rows = static_cast<int32_t>(split_rows);
   std::optional<Workspace> acc, sums;
   if (max_splits > 1) {
-    const int64_t partials = p.batch * p.kv_heads * split_row_tiles * max_splits * kernel.rows;
+    const int64_t partials = p.batch * p.kv_heads * split_rows * max_splits;
     acc.emplace(partials * p.head_dim_v * sizeof(float));
     sums.emplace(partials * 2 * sizeof(float));
     call.bind(kPartialAccBuffer, acc->address());
@@ -271,18 +294,20 @@ void run_attention(const Problem& p) {
       if (appends) encode_append(encoder, p, append_call, rotated ? rotated->address() : Address<void>{});
       if (!attends) return;
       if (prefills) {
-        const int64_t threads = kPrefillSimdgroups * kSimdWidth;
-        encode(encoder, prefill_name(p), call, MTLSizeMake(pd_ceil_div(rows, kPrefillRows), p.kv_heads, p.batch),
-               threads, threads);
-        if (!p.cu_seqlens_q) return;  // all requests have as many rows
+        const int64_t threads = prefill_rows / 8 * kSimdWidth;
+        const int64_t tiles = pd_max(prefill_tiles * max_splits, pd_ceil_div(rows, prefill_rows));
+        encode(encoder, prefill_name(p), call, MTLSizeMake(tiles, p.kv_heads, p.batch), threads, threads);
       }
-      // Without a request there may still be tokens to clear.
-      encode(encoder, attend_name(kernel), call,
-             MTLSizeMake(row_tiles * max_splits, pd_max(p.kv_heads, 1), pd_max(p.batch, 1)), simdgroups * kSimdWidth,
-             kSimdWidth);
+      // Without cu_seqlens_q all requests have as many rows. Without a request there may still be tokens to clear.
+      if (!prefills || p.cu_seqlens_q) {
+        encode(encoder, attend_name(kernel), call,
+               MTLSizeMake(row_tiles * max_splits, pd_max(p.kv_heads, 1), pd_max(p.batch, 1)), simdgroups * kSimdWidth,
+               kSimdWidth);
+      }
       if (max_splits > 1) {
-        const int64_t threads = kernel.rows * kSimdWidth;
-        encode(encoder, "merge", call, MTLSizeMake(split_row_tiles, p.kv_heads, p.batch), threads, threads);
+        const int64_t rows_at_once = pd_min(split_rows, kMaxSimdgroups), threads = rows_at_once * kSimdWidth;
+        encode(encoder, "merge", call, MTLSizeMake(pd_ceil_div(split_rows, rows_at_once), p.kv_heads, p.batch), threads,
+               threads);
       }
     }
   });
