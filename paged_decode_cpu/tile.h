@@ -101,12 +101,32 @@ inline void load_block(const char* const* k, int64_t offset, int64_t d, int64_t 
   }
 }
 
+// acc[c] += the products of one query and kLanes keys, lane by lane, over one cache line of each key.
+template <class Ops>
+inline void dot_lines(const typename Ops::Elem* q, const char* const* k, int64_t column, f32v* acc) {
+  constexpr int kChunks = 64 / (Ops::kChunk * Ops::kBytes);
+  typename Ops::Reg query[kChunks], key[1];
+  for (int i = 0; i < kChunks; ++i) query[i] = Ops::load_elems(q + i * kLanes);
+#pragma GCC unroll 16
+  for (int c = 0; c < kLanes; ++c)
+    for (int i = 0; i < kChunks; ++i) {
+      Ops::load_keys(k[c] + column + i * kLanes * Ops::kBytes, key);
+      acc[c] = Ops::dot(acc[c], key[0], query[i]);
+    }
+}
+
 // acc[r * kKeys + c] += the products of kRows queries and kKeys keys, lane by lane.
 template <class Ops, int kRows, int kKeys>
 inline void dot_keys(const typename Ops::Elem* q, int64_t q_stride, const char* const* k, int64_t offset, int64_t depth,
                      f32v* acc) {
   constexpr int kRegElems = kLanes * Ops::kDepth;
-  for (int64_t d = 0; d < depth; d += Ops::kChunk) {
+  int64_t d = 0;
+  // kLanes rows at the stride of many heads share a few sets of the first cache: no line stays there for its second
+  // half.
+  if constexpr (kRows == 1 && Ops::kChunk * Ops::kBytes < 64)
+    for (; d + 64 / Ops::kBytes <= depth; d += 64 / Ops::kBytes)
+      dot_lines<Ops>(q + d, k, offset + d * Ops::kBytes, acc);
+  for (; d < depth; d += Ops::kChunk) {
     const bool whole = d + Ops::kChunk <= depth;
     typename Ops::Reg query[kRows][Ops::kRegs];
     for (int r = 0; r < kRows; ++r)
@@ -125,10 +145,11 @@ inline void dot_keys(const typename Ops::Elem* q, int64_t q_stride, const char* 
 }
 
 // scores[row][key] for kRows rows and n keys; k[] must hold valid rows up to the next multiple of
-// kLanes. Rows of scores are kMaxTile apart. With `carry` the products are added to scores * carry.
+// kLanes. Rows of scores are kMaxTile apart. With `carry` the products are added to scores * carry. Where g++ 12
+// inlined it, the accumulators went to memory at every step: +60 %.
 template <class Ops, int kRows>
-void dot_scores(const typename Ops::Elem* q, int64_t q_stride, const char* const* k, int64_t offset, int64_t n,
-                int64_t depth, float* scores, const float* carry, Prefetcher& next) {
+[[gnu::noinline]] void dot_scores(const typename Ops::Elem* q, int64_t q_stride, const char* const* k, int64_t offset,
+                                  int64_t n, int64_t depth, float* scores, const float* carry, Prefetcher& next) {
   constexpr int kKeys = kLanes / kRows;
   const uint32_t chunks = pd_ceil_div(depth, Ops::kChunk);
   for (int64_t j = 0; j < n; j += kLanes) {
