@@ -27,12 +27,15 @@ constexpr int64_t kSoftmaxSteps = 2;
 
 inline int64_t round_up(int64_t n, int64_t step) { return pd_ceil_div(n, step) * step; }
 
-// Two tiles of all heads, the current one and the next, stay inside L2.
+// Two tiles of all heads, the current one and the next, take a quarter of an L2 of 1 MiB. With more to multiply than to
+// read, and where less than 32 keys would come out, they take half: every row of every tile costs some overhead.
 template <class Ops>
 int64_t tile_keys(const Problem& p, const Block& block) {
   if (block.rows() >= Ops::kMinPackedRows) return block.heads() == 1 ? kMaxTile : kMaxTile / 2;
   const int64_t slot_bytes = block.heads() * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
-  const int64_t keys = (int64_t(128) << 10) / slot_bytes / 16 * 16;
+  const int64_t quarter = (int64_t(128) << 10) / slot_bytes / 16 * 16,
+                half = (int64_t(256) << 10) / slot_bytes / 16 * 16;
+  const int64_t keys = block.rows() >= 8 ? half : pd_max(quarter, pd_min(half, 32));
   return pd_min(pd_max(keys, 16), kMaxTile);
 }
 
