@@ -48,7 +48,7 @@ struct OpsBf16 {
   static constexpr int kChunk = 32 * kRegs;
   static constexpr int kBytes = dtype_bytes(kCacheType);
   static constexpr int kMaxDotRows = 8;
-  static constexpr int kMinPackedRows = 16;
+  static constexpr int kMinPackedRows = kFp8 ? 16 : 24;  // 8-bit keys are looked up once then
 
   static f32v dot(f32v acc, Reg a, Reg b) {
     return bit_cast<f32v>(_mm512_dpbf16_ps(bit_cast<__m512>(acc), (__m512bh)a, (__m512bh)b));
@@ -69,16 +69,20 @@ struct OpsBf16 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(bit_cast<__m512>(x)));
   }
 
-  static void decode(__m512i bytes, Reg* r) {
+  // r[0] and r[1]: what unpacklo and unpackhi would leave of 16-bit numbers.
+  static void look_up(__m512i bytes, Reg* r) {
     constexpr const BfloatTable& table = kCacheType == DType::kFloat8E4M3 ? kE4M3Bfloat : kE5M2Bfloat;
-    // Eight-byte groups 0 4 1 5 2 6 3 7: the unpacks below then leave the elements in order.
-    bytes = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), bytes);
     __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(table.low), bytes, _mm512_load_si512(table.low + 64));
     __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(table.high), bytes, _mm512_load_si512(table.high + 64));
     // high | (bytes & 0x80)
     high = _mm512_ternarylogic_epi32(high, bytes, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);
     r[0] = _mm512_unpacklo_epi8(low, high);
     r[1] = _mm512_unpackhi_epi8(low, high);
+  }
+
+  // Eight-byte groups 0 4 1 5 2 6 3 7 first: the unpacks then leave the elements in order.
+  static void decode(__m512i bytes, Reg* r) {
+    look_up(_mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), bytes), r);
   }
 
   static void load_keys(const char* row, Reg* r) {
@@ -97,35 +101,39 @@ struct OpsBf16 {
     }
   }
 
-  // Interleaves two keys element by element; each register of a row becomes two.
-  static void interleave(const Reg* a, const Reg* b, Reg* r) {
-    for (int i = 0; i < kRegs; ++i) {
-      r[2 * i] = _mm512_unpacklo_epi16(a[i], b[i]);
-      r[2 * i + 1] = _mm512_unpackhi_epi16(a[i], b[i]);
+  // Interleaves two keys element by element; 8-bit ones as bytes, before they are looked up.
+  static void interleave(Reg a, Reg b, Reg* r) {
+    if constexpr (kFp8) {
+      look_up(_mm512_unpacklo_epi8(a, b), r);
+      look_up(_mm512_unpackhi_epi8(a, b), r + 2);
+    } else {
+      r[0] = _mm512_unpacklo_epi16(a, b);
+      r[1] = _mm512_unpackhi_epi16(a, b);
     }
   }
   static void load_values(const char* const* rows, int64_t offset, Reg* r) {
-    Reg a[kRegs], b[kRegs];
-    load_keys(rows[0] + offset, a);
-    load_keys(rows[1] + offset, b);
-    interleave(a, b, r);
+    interleave(_mm512_loadu_si512(rows[0] + offset), _mm512_loadu_si512(rows[1] + offset), r);
   }
   static void load_values_tail(const char* const* rows, int64_t offset, int64_t n, Reg* r) {
-    Reg a[kRegs], b[kRegs];
-    load_keys_tail(rows[0] + offset, n, a);
-    load_keys_tail(rows[1] + offset, n, b);
-    interleave(a, b, r);
+    const __mmask64 mask = (__mmask64(1) << n * kBytes) - 1;
+    interleave(_mm512_maskz_loadu_epi8(mask, rows[0] + offset), _mm512_maskz_loadu_epi8(mask, rows[1] + offset), r);
   }
 
-  // The unpacks work in groups of 128 bits: elements 0-3, 8-11, ... are in the even register and
-  // 4-7, 12-15, ... in the odd one.
+  // The unpacks work in groups of 128 bits: register i of n has the elements 4 i to 4 i + 3 of every 4 n.
   static void in_order(f32v* r) {
-    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-    for (int i = 0; i < 2 * kRegs; i += 2) {
-      __m512 even = bit_cast<__m512>(r[i]), odd = bit_cast<__m512>(r[i + 1]);
-      r[i] = bit_cast<f32v>(_mm512_permutex2var_ps(even, first, odd));
-      r[i + 1] = bit_cast<f32v>(_mm512_permutex2var_ps(even, second, odd));
+    if constexpr (kFp8) {
+      const f32v ab = low<4>(r[0], r[1]), cd = low<4>(r[2], r[3]);      // groups 0 and 2 of each
+      const f32v ab1 = high<4>(r[0], r[1]), cd1 = high<4>(r[2], r[3]);  // groups 1 and 3
+      r[0] = low<4>(ab, cd);
+      r[1] = low<4>(ab1, cd1);
+      r[2] = high<4>(ab, cd);
+      r[3] = high<4>(ab1, cd1);
+    } else {
+      const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+      const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+      const __m512 even = bit_cast<__m512>(r[0]), odd = bit_cast<__m512>(r[1]);
+      r[0] = bit_cast<f32v>(_mm512_permutex2var_ps(even, first, odd));
+      r[1] = bit_cast<f32v>(_mm512_permutex2var_ps(even, second, odd));
     }
   }
 };
