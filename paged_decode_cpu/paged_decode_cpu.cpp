@@ -36,7 +36,7 @@ constexpr int64_t kResidentBytes = int64_t(8) << 20;
 constexpr int64_t kSplitAlign = 16;            // keys; splits begin at multiples of it
 constexpr int64_t kMinSplitKeys = 256;         // a shorter split costs more to merge than it saves
 constexpr int64_t kDeterministicSplit = 1024;  // keys
-constexpr int64_t kItemsPerThread = 3;
+constexpr int64_t kMaxItemsPerThread = 3;
 
 // A block of rows with the way its keys are split.
 struct Work {
@@ -97,12 +97,15 @@ int64_t choose_splits(const Problem& p, const Block& block, int64_t item_cost) {
 
 Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
   Plan plan;
-  const bool resident = !p.deterministic && cached_bytes(p) < kResidentBytes;
+  const int64_t bytes = cached_bytes(p);
+  const bool resident = !p.deterministic && bytes < kResidentBytes;
   const int64_t max_heads = resident ? pd_ceil_div(p.batch * p.kv_heads, threads) : p.kv_heads;
   for (int64_t b = 0; b < p.batch; ++b) add_blocks(p, b, max_heads, plan.works);
   int64_t total = 0;
   for (const Work& work : plan.works) total += cost_of(work.block);
-  const int64_t item_cost = threads > 1 ? pd_ceil_div(total, threads * (resident ? 1 : kItemsPerThread)) : total;
+  // Every item starts with keys that nothing has fetched: small ones are few.
+  const int64_t items_per_thread = pd_max(1, pd_min(kMaxItemsPerThread, bytes / (threads * kResidentBytes)));
+  const int64_t item_cost = threads > 1 ? pd_ceil_div(total, threads * items_per_thread) : total;
   for (size_t w = 0; w < plan.works.size(); ++w) {
     Work& work = plan.works[w];
     work.num_splits = choose_splits(p, work.block, item_cost);
