@@ -1,25 +1,25 @@
 """Counts what a call of the Metal backend does, on the emulated GPU of tests/metal: no Mac is needed, no time is taken.
 
-    METAL_VARIANT=count OMP_NUM_THREADS=1 python benchmarks/count_metal.py [part of a case's name]
+    METAL_VARIANT=count OMP_NUM_THREADS=1 python benchmarks/count_metal.py [--ours] [PART ...]
 
-The cases are the decode cases of the GPU and CPU comparisons. For each of them, beside MLX's sdpa_vector (from its
-wheel on PyPI; its keys are contiguous, and not of 8 bits):
+The cases are the decode cases of the GPU and CPU comparisons; arguments pick those whose names contain one of them.
+For each, and without --ours for MLX's sdpa_vector too (from its wheel on PyPI; its keys are contiguous, not of 8 bits):
 
     K, V        bytes of K and V that lanes load, relative to all of them once
     other       the same of everything else that is loaded (queries, tables, lengths, partials; not the arguments)
     stored      the same of what is stored (partials, output)
-    loads       instructions of a simdgroup that load from device memory, per score (key, q_head, token)
-    exchanges   operations that move values between the lanes of a simdgroup, per score
+    exchanges   operations that move values between the lanes of a simdgroup, per score (key, q_head, token)
     matrices    multiplications of 8 x 8 matrices, per score
     shared      bytes of threadgroup memory that lanes load and store, per score
     groups      threadgroups of the largest dispatch, of how many simdgroups
     dispatches  of the call
 
 A call of the full shape, whose requests are empty, gives the plan: splits, threadgroups, dispatches. What is counted
-then is one request and one kv_head, which are like all others, with as many keys in a split (of splits at most 4, of
-keys in one at most 4096: longer ones do more of the same).
+then is one request and one kv_head, which are like all others, with as many keys and simdgroups for a split (of splits
+at most 4, of keys in one at most 4096: longer ones do more of the same).
 """
 
+import argparse
 import os
 import re
 import sys
@@ -134,7 +134,9 @@ def ours(paged_attn, library, case):
     split_keys = min(-(-case.kv_len // splits), MAX_SPLIT_KEYS)
     splits = min(splits, MAX_SPLITS)
     kv_len = splits * split_keys
+    fake_mps.limit_threads("attend", 32 * simdgroups)  # fewer threadgroups would have more
     call(paged_attn, library, case, 1, 1, kv_len, kv_len, -(-kv_len // case.page_size), splits)
+    fake_mps.limit_threads("attend", 0)
     index = buffer_indices()
     return {
         **counts(library, case, kv_len, [index["KeyCache"], index["ValueCache"]], [index["Arguments"]]),
@@ -171,7 +173,6 @@ def counts(library, case, kv_len, caches, uncounted):
         "kv": loaded / kv_bytes,
         "other": other / kv_bytes,
         "stored": sum(c.stored) / kv_bytes,
-        "loads": sum(n for i, n in enumerate(c.load_instructions) if i not in uncounted) / 32 / scores,
         "exchanges": sum(operations.values()) / scores,
         "matrices": matrices / scores,
         "shared": (c.threadgroup_loaded + c.threadgroup_stored) / scores,
@@ -179,37 +180,44 @@ def counts(library, case, kv_len, caches, uncounted):
 
 
 def print_row(name, who, n):
-    cells = [name, who, *(f"{n[key]:.2f}" for key in ("kv", "other", "stored", "loads", "exchanges", "matrices"))]
+    cells = [name, who, *(f"{n[key]:.2f}" for key in ("kv", "other", "stored", "exchanges", "matrices"))]
     print(f"| {' | '.join(cells)} | {n['shared']:.0f} | {n['groups']} | {n['dispatches']} |", flush=True)
 
 
 def print_head():
-    titles = "case | kernel | K, V | other | stored | loads | exchanges | matrices | shared | groups | dispatches"
+    titles = "case | kernel | K, V | other | stored | exchanges | matrices | shared | groups | dispatches"
     print(f"| {titles} |\n{'|---' * len(titles.split('|'))}|")
 
 
 def load():
-    """The package, the emulator of its kernels, and MLX's kernel."""
+    """The package, and the emulator of its kernels."""
     if os.environ.get("METAL_VARIANT") != "count":
         sys.exit("METAL_VARIANT=count is needed")
     os.environ["LOCAL_KERNELS"] = f"org/paged-attn={metal_build.extension(['count'])}"
     fake_mps.load()
     import kernels
 
-    mlx.fetch()
     package = kernels.get_kernel("org/paged-attn", version=1, backend="metal", trust_remote_code=True)
     (library,) = fake_mps.kernel_libraries()
-    return package, library, mlx.from_source("count")
+    return package, library
 
 
 def main():
-    paged_attn, library, peer = load()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", default=[""], metavar="PART", help="of the names of cases")
+    parser.add_argument("--ours", action="store_true", help="without MLX")
+    args = parser.parse_args()
+    paged_attn, library = load()
+    peer = None
+    if not args.ours:
+        mlx.fetch()
+        peer = mlx.from_source("count")
     print_head()
     for case in CASES:
-        if sys.argv[1:] and sys.argv[1] not in case.name:
+        if not any(part in case.name for part in args.parts):
             continue
         print_row(case.name, "ours", ours(paged_attn, library, case))
-        if not case.cache and case.page_size == 16:
+        if peer and not case.cache and case.page_size == 16:
             print_row(case.name, "MLX", of_mlx(peer, case))
 
 

@@ -87,7 +87,7 @@ enum Sizes {
   kMaxSimdgroups = 8,     // of a threadgroup of attend
   kVector = 8,            // elements that a lane handles at once
   kSplitKeys = 512,       // a longer request is cut, as far as the plan allows
-  kMinSplitKeys = 128,    // and a shorter one down to this, while there are fewer items than cores
+  kMinSplitKeys = 128,    // and a shorter one down to this, while there are few threadgroups
   kBusySplitKeys = 8192,  // where there are items enough, only what is longer than this
   kMaxSplitRows = 64,     // of a request and kv_head: with more there is enough to do without cuts
   kVectorRows = 8,        // of an item of attend
@@ -117,7 +117,7 @@ struct Arguments {
   int32_t window_left, window_right, attention_chunk;
   int32_t num_splits, max_splits;  // asked for, 0: by length; room for
   int32_t split_keys;              // kSplitKeys or kBusySplitKeys
-  int32_t wanted_splits;           // of an item, that every core has something to do
+  int32_t wanted_splits;           // of an item, for enough threadgroups
   int32_t split_rows;              // a request with more rows is not cut
   int32_t seqlen_new, total_new;
   int64_t total_words;  // of a table that the host fetches

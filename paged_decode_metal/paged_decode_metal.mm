@@ -24,8 +24,10 @@ constexpr int64_t kMaxSplits = 64;
 // So many threadgroups keep every Apple GPU busy (8 for each of 32 cores, Metal does not tell their number); with fewer
 // the keys are cut.
 constexpr int64_t kBusyThreadgroups = 256;
-// With fewer than one for each core of the largest Apple GPU, short requests are cut too.
-constexpr int64_t kMostCores = 80;
+// With fewer than these, shorter requests are cut too: 3 for each of 40 cores, as many as the registers of a core hold.
+constexpr int64_t kWantedThreadgroups = 128;
+// Simdgroups of a threadgroup, so that 3 of them can be in a core; more where there are too few threadgroups.
+constexpr int64_t kUsualSimdgroups = 4;
 constexpr int kAppendThreads = 128;
 
 static_assert(kFloat32 == int(DType::kFloat32) && kFloat16 == int(DType::kFloat16) &&
@@ -207,7 +209,7 @@ Cuts plan_cuts(const Problem& p, int64_t items) {
   if (items == 0 || (!p.cu_seqlens_q && p.max_q_len * p.group > kMaxSplitRows)) return cuts;
   const int64_t capacity = capacity_of(p);
   const bool busy = items >= kBusyThreadgroups;
-  if (!p.deterministic) cuts.wanted = pd_ceil_div(kMostCores, items);
+  if (!p.deterministic) cuts.wanted = pd_ceil_div(kWantedThreadgroups, items);
   if (!p.deterministic && busy) cuts.split_keys = kBusySplitKeys;
   const int64_t by_cores = pd_min(pd_ceil_div(capacity, kMinSplitKeys), cuts.wanted);
   // A cache of no more than kSplitKeys is not worth a second dispatch.
@@ -262,8 +264,9 @@ void run_attention(const Problem& p) {
   const Cuts cuts = plan_cuts(p, items);
   const int64_t max_splits = cuts.most;
   const int64_t keys = p.deterministic ? capacity_of(p) : pd_ceil_div(capacity_of(p), max_splits);
-  const int64_t simdgroups =
-      p.deterministic ? kMaxSimdgroups : pd_min(kMaxSimdgroups, pd_max(1, pd_ceil_div(keys, kSimdWidth)));
+  const int64_t most_simdgroups =
+      !p.deterministic && items * max_splits >= kWantedThreadgroups ? kUsualSimdgroups : kMaxSimdgroups;
+  const int64_t simdgroups = pd_max(1, pd_min(most_simdgroups, pd_ceil_div(keys, kSimdWidth)));
   a.num_splits = static_cast<int32_t>(pd_min(p.num_splits, INT32_MAX));
   a.max_splits = static_cast<int32_t>(max_splits);
   a.split_keys = static_cast<int32_t>(cuts.split_keys);

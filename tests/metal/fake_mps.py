@@ -53,7 +53,8 @@ def dispatched():
 def kernel_libraries():
     """The emulators of the package's kernels, as compiled for METAL_VARIANT: counts of what has run so far."""
     variant = os.environ.get("METAL_VARIANT", "plain")
-    return [emulator.Library(metal_build.kernels(source, variant, inc)) for source, inc in metal_build.metal_sources()]
+    sources = metal_build.metal_sources()
+    return [emulator.Library(metal_build.kernel_lines(source, variant, inc, [])[1]) for source, inc in sources]
 
 
 def created():
