@@ -70,7 +70,7 @@ struct TileLoader {
   int page, slot;  // of key `lane` of that tile; page -1: nothing to read there
   const int32_t* pages;
   int base_page, base_slot;  // of a request without a table
-  const char *k_head, *v_head;
+  uint32_t k_head, v_head;   // where the head begins in a slot, in pieces
 
   PD_MEMBER void start(const Walker& first) {
     walker = first;
@@ -88,20 +88,24 @@ struct TileLoader {
         if (!live) return;
         tile = segment.tile + threadIdx.x / kWarp;
       } while (tile >= segment.tile_end);
-      k_head = static_cast<const char*>(cache.k) + segment.head * cache.k_stride_head * Kv::kBytes;
-      v_head = static_cast<const char*>(cache.v) + segment.head * cache.v_stride_head * Kv::kBytes;
+      k_head = segment.head * plan.k_head_pieces;
+      v_head = segment.head * plan.v_head_pieces;
       const int b = walker.item.b;
-      base_page = cache.cu_seqlens_k ? 0 : table_row(p, b);
-      base_slot = cache.cu_seqlens_k ? cache.cu_seqlens_k[b] : 0;
-      pages = cache.block_table ? cache.block_table + base_page * cache.block_table_stride : nullptr;
+      if (plan.plain) {
+        pages = cache.block_table + static_cast<int64_t>(b) * plan.table_stride;
+      } else {
+        base_page = cache.cu_seqlens_k ? 0 : table_row(p, b);
+        base_slot = cache.cu_seqlens_k ? cache.cu_seqlens_k[b] : 0;
+        pages = cache.block_table ? cache.block_table + base_page * cache.block_table_stride : nullptr;
+      }
     }
     const int key = tile * Shape::kTileKeys + threadIdx.x % Shape::kTileKeys;
     page = -1;
     if (key < walker.item.key_begin || key >= walker.item.key_end) return;
-    if (pages) {
+    if (plan.plain || pages) {
       const int index = plan.page_size.divide(key);
       slot = key - index * static_cast<int>(plan.page_size.divisor);
-      if (index < cache.max_pages) page = pages[index];
+      if (index < plan.max_pages) page = pages[index];
     } else {
       slot = base_slot + key;
       if (slot >= 0 && slot < cache.page_size) page = base_page;
@@ -114,10 +118,10 @@ struct TileLoader {
     if (live) {
       // In pieces of 16 bytes a cache of 64 GiB fits into 32 bits, half of the registers and shuffles of a pointer.
       const bool found = static_cast<uint32_t>(page) < static_cast<uint32_t>(p.cache.num_pages);
-      const uint32_t k_place = found ? page * plan.k_page_pieces + slot * plan.k_slot_pieces : kNowhere;
-      const uint32_t v_place = found ? page * plan.v_page_pieces + slot * plan.v_slot_pieces : kNowhere;
-      copy_rows<false>(stage, k_head, k_place, static_cast<int>(p.head_dim));
-      copy_rows<true>(stage + Shape::kStageBytesK, v_head, v_place, static_cast<int>(p.head_dim_v));
+      const uint32_t k_place = found ? page * plan.k_page_pieces + slot * plan.k_slot_pieces + k_head : kNowhere;
+      const uint32_t v_place = found ? page * plan.v_page_pieces + slot * plan.v_slot_pieces + v_head : kNowhere;
+      copy_rows<false>(stage, p.cache.k, k_place, static_cast<int>(p.head_dim));
+      copy_rows<true>(stage + Shape::kStageBytesK, p.cache.v, v_place, static_cast<int>(p.head_dim_v));
       tile += blockDim.x / kWarp;
     }
     copy_commit();
@@ -126,17 +130,17 @@ struct TileLoader {
 
   // All rows of a tile, 8 consecutive lanes to a line: the memory system takes 8 lanes of 16 bytes at a time.
   template <bool kValues>
-  PD_MEMBER void copy_rows(uint32_t stage, const char* head, uint32_t place_of_key, int head_dim) {
+  PD_MEMBER void copy_rows(uint32_t stage, const void* cache, uint32_t place_of_key, int head_dim) {
     constexpr int kLanes = Shape::kPieces < 8 ? Shape::kPieces : 8, kRows = kWarp / kLanes;
     const int lane = threadIdx.x % kWarp, first_row = lane / kLanes, piece = lane % kLanes;
     const int place = kValues ? Shape::place_v(first_row, piece) : Shape::place_k(first_row, piece);
     const uint32_t target = stage + (first_row * Shape::kPieces + place) * 16;
-    head += piece * 16;
+    const char* first = static_cast<const char*>(cache) + piece * 16;
     const uint64_t policy = read_once_policy();
 #pragma unroll
     for (int row = 0; row < Shape::kTileKeys; row += kRows) {
       const uint32_t offset = __shfl_sync(~0u, place_of_key, row + first_row);
-      const char* source = head + static_cast<uint64_t>(offset == kNowhere ? 0 : offset) * 16;
+      const char* source = first + static_cast<uint64_t>(offset == kNowhere ? 0 : offset) * 16;
       // The place of a piece of values depends on its row modulo 8; four rows at a time make two cases.
       const uint32_t exchange = kValues && kRows == 4 && row % 8 != 0 ? 4 * 16 : 0;
 #pragma unroll
@@ -539,16 +543,28 @@ PD_DEVICE RowSum sum_warps(char* queues, const int* free_stages, const float2* s
   return sum;
 }
 
-// Merges the warps and, in the block with the first keys, the parts; writes the rows or their partial. A thread takes
-// four dimensions of a row at a time. Where threads are left over, groups of them share the parts.
+// How the threads of a block share the merge of a segment: each takes four dimensions of a row at a time; where threads
+// are left over, groups of them share the parts. Known when the segment begins, so not computed at its end.
+struct Sharing {
+  int parts;  // of other blocks, to be added
+  int groups;
+};
+
+template <typename Shape>
+PD_DEVICE Sharing share_merge(const Walker& walker, const Segment& segment) {
+  const int threads = blockDim.x, pieces = walker.item.rows * Shape::kQuads;
+  Sharing sharing = {segment.first ? parts_behind(walker, segment) : 0, 1};
+  while (sharing.groups < sharing.parts && (sharing.groups + 1) * pieces <= threads) ++sharing.groups;
+  return sharing;
+}
+
+// Merges the warps and, in the block with the first keys, the parts; writes the rows or their partial.
 template <typename Shape, typename Rows>
-PD_DEVICE void finish_segment(const Problem& p, const Plan& plan, const Item& item, const Segment& segment, int behind,
-                              char* queues, const int* free_stages, const float2* shared_ml, RowSum* shared_sums) {
+PD_DEVICE void finish_segment(const Problem& p, const Plan& plan, const Item& item, const Segment& segment,
+                              const Sharing& sharing, char* queues, const int* free_stages, const float2* shared_ml,
+                              RowSum* shared_sums) {
   constexpr int kQuads = Shape::kQuads;
-  const int threads = blockDim.x, thread = threadIdx.x, pieces = item.rows * kQuads;
-  const int others = segment.first ? behind : 0;
-  int groups = 1;
-  while (groups < others && (groups + 1) * pieces <= threads) ++groups;
+  const int threads = blockDim.x, thread = threadIdx.x, pieces = item.rows * kQuads, groups = sharing.groups;
 #pragma unroll 1
   for (int first = 0; first < pieces * groups; first += threads) {
     int row = (first + thread) / kQuads, group = 0;
@@ -560,7 +576,7 @@ PD_DEVICE void finish_segment(const Problem& p, const Plan& plan, const Item& it
     const bool exists = group < groups && quad * 4 < p.head_dim_v;
     RowSum sum;
     if (exists && group == 0) sum = sum_warps<Shape, Rows>(queues, free_stages, shared_ml, row, quad);
-    if (exists && others > 0) add_partials(plan, group, groups, others, row, quad, sum);
+    if (exists && sharing.parts > 0) add_partials(plan, group, groups, sharing.parts, row, quad, sum);
     if (groups > 1) {
       // One round, in which all threads are.
       if (group > 0) shared_sums[thread] = sum;
@@ -596,23 +612,15 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWar
   touch(p);
   touch(plan);
   const char* line = table_line(p.cache);
-  wait_for_predecessor();
-  let_successor_start();
-  if (line) prefetch_l2(line);
-
-  // Which keys
-  Walker walker;
-  if (plan.balanced) {
-    find_stretch(p, plan, walker);
-  } else {
-    find_split(p, plan, walker);
-  }
+  Walker walker = {};
+  if (plan.blocks_each.divisor > 0) expect_even_stretch(p, plan, walker);
   TileLoader<Kv, kHeadDim, kRowTiles> loader;
   loader.start(walker);
 
   // A line of code that is met for the first time costs as much as a line of data, so everything stands here once. The
   // first segment is an empty one, in which the copies get their lead.
   Segment segment = {};
+  Sharing sharing = {};
   bool open = false;
   int tile = 0, lead = Shape::kStages, free_stage = Shape::kStages - 1;
   Rows<Kv, kHeadDim, kRowTiles> rows;
@@ -620,6 +628,18 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWar
     // For each tile of this warp: copy a later one, attend
 #pragma unroll 1
     while (lead > 0 || tile < segment.tile_end) {
+      if (lead == Shape::kStages) {
+        // The predecessor is awaited here, inside, when all that the loops keep in registers is there.
+        wait_for_predecessor();
+        let_successor_start();
+        if (line) prefetch_l2(line);
+        if (plan.balanced) {
+          find_stretch(p, plan, walker);
+        } else {
+          find_split(p, plan, walker);
+        }
+        loader.start(walker);
+      }
       const int read_stage = free_stage + 1 == Shape::kStages ? 0 : free_stage + 1;
       const char* stage = queue + read_stage * Shape::kStageBytes;
       float s[Shape::kSubTiles][kRowTiles][4];
@@ -645,15 +665,15 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWar
       __syncwarp();
       rows.publish(queue + free_stage * Shape::kStageBytes, shared_ml + warp * Shape::kRows);
       if (threadIdx.x % kWarp == 0) free_stages[warp] = free_stage;
-      const int behind = parts_behind(walker, segment);
       __syncthreads();
-      finish_segment<Shape, Rows<Kv, kHeadDim, kRowTiles>>(p, plan, walker.item, segment, behind, queues, free_stages,
+      finish_segment<Shape, Rows<Kv, kHeadDim, kRowTiles>>(p, plan, walker.item, segment, sharing, queues, free_stages,
                                                            shared_ml, shared_sums);
       __syncthreads();
     }
     open = true;
     if (!walker.next(p, plan, segment)) break;
     rows.start(p, plan, walker.item, segment.head);
+    sharing = share_merge<Shape>(walker, segment);
     tile = segment.tile + warp;
   }
   clear_unclaimed(p);

@@ -207,4 +207,17 @@ struct FastDivisor {
   }
 };
 
+// n / d and the rest, for quotients far below 2^20: the approximation is off by one at most.
+PD_DEVICE void divide_small(int n, int d, int& quotient, int& rest) {
+  quotient = static_cast<int>(__fdividef(static_cast<float>(n), static_cast<float>(d)));
+  rest = n - quotient * d;
+  if (rest < 0) {
+    --quotient;
+    rest += d;
+  } else if (rest >= d) {
+    ++quotient;
+    rest -= d;
+  }
+}
+
 }  // namespace paged_attn

@@ -46,14 +46,15 @@ struct RowSum {
     float top = m;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) top = fmaxf(top, ml[j].x);
-    const float factor = fast_rescale(m, top);
+    const float base = top == -INFINITY ? 0.f : top;
+    const float factor = fast_exp2(m - base);
     m = top;
     l *= factor;
 #pragma unroll
     for (int e = 0; e < 4; ++e) acc[e] *= factor;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      const float weight = fast_rescale(ml[j].x, top);
+      const float weight = fast_exp2(ml[j].x - base);
       l += ml[j].y * weight;
       acc[0] += values[j].x * weight;
       acc[1] += values[j].y * weight;
@@ -84,37 +85,33 @@ template <int kBatch>
 PD_DEVICE void add_batch(const Plan& plan, int first, int step, int count, int row, int quad, RowSum& sum) {
   const unsigned long long number = launch_number();
   unsigned long long payload[kBatch][kWords], found[kBatch][kWords], stale;
-  uint4* words[kBatch];
-#pragma unroll
-  for (int j = 0; j < kBatch; ++j) {
-    // The first stands in for those past the end.
-    const int part = first + j * step < count ? first + j * step : first;
-    words[j] = partial_quad(plan, static_cast<int>(blockIdx.x) - 1 - part, row, quad);
-  }
+  uint4* const nearest = partial_quad(plan, static_cast<int>(blockIdx.x) - 1 - first, row, quad);
+  const int stride = step * plan.rows_per_tile * kWords * plan.partial_quads;
+  // The nearest stands in for those past the end.
+  const int existing = min((count - first + step - 1) / step, kBatch);
+  auto word_of = [&](int j, int w) { return nearest - (j < existing ? j * stride : 0) + w * plan.partial_quads; };
   do {
     // All loads before the first look at one.
 #pragma unroll
     for (int j = 0; j < kBatch; ++j)
 #pragma unroll
-      for (int w = 0; w < kWords; ++w) load_word(words[j] + w * plan.partial_quads, payload[j][w], found[j][w]);
+      for (int w = 0; w < kWords; ++w) load_word(word_of(j, w), payload[j][w], found[j][w]);
     stale = 0;
 #pragma unroll
     for (int j = 0; j < kBatch; ++j)
 #pragma unroll
       for (int w = 0; w < kWords; ++w) stale |= found[j][w] ^ number;
   } while (stale != 0);
-#pragma unroll
-  for (int j = 0; j < kBatch; ++j)
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) store_word(words[j] + w * plan.partial_quads, 0.f, 0.f, 0);
   float2 ml[kBatch];
   float4 values[kBatch];
 #pragma unroll
   for (int j = 0; j < kBatch; ++j) {
-    const bool exists = first + j * step < count;
+    const bool exists = j < existing;
     const float2 low = unpack(payload[j][1]), high = unpack(payload[j][2]);
     ml[j] = exists ? unpack(payload[j][0]) : make_float2(-INFINITY, 0.f);
     values[j] = exists ? make_float4(low.x, low.y, high.x, high.y) : make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) store_word(word_of(j, w), 0.f, 0.f, 0);
   }
   sum.add(ml, values);
 }

@@ -24,8 +24,6 @@ namespace {
 constexpr int kMaxSplits = 256;
 constexpr int kSimtSplits = 32;
 constexpr int64_t kMaxKeys = int64_t{1} << 30;
-// One request of 8 heads on an H200: big blocks take 15.7 us instead of 20.5 at 8192 keys, 10.0 instead of 8.8 at 1024.
-constexpr int kManyKeys = 4096;
 
 [[noreturn]] void fail_cuda(cudaError_t error, const char* what) {
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
@@ -160,9 +158,9 @@ bool fits_decode_kernel(const Problem& p) {
   for (int64_t stride : {p.out_stride_batch, p.out_stride_token, p.out_stride_head}) {
     if (!aligned(stride, 2)) return false;
   }
-  const int64_t pages = pd_max(c.num_pages, 1) - 1, slots = pd_max(c.page_size, 1) - 1;
-  const int64_t last =
-      pd_max(pages * c.k_stride_page + slots * c.k_stride_slot, pages * c.v_stride_page + slots * c.v_stride_slot);
+  const int64_t pages = pd_max(c.num_pages, 1) - 1, slots = pd_max(c.page_size, 1) - 1, heads = p.kv_heads - 1;
+  const int64_t last = pd_max(pages * c.k_stride_page + slots * c.k_stride_slot + heads * c.k_stride_head,
+                              pages * c.v_stride_page + slots * c.v_stride_slot + heads * c.v_stride_head);
   return last * bytes / 16 < int64_t{UINT32_MAX};
 }
 
@@ -195,9 +193,23 @@ void plan_fixed_splits(const Problem& p, int split_keys, int limit, Plan& plan) 
   plan.blocks = FastDivisor(plan.items * p.kv_heads * splits);
 }
 
+// Whether and how an item follows from the length of its request alone.
+void plan_items(const Problem& p, int64_t row_tiles, Plan& plan) {
+  const Cache& c = p.cache;
+  plan.max_pages = c.block_table ? static_cast<int32_t>(c.max_pages) : 0;
+  plan.plain = row_tiles == 1 && p.cache_seqlens && c.block_table && !c.cache_batch_idx && !p.cu_seqlens_q &&
+               !p.cache_leftpad && !p.append.cu_seqlens_k_new && p.window_left < 0 && p.attention_chunk == 0 &&
+               c.block_table_stride <= INT32_MAX;
+  if (!plan.plain) return;
+  plan.table_stride = static_cast<int32_t>(c.block_table_stride);
+  plan.new_keys = p.append.k ? static_cast<int32_t>(p.append.seqlen_new) : 0;
+  plan.hidden_keys = p.window_right < 0 ? 0 : static_cast<int32_t>(pd_max(p.max_q_len - 1 - p.window_right, 0));
+}
+
 // Attention alone: the new tokens are in the cache, the queries rotated.
 void attend(const Problem& p, const Context& context) {
   Plan plan = {};
+  plan.blocks_each.divisor = 0;
   const bool matrix = fits_decode_kernel(p);
   const DecodeKernel decode = matrix ? decode_kernel_for(p) : DecodeKernel{};
   const void* kernel = matrix ? decode.function : simt_kernel_for(p);
@@ -212,6 +224,7 @@ void attend(const Problem& p, const Context& context) {
   plan.row_tiles = FastDivisor(row_tiles);
   plan.items = static_cast<int32_t>(items);
   plan.partial_quads = static_cast<int32_t>(pd_ceil_div(p.head_dim_v, 4));
+  plan_items(p, row_tiles, plan);
 
   int threads = kSimtWarps * kWarp, shared_bytes = 0;
   if (matrix) {
@@ -221,20 +234,28 @@ void attend(const Problem& p, const Context& context) {
     plan.k_slot_pieces = static_cast<uint32_t>(c.k_stride_slot / pieces);
     plan.v_page_pieces = static_cast<uint32_t>(c.v_stride_page / pieces);
     plan.v_slot_pieces = static_cast<uint32_t>(c.v_stride_slot / pieces);
+    plan.k_head_pieces = static_cast<uint32_t>(c.k_stride_head / pieces);
+    plan.v_head_pieces = static_cast<uint32_t>(c.v_stride_head / pieces);
     const int64_t most_units = items * p.kv_heads * ((capacity(p) >> plan.tile_shift) + 2);
     plan.balanced = p.num_splits == 0 && !p.deterministic && items <= kMaxBalancedItems && most_units <= INT32_MAX;
-    // No more (item, kv_head) than multiprocessors, with many keys: most are cut, and big blocks make fewer parts. With
-    // more of them, all warps of a big block would meet too often. Only where results may depend on the batch, as the
-    // number of warps decides the order of sums.
-    const bool big = plan.balanced && items * p.kv_heads <= context.device.processors && capacity(p) >= kManyKeys &&
+    // No more (item, kv_head) than multiprocessors: most are cut, and big blocks make fewer parts; where there is
+    // hardly a tile for every warp, blocks between the two sizes. With more of them, all warps of a big block would
+    // meet too often. Only where results may depend on the batch, as the number of warps decides the order of sums.
+    const int64_t pairs = items * p.kv_heads, tiles = pd_ceil_div(capacity(p), int64_t{1} << plan.tile_shift);
+    const int processors = context.device.processors;
+    const bool few = plan.balanced && pairs <= processors &&
                      decode.most_warps * decode.shared_bytes_per_warp + 2048 <= context.device.shared_per_block;
-    const int warps = big ? decode.most_warps : decode.warps;
+    const int warps = !few ? decode.warps
+                           : pd_min(pairs * tiles <= decode.warps * processors ? 2 * decode.warps : decode.most_warps,
+                                    decode.most_warps);
     threads = warps * kWarp;
     shared_bytes = warps * decode.shared_bytes_per_warp;
     if (plan.balanced) {
       const Kernel& properties = kernel_properties(kernel, context.index, threads, shared_bytes);
       plan.blocks = FastDivisor(int64_t{context.device.processors} * properties.blocks_per_processor);
-      plan.min_units = (big ? 1 : 2) * warps;
+      const int64_t each = plan.blocks.divisor / pd_max(pairs, 1);
+      if (each > 0) plan.blocks_each = FastDivisor(each);
+      plan.min_units = (few ? 1 : 2) * warps;
       plan.max_splits = FastDivisor(1);
     } else {
       plan_fixed_splits(p, 2048, p.deterministic ? 16 : 1, plan);

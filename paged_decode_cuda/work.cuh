@@ -10,6 +10,8 @@
 // block. The blocks compute the line from the lengths themselves, so nothing depends on what the host knows, and a
 // replayed CUDA graph balances the lengths that it finds. Blocks go down the line: the one with the keys before a cut
 // starts after the one with the keys behind it.
+// Even: the same where there are blocks for every (item, kv_head) and the lengths hardly differ, but each has as many
+// blocks of its own: fewer cuts, and no block serves two.
 // Fixed: one block per (item, kv_head, split), where the cuts of a request depend on its own length alone.
 //
 // When a segment is only a part of its (item, kv_head), its block leaves a partial; the block with the first keys
@@ -22,15 +24,21 @@ namespace paged_attn {
 
 struct Plan {
   FastDivisor page_size, group, row_tiles, max_splits, kv_heads, chunk;
-  FastDivisor blocks;  // of the grid
+  FastDivisor blocks;       // of the grid
+  FastDivisor blocks_each;  // of an (item, kv_head) when dealt evenly; divisor 0: not enough for all
   int32_t rows_per_tile, items;
   int32_t tile_shift;  // log2 of the keys of a unit
   int32_t min_units;   // balanced: a shorter stretch is not worth a block
   int32_t num_splits;  // fixed: parts asked for; 0: one for every split_tiles, at most max_splits
   int32_t split_tiles;
-  uint32_t k_page_pieces, k_slot_pieces;  // strides of the cache in pieces of 16 bytes
-  uint32_t v_page_pieces, v_slot_pieces;
+  uint32_t k_page_pieces, k_slot_pieces, k_head_pieces;  // strides of the cache in pieces of 16 bytes
+  uint32_t v_page_pieces, v_slot_pieces, v_head_pieces;
+  int32_t max_pages, table_stride;  // of the block table
   bool balanced;
+  // The common case, in which an item is a request and its length says which keys it sees: pages, no table rows, left
+  // padding, windows, chunks or lists of positions.
+  bool plain;
+  int32_t new_keys, hidden_keys;  // plain: keys that an append has added; keys that the first token does not see
   // Workspace; nothing of it is set before the launch. nullptr when nothing is ever cut.
   uint4* partials;        // [blocks, rows_per_tile, 3, partial_quads]
   int32_t partial_quads;  // of head_dim_v, rounded up
@@ -95,8 +103,26 @@ PD_DEVICE KvRange row_keys(const Problem& p, const Plan& plan, const Item& item,
                       static_cast<int>(p.window_right), chunk, chunk_begin);
 }
 
+PD_DEVICE int plain_length(const Problem& p, const Plan& plan, int b) {
+  return max(p.cache_seqlens[b] + plan.new_keys, 0);
+}
+
+// At least one, so that someone writes the rows.
+PD_DEVICE int plain_tiles(const Plan& plan, int kv_len) {
+  return max((kv_len + (1 << plan.tile_shift) - 1) >> plan.tile_shift, 1);
+}
+
 PD_DEVICE Item load_item(const Problem& p, const Plan& plan, int index) {
-  Item item;
+  Item item = {};
+  if (plan.plain) {
+    item.b = index;
+    item.q_len = static_cast<int>(p.max_q_len);
+    item.rows = item.q_len * static_cast<int>(p.group);
+    item.kv_len = item.key_end = plain_length(p, plan, index);
+    item.inner_end = max(item.kv_len - plan.hidden_keys, 0);
+    item.tiles = plain_tiles(plan, item.kv_len);
+    return item;
+  }
   item.b = plan.row_tiles.divide(index);
   const int tile = index - item.b * static_cast<int>(plan.row_tiles.divisor);
   item.q_begin = query_begin(p, item.b);
@@ -135,15 +161,22 @@ struct Walker {
   int head, tile;     // next unit, tile counted from the item's first
   int position, end;  // the same on the line, and the end of this block's stretch
   int length;         // of every stretch
+  bool loaded;        // item is that of index
+  bool even;          // the stretch, counted from the item's first tile, is all there is, even when it is empty
   Item item;
 
   PD_MEMBER bool next(const Problem& p, const Plan& plan, Segment& segment) {
     if (position >= end) return false;
-    while (tile == item.tiles) {
+    while (true) {
+      if (!loaded) item = load_item(p, plan, index);
+      loaded = true;
+      if (tile < item.tiles) break;
+      if (even) return false;
       tile = 0;
       if (++head < p.kv_heads) continue;
       head = 0;
-      item = load_item(p, plan, ++index);
+      ++index;
+      loaded = false;
     }
     const int count = min(item.tiles - tile, end - position);
     segment.head = head;
@@ -157,14 +190,54 @@ struct Walker {
   }
 };
 
-PD_DEVICE Item shuffle_item(const Item& item, int lane) {
-  constexpr int kWords = sizeof(Item) / sizeof(int);
-  Item result;
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) {
-    reinterpret_cast<int*>(&result)[i] = __shfl_sync(~0u, reinterpret_cast<const int*>(&item)[i], lane);
+// Tiles of all items of a range, and the most of one.
+struct TileCount {
+  int sum = 0, most = 0;
+
+  PD_MEMBER void add(int tiles) {
+    sum += tiles;
+    most = max(most, tiles);
   }
-  return result;
+};
+
+PD_DEVICE TileCount count_tiles(const Problem& p, const Plan& plan, int begin, int end) {
+  TileCount count;
+  if (plan.plain) {
+    constexpr int kBatch = 4;
+#pragma unroll 1
+    for (; begin < end; begin += kBatch) {
+      int lengths[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) lengths[j] = begin + j < end ? plain_length(p, plan, begin + j) : 0;
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (begin + j < end) count.add(plain_tiles(plan, lengths[j]));
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int index = begin; index < end; ++index) count.add(load_item(p, plan, index).tiles);
+  }
+  return count;
+}
+
+// What of even dealing does not depend on lengths: which (item, kv_head) this block serves and, in walker.tile, as
+// which of its blocks, counted from the first keys.
+PD_DEVICE void expect_even_stretch(const Problem& p, const Plan& plan, Walker& walker) {
+  const int each = static_cast<int>(plan.blocks_each.divisor), heads = static_cast<int>(p.kv_heads);
+  const int place = plan.blocks_each.divide(static_cast<int>(blockIdx.x)), unit = plan.items * heads - 1 - place;
+  walker.tile = (place + 1) * each - 1 - static_cast<int>(blockIdx.x);
+  walker.index = plan.kv_heads.divide(max(unit, 0));
+  walker.head = unit - walker.index * heads;
+}
+
+// `most`: tiles of the longest item. An item with fewer has shorter stretches at its end.
+PD_DEVICE void deal_evenly(const Plan& plan, int most, Walker& walker) {
+  const int each = static_cast<int>(plan.blocks_each.divisor);
+  walker.even = true;
+  walker.length = max(plan.min_units, plan.blocks_each.divide(most + each - 1));
+  walker.tile = walker.position = walker.tile * walker.length;
+  walker.end = walker.head < 0 ? 0 : min(most, walker.position + walker.length);
 }
 
 // Finds this block's stretch. Every warp does so by itself, without a barrier: the lanes share the items out in runs
@@ -172,20 +245,23 @@ PD_DEVICE Item shuffle_item(const Item& item, int lane) {
 PD_DEVICE void find_stretch(const Problem& p, const Plan& plan, Walker& walker) {
   static_assert(kMaxBalancedItems <= kWarp * kWarp, "a run has an item per lane at most");
   const int lane = threadIdx.x % kWarp, heads = static_cast<int>(p.kv_heads);
-  Item item;
   int first = 0, before = 0;  // first item of the runs, units before it
-  int owner, units, run = (plan.items + kWarp - 1) / kWarp;
+  int owner, tiles, run = (plan.items + kWarp - 1) / kWarp;
   walker.length = 0;
+  walker.loaded = walker.even = false;
 #pragma unroll 1
   while (true) {
-    units = 0;
-    const int run_begin = first + lane * run, run_end = min(plan.items, run_begin + run);
-#pragma unroll 1
-    for (int index = run_begin; index < run_end; ++index) {
-      item = load_item(p, plan, index);
-      units += item.tiles * heads;
+    const int run_begin = first + lane * run;
+    const TileCount count = count_tiles(p, plan, run_begin, min(plan.items, run_begin + run));
+    tiles = count.sum;
+    if (walker.length == 0 && plan.blocks_each.divisor > 0) {
+      const int most = __reduce_max_sync(~0u, count.most), all = __reduce_add_sync(~0u, tiles);
+      if (most * plan.items - all <= all / 16) {
+        deal_evenly(plan, most, walker);
+        return;
+      }
     }
-    int sum = units;
+    int sum = tiles * heads;
 #pragma unroll
     for (int step = 1; step < kWarp; step *= 2) {
       const int other = __shfl_up_sync(~0u, sum, step);
@@ -199,15 +275,13 @@ PD_DEVICE void find_stretch(const Problem& p, const Plan& plan, Walker& walker) 
       if (walker.position >= walker.end) return;
     }
     owner = __popc(__ballot_sync(~0u, before + sum <= walker.position));
-    before += __shfl_sync(~0u, sum - units, owner);
+    before += __shfl_sync(~0u, sum - tiles * heads, owner);
     first += owner * run;
     if (run == 1) break;
     run = 1;
   }
   walker.index = first;
-  walker.item = shuffle_item(item, owner);
-  walker.head = (walker.position - before) / walker.item.tiles;
-  walker.tile = walker.position - before - walker.head * walker.item.tiles;
+  divide_small(walker.position - before, __shfl_sync(~0u, tiles, owner), walker.head, walker.tile);
 }
 
 // This block's (item, head, split) when the cuts are fixed.
@@ -216,9 +290,9 @@ PD_DEVICE void find_split(const Problem& p, const Plan& plan, Walker& walker) {
   const int split = (unit + 1) * static_cast<int>(plan.max_splits.divisor) - 1 - static_cast<int>(blockIdx.x);
   walker.index = plan.kv_heads.divide(unit);
   walker.head = unit - walker.index * static_cast<int>(p.kv_heads);
-  walker.item = load_item(p, plan, walker.index);
+  walker.loaded = walker.even = false;
   walker.tile = walker.position = walker.end = 0;
-  const int tiles = walker.item.tiles;
+  const int tiles = count_tiles(p, plan, walker.index, walker.index + 1).sum;
   if (tiles == 0) return;
   const int splits = item_splits(plan, tiles);
   walker.length = (tiles + splits - 1) / splits;
