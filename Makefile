@@ -1,16 +1,19 @@
-# make build   environment in .venv, extension in build/<variant>; for CUDA where nvcc and a GPU are, else for the CPU
+# make build   environment in .venv, extension in build/<variant>; on a Mac for Metal, for CUDA where nvcc and a GPU are,
+#              else for the CPU
 # make run     generation through transformers, against sdpa
-# make test    the tests; PYTEST="-k name" picks some; make test-metal runs only those of the Metal backend
+# make test    the tests; PYTEST="-k name" picks some; make test-metal runs them on an emulated Apple GPU
 # PYTHON=      the interpreter that makes the environment (3.10 or later)
 # VENV=        another place for the environment
 # CXX=         the C++ compiler
-# BACKEND=     cpu or cuda
+# BACKEND=     cpu, cuda or, on a Mac, metal
 
 PYTHON ?= python3
 VENV ?= .venv
 SANITIZE ?= address,undefined
 
-BACKEND ?= $(shell nvcc --version >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+SYSTEM := $(shell uname -s)
+GPU = nvcc --version >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1
+BACKEND ?= $(if $(filter Darwin,$(SYSTEM)),metal,$(shell $(GPU) && echo cuda || echo cpu))
 BACKEND := $(BACKEND)
 
 STAMP := $(VENV)/.requirements
@@ -24,8 +27,10 @@ CXX_SOURCES = $(wildcard torch-ext/*.cpp torch-ext/*.h paged_decode_*/*.cpp page
 # look for a CUDA variant, with or without a GPU.
 cuda = cu$(shell nvcc --version | sed -n 's/.*release \([0-9]*\)\.\([0-9]*\).*/\1\2/p')
 variant = torch-stable-abi211-$(1)-$(shell uname -m)-linux
-export LOCAL_KERNELS ?= org/paged-attn=$(CURDIR)/build/$(call variant,$(if $(filter cuda,$(BACKEND)),$(cuda),cpu))
-export PAGED_ATTN_TEST_DEVICE ?= $(BACKEND)
+metal = $(filter metal,$(BACKEND))
+built = $(if $(metal),,/build/$(call variant,$(if $(filter cuda,$(BACKEND)),$(cuda),cpu)))
+export LOCAL_KERNELS ?= org/paged-attn=$(CURDIR)$(built)
+export PAGED_ATTN_TEST_DEVICE ?= $(if $(metal),mps,$(BACKEND))
 
 .PHONY: build compile-cuda run test test-metal test-sanitize lint format bench clean
 .DEFAULT_GOAL := build
@@ -50,7 +55,7 @@ test: build
 	$(BIN)/python -m pytest tests $(PYTEST)
 
 # Metal: on a Mac the tests run on its device, elsewhere on an emulated one (tests/metal/README.md).
-test-metal: $(STAMP)
+test-metal: $(if $(metal),build,$(STAMP))
 	$(BIN)/python tests/metal/run.py $(PYTEST)
 
 # A sanitizer's runtime must be in the process before Python loads the extension; libstdc++ comes along because the

@@ -4,11 +4,13 @@
     device()        the fake Metal runtime and the mps device of torch, one shared library
     extension()     the package: torch-ext, paged_decode_metal/*.mm and the kernels -> a directory for `kernels`
 
-Ninja compiles again only what changed. As a program (`metal_build.py --variant NAME`) it builds the extension and
+Ninja compiles again only what changed; what several of them need has a ninja file of its own, so that processes may
+build side by side. As a program (`metal_build.py --variant NAME`) it builds the extension and
 prints its directory.
 """
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
@@ -41,7 +43,9 @@ FMA = "-mavx2 -mfma -mf16c" if {"avx2", "fma", "f16c"} <= set(Path("/proc/cpuinf
 VARIANTS = {
     "plain": f"-O2 -ffp-contract=on {FMA}",
     "fast": f"-O2 -ffast-math {FMA}",
+    # Fibers that each kept an own stack for returned variables would spend half of the time there.
     "asan": "-O1 -ffp-contract=on -fsanitize=address,undefined -fno-sanitize=function,vptr "
+    "-fsanitize-address-use-after-return=never "
     "-fno-sanitize-recover=undefined",
     "tsan": "-O1 -ffp-contract=on -fsanitize=thread",
     "count": "-O2 -ffp-contract=on -fno-vectorize -fno-slp-vectorize "
@@ -75,6 +79,10 @@ rule cxx
   deps = gcc
   description = compile $in
 
+rule merge
+  command = $cxx -r -nostdlib $in -o $out
+  description = merge $out
+
 rule link
   command = $cxx -shared $in $flags -o $out
   description = link $out
@@ -99,50 +107,56 @@ def gcc_folder() -> Path:
     return max(folders, key=lambda p: p.name.zfill(4))
 
 
-def run_ninja(name: str, lines: list[str], target: Path) -> Path:
-    OUT.mkdir(parents=True, exist_ok=True)
-    file = OUT / f"{name}.ninja"
-    header = [
-        f"builddir = {OUT / name}.state",
-        f"cxx = {CXX}",
-        f"python = {sys.executable}",
-        f"msl = {HERE / 'msl.py'}",
-    ]
-    local_build.write_if_changed(file, "\n".join([*header, RULES, *lines, ""]))
+def run_ninja(target: Path, lines: list[str]) -> Path:
+    """Brings a target up to date with rules of its own."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    file = target.with_name(f"{target.name}.ninja")
+    header = [f"builddir = {file}.state", f"cxx = {CXX}", f"python = {sys.executable}", f"msl = {HERE / 'msl.py'}"]
     command = [Path(ninja.BIN_DIR) / "ninja", "-f", file, "-C", OUT, "--quiet", target]
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # a sanitizer's
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    with open(f"{file}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        local_build.write_if_changed(file, "\n".join([*header, RULES, *lines, ""]))
+        run = subprocess.run(command, env=environment, capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(run.stdout + run.stderr)
     return target
 
 
-def kernel_lines(source: Path, variant: str, includes: list[Path], defines: list[str]) -> tuple[list[str], Path]:
-    """Rules that make a shared library of a .metal file."""
-    digest = hashlib.sha256(json.dumps([str(source), *map(str, includes), *defines]).encode()).hexdigest()[:8]
+def emulated_gpu(variant: str) -> Path:
+    """What all kernels of a variant are linked with."""
     folder = OUT / variant
-    stem = folder / f"{source.stem}-{digest}"
-    runtime = " ".join(["-std=c++20 -O2 -g1 -fPIC -fvisibility=hidden", RUNTIME_VARIANTS.get(variant, "")])
-    options = " ".join([*(f"-I {path}" for path in includes), *(f"-D {define}" for define in defines)])
     lines = [
         f"build {folder}/runtime.o: cxx {SHIM}/runtime.cpp",
-        f"  flags = {runtime}",
+        f"  flags = -std=c++20 -O2 -g1 -fPIC -fvisibility=hidden {RUNTIME_VARIANTS.get(variant, '')}",
         f"build {folder}/bfloat16.o: cxx {SHIM}/bfloat16.cpp",
         "  flags = -std=c++20 -O2 -fPIC -fvisibility=hidden",
+        f"build {folder}/emulated_gpu.o: merge {folder}/runtime.o {folder}/bfloat16.o",
+    ]
+    return run_ninja(folder / "emulated_gpu.o", lines)
+
+
+def kernels_path(source: Path, variant: str, includes: list[Path], defines: list[str]) -> Path:
+    digest = hashlib.sha256(json.dumps([str(source), *map(str, includes), *defines]).encode()).hexdigest()[:8]
+    return OUT / variant / f"{source.stem}-{digest}.so"
+
+
+def kernels(source: Path, variant: str = "plain", includes: list[Path] = (), defines: list[str] = ()) -> Path:
+    """A shared library of a .metal file."""
+    require_clang()
+    source = Path(source).resolve()
+    library = kernels_path(source, variant, list(includes), list(defines))
+    options = " ".join([*(f"-I {path}" for path in includes), *(f"-D {define}" for define in defines)])
+    stem = library.with_suffix("")
+    lines = [
         f"build {stem}.cpp: msl {source} | {HERE}/msl.py",
         f"  flags = {options}",
         f"build {stem}.o: cxx {stem}.cpp",
         f"  flags = {KERNEL_FLAGS} {VARIANTS[variant]} -I{SHIM}",
-        f"build {stem}.so: link {stem}.o {folder}/runtime.o {folder}/bfloat16.o",
+        f"build {library}: link {stem}.o {emulated_gpu(variant)}",
         f"  flags = {LINK_VARIANTS.get(variant, '')}",
     ]
-    return lines, Path(f"{stem}.so")
-
-
-def kernels(source: Path, variant: str = "plain", includes: list[Path] = (), defines: list[str] = ()) -> Path:
-    require_clang()
-    lines, library = kernel_lines(Path(source).resolve(), variant, list(includes), list(defines))
-    return run_ninja(f"{variant}-{library.stem}", lines, library)
+    return run_ninja(library, lines)
 
 
 SANITIZERS = {"asan": "libclang_rt.asan-x86_64.so", "tsan": "libclang_rt.tsan-x86_64.so"}
@@ -163,35 +177,34 @@ def environment(variant: str) -> dict[str, str]:
     return os.environ | settings
 
 
-def device_lines() -> tuple[list[str], Path]:
-    gcc, torch_dir = gcc_folder(), Path(torch.__file__).parent
-    includes = f"-I{HOST}/include -I{SHIM} -I{gcc}/include -isystem {torch_dir}/include"
-    includes += f" -isystem {torch_dir}/include/torch/csrc/api/include"
-    library = OUT / "host" / "libfake_mps.so"
-    lines = []
-    for source in ("fake_metal.mm", "fake_torch.mm"):
-        lines.append(f"build {OUT}/host/{source}.o: cxx {HOST}/{source}")
-        lines.append(f"  flags = {HOST_FLAGS} {OBJC_FLAGS} {includes}")
-    lines.append(f"build {library}: link {OUT}/host/fake_metal.mm.o {OUT}/host/fake_torch.mm.o")
-    lines.append(f"  flags = -L{torch_dir}/lib -ltorch -ltorch_cpu -lc10 -L{gcc} -lobjc -lBlocksRuntime -ldl")
-    return lines, library
+def host_flags() -> str:
+    """How a file that uses Metal and torch's MPS is compiled."""
+    torch_include = Path(torch.__file__).parent / "include"
+    includes = f"-I{HOST}/include -I{SHIM} -I{gcc_folder()}/include -isystem {torch_include}"
+    return f"{HOST_FLAGS} {OBJC_FLAGS} {includes} -isystem {torch_include}/torch/csrc/api/include"
+
+
+def link_flags() -> str:
+    return f"-L{Path(torch.__file__).parent}/lib -ltorch -ltorch_cpu -lc10 -L{gcc_folder()} -lobjc -lBlocksRuntime -ldl"
 
 
 def device() -> Path:
     require_clang()
-    lines, library = device_lines()
-    return run_ninja("host", lines, library)
+    folder, sources = OUT / "host", ("fake_metal.mm", "fake_torch.mm")
+    lines = []
+    for source in sources:
+        lines += [f"build {folder}/{source}.o: cxx {HOST}/{source}", f"  flags = {host_flags()}"]
+    library = folder / "libfake_mps.so"
+    lines.append(f"build {library}: link {' '.join(f'{folder}/{source}.o' for source in sources)}")
+    return run_ninja(library, [*lines, f"  flags = {link_flags()}"])
 
 
 def host_library(source: Path) -> Path:
     """An Objective-C++ file that uses Metal and torch's MPS, as a shared library."""
-    require_clang()
-    lines, fake = device_lines()
-    torch_dir, stem = Path(torch.__file__).parent, OUT / "host" / source.stem
-    flags = next(line for line in lines if line.startswith("  flags"))
-    lines += [f"build {stem}.o: cxx {source}", flags, f"build {stem}.so: link {stem}.o {fake}"]
-    lines.append(f"  flags = -Wl,-rpath,{fake.parent} -L{torch_dir}/lib -ltorch -ltorch_cpu -lc10")
-    return run_ninja(f"host-{source.stem}", lines, Path(f"{stem}.so"))
+    fake, stem = device(), OUT / "host" / source.stem
+    lines = [f"build {stem}.o: cxx {source}", f"  flags = {host_flags()}"]
+    lines += [f"build {stem}.so: link {stem}.o {fake}", f"  flags = -Wl,-rpath,{fake.parent} {link_flags()}"]
+    return run_ninja(Path(f"{stem}.so"), lines)
 
 
 METALLIB_H = """\
@@ -229,42 +242,36 @@ def metal_sources() -> list[tuple[Path, list[Path]]]:
 def extension(variants: list[str] = ("plain",)) -> Path:
     """The directory of the built package. Environment METAL_VARIANT picks one of the variants of its kernels."""
     require_clang()
-    gcc, torch_dir = gcc_folder(), Path(torch.__file__).parent
     sections = metal_sections()
     namespace = f"_paged_attn_metal_{local_build.source_digest(sections, HOST_FLAGS)}"
-    work = OUT / "extension"
-    lines, fake = device_lines()
-    libraries = {}
     for variant in variants:
         for source, includes in metal_sources():
-            rules, library = kernel_lines(source, variant, includes, [])
-            lines += [rule for rule in rules if rule not in lines or not rule.startswith("build ")]
-            libraries[library] = f"{OUT}/{{variant}}/{library.name}"
-    data = ";".join(dict.fromkeys(libraries.values()))
+            kernels(source, variant, includes)
+    work, fake = OUT / "extension", device()
+    # The name of a library in the folder of its variant, which is the same for all.
+    paths = [kernels_path(source, "{variant}", includes, []) for source, includes in metal_sources()]
     local_build.write_if_changed(work / "registration.h", local_build.REGISTRATION_H)
-    local_build.write_if_changed(work / "metallib.h", METALLIB_H.replace("@LIBRARIES@", data))
+    local_build.write_if_changed(work / "metallib.h", METALLIB_H.replace("@LIBRARIES@", ";".join(map(str, paths))))
 
-    system = f"-isystem {torch_dir}/include -isystem {torch_dir}/include/torch/csrc/api/include"
-    objects = []
+    lines, objects = [], []
     for section in sections:
         define = f"-DTORCH_EXTENSION_NAME={namespace}" if section.name == "torch" else ""
         for source in section.sources:
             if not source.endswith((".cpp", ".mm")):
                 continue
-            language = OBJC_FLAGS if source.endswith(".mm") else ""
+            # Also the C++ files see Metal's headers.
+            language = "" if source.endswith(".mm") else "-x c++"
             objects.append(work / f"{source}.o")
             lines.append(f"build {objects[-1]}: cxx {ROOT / source}")
             lines.append(
-                f"  flags = {HOST_FLAGS} {language} {' '.join(section.flags)} -DMETAL_KERNEL {define} -I{work} "
+                f"  flags = {host_flags()} {language} {' '.join(section.flags)} -DMETAL_KERNEL {define} -I{work} "
                 f"-DEMBEDDED_METALLIB_HEADER='\"metallib.h\"' -DEMBEDDED_METALLIB_NAMESPACE=paged_attn_metal "
-                f"-DPy_LIMITED_API=0x03090000 -I{HOST}/include -I{gcc}/include {system}"
+                f"-DPy_LIMITED_API=0x03090000"
             )
     built = work / "extension.so"
-    lines.append(f"build {built}: link {' '.join(map(str, objects))} {fake} | {' '.join(map(str, libraries))}")
-    lines.append(
-        f"  flags = -Wl,-rpath,{fake.parent} -L{torch_dir}/lib -ltorch -ltorch_cpu -lc10 -L{gcc} -lobjc -lBlocksRuntime"
-    )
-    run_ninja("extension", lines, built)
+    lines.append(f"build {built}: link {' '.join(map(str, objects))} {fake}")
+    lines.append(f"  flags = -Wl,-rpath,{fake.parent} {link_flags()}")
+    run_ninja(built, lines)
 
     general = tomlkit.parse((ROOT / "build.toml").read_text()).unwrap()["general"]
     metadata = {key: general[key] for key in ("name", "version", "license")}

@@ -5,49 +5,52 @@ is built for it first, and the tests of the emulator come along. Arguments go to
 """
 
 import os
-import platform
 import subprocess
 import sys
-import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
 TESTS = Path(__file__).resolve().parent.parent
-# The emulated GPU is one thread. These two halves take about as long as each other.
-HALVES = [
-    ["metal", "test_decode.py", "test_integrations.py", "test_compile.py", "test_threads.py"],
-    ["test_append.py", "test_errors.py", "test_features.py", "test_package.py", "test_splits.py", "test_varlen.py"],
+# The emulated GPU is one thread, so this many processes run side by side; the long ones first. The last takes what no
+# other names.
+JOBS = [
+    *([f"metal/test_variants.py::test_every_feature[{variant}]"] for variant in ("tsan", "asan", "count", "fast")),
+    ["test_features.py"],
+    ["test_decode.py", "test_varlen.py", "test_splits.py"],
+    ["metal/test_emulator.py", "metal/test_validation.py", "metal/test_macos.py"],
 ]
+NAMED = {word.partition("::")[0] for job in JOBS for word in job}
 
 
-def build() -> str:
-    sys.path.insert(0, str(TESTS / "metal"))
-    import metal_build
-
-    try:
-        return f"org/paged-attn={metal_build.extension()}"
-    except metal_build.Missing as missing:
-        print(f"SKIPPED: the Metal backend was not tested: {missing}")
-        sys.exit(0)
+def run(job: list[str], environment: dict[str, str]) -> int:
+    files = [TESTS / word for word in job] or [TESTS, *(f"--ignore={TESTS / file}" for file in NAMED)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", *files, *sys.argv[1:]]
+    start = time.monotonic()
+    process = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(f"\n==== {' '.join(job) or 'all others'} ({time.monotonic() - start:.0f} s)\n{process.stdout}", flush=True)
+    return process.returncode
 
 
 def main() -> None:
     environment = os.environ | {"PAGED_ATTN_TEST_DEVICE": "mps"}
-    pytest = [sys.executable, "-m", "pytest"]
-    if platform.system() == "Darwin":
-        sys.exit(subprocess.run([*pytest, TESTS, *sys.argv[1:]], env=environment).returncode)
-    environment |= {"LOCAL_KERNELS": build(), "OMP_NUM_THREADS": "1"}
+    if torch.backends.mps.is_built():
+        sys.exit(subprocess.run([sys.executable, "-m", "pytest", TESTS, *sys.argv[1:]], env=environment).returncode)
+    sys.path.insert(0, str(TESTS / "metal"))
+    import metal_build
+
+    try:
+        environment |= {"LOCAL_KERNELS": f"org/paged-attn={metal_build.extension()}", "OMP_NUM_THREADS": "1"}
+    except metal_build.Missing as missing:
+        print(f"SKIPPED: the Metal backend was not tested: {missing}")
+        return
     environment.pop("PAGED_ATTN_BUILD", None)
-    commands = [
-        [*pytest, "-q", "-p", "no:cacheprovider", *(TESTS / file for file in files), *sys.argv[1:]] for files in HALVES
-    ]
-    with tempfile.TemporaryFile("w+") as output:  # of the half that does not write to the terminal
-        second = subprocess.Popen(commands[1], env=environment, stdout=output, stderr=subprocess.STDOUT)
-        first = subprocess.run(commands[0], env=environment)
-        codes = [first.returncode, second.wait()]
-        output.seek(0)
-        print(output.read())
-    # 5: none of this half's tests was picked by the arguments
-    sys.exit(next((code for code in codes if code not in (0, 5)), 0 if 0 in codes else 5))
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        codes = set(pool.map(lambda job: run(job, environment), [*JOBS, []]))
+    failed = codes - {0, 5}  # 5: the arguments picked none of a job's tests
+    sys.exit(failed.pop() if failed else min(codes))
 
 
 if __name__ == "__main__":

@@ -11,16 +11,17 @@ import pytest
 TESTS = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.parametrize(
-    ("variant", "picked"),
-    [
-        ("fast", ""),  # fast math, Metal's default
-        ("asan", ""),  # with UndefinedBehaviorSanitizer
-        ("count", ""),  # an error also for memory that two threadgroups of a dispatch share
-        ("tsan", "test_named or test_feature_alone"),  # lanes are threads, only barriers order them; four times as slow
-    ],
-)
-def test_every_feature(variant, picked):
+PICKED = {
+    "fast": "",  # fast math, Metal's default
+    "asan": "",  # with UndefinedBehaviorSanitizer
+    # An error also for memory that two threadgroups of a dispatch share: these wrong requests overlap, in rows of q.
+    "count": "not (cu_seqlens_q and falls)",
+    "tsan": "test_named or test_feature_alone",  # lanes are threads, only barriers order them; four times as slow
+}
+
+
+@pytest.mark.parametrize("variant", PICKED)
+def test_every_feature(variant):
     metal_build.extension([variant])
     command = [
         sys.executable,
@@ -30,10 +31,11 @@ def test_every_feature(variant, picked):
         "-p",
         "no:cacheprovider",
         "--tb=short",
+        "--capture=sys",  # what a sanitizer writes must not be lost with the process
         "-m",
         "sanitize",
         "-k",
-        picked,
+        PICKED[variant],
         TESTS,
     ]
     environment = metal_build.environment(variant)
