@@ -32,7 +32,7 @@ PD_FN NewToken find_new_token(constant Arguments& a, Tables tables, int index) {
   NewToken token = {0, index, true};
   if (has_cu_seqlens_new) {
     token.b = find_request(tables.cu_seqlens_new, a.batch, index);
-    token.t = index - tables.cu_seqlens_new[token.b];
+    token.t = bounded(long(index) - tables.cu_seqlens_new[token.b]);
     token.exists = token.t >= 0 && index < tables.cu_seqlens_new[token.b + 1];
   } else if (a.seqlen_new > 0) {
     token.b = index / a.seqlen_new;
@@ -127,10 +127,10 @@ PD_FN void copy_vector(const device void* source, long from, device void* target
     const int index = position.y - a.total_new;
     if (vector >= a.q_heads * vectors_k) return;
     const int b = has_cu_seqlens_q ? find_request(tables.cu_seqlens_q, a.batch, index) : index / a.max_q_len;
-    const int token = index - (has_cu_seqlens_q ? tables.cu_seqlens_q[b] : b * a.max_q_len);
+    const int token = bounded(long(index) - (has_cu_seqlens_q ? tables.cu_seqlens_q[b] : b * a.max_q_len));
     const int head = vector / vectors_k, dim = (vector - head * vectors_k) * kVector;
     const long row = has_cu_seqlens_q ? index * a.q.middle : b * a.q.outer + token * a.q.middle;
-    const int first = has_rotary_seqlens ? rotary_seqlens[b] : load_request(a, tables, b).old_len;
+    const int first = has_rotary_seqlens ? bounded(rotary_seqlens[b]) : load_request(a, tables, b).old_len;
     for (int i = dim; i < min(dim + kVector, head_dim); ++i) {
       const float x =
           rotated(a, rotary, q, query_type, row + head * a.q.head, i, first + (a.moving_queries ? token : 0));
@@ -169,7 +169,7 @@ PD_FN void copy_vector(const device void* source, long from, device void* target
       descale = descale_at(v_descale, a.v_descale_stride_batch, a.v_descale_stride_head, token.b, head);
   }
   const int first = !has_rotary          ? 0
-                    : has_rotary_seqlens ? rotary_seqlens[token.b]
+                    : has_rotary_seqlens ? bounded(rotary_seqlens[token.b])
                                          : load_request(a, tables, token.b).old_len;
   for (int i = 0; i < count; ++i) {
     const float x = value ? load_float(new_v, new_type, source + i)

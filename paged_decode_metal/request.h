@@ -36,6 +36,11 @@ struct Request {
   int leftpad;
 };
 
+// The host refuses capacities from 2^30 on. Wrong entries may not overflow what is computed of them.
+PD_FN int bounded(long length) { return int(clamp(length, long(1 - (1 << 30)), long((1 << 30) - 1))); }
+
+PD_FN int length_of(const device int* cu_seqlens, int b) { return bounded(long(cu_seqlens[b + 1]) - cu_seqlens[b]); }
+
 PD_FN Request load_request(constant Arguments& a, Tables tables, int b) {
   Request r;
   r.q_begin = 0;
@@ -45,16 +50,14 @@ PD_FN Request load_request(constant Arguments& a, Tables tables, int b) {
     r.q_begin = clamp(tables.cu_seqlens_q[b], 0, a.total_q);
     r.q_len = clamp(tables.cu_seqlens_q[b + 1], r.q_begin, a.total_q) - r.q_begin;
   }
-  r.old_len = has_seqlens        ? tables.seqlens[b]
-              : has_cu_seqlens_k ? tables.cu_seqlens_k[b + 1] - tables.cu_seqlens_k[b]
+  r.old_len = has_seqlens        ? bounded(tables.seqlens[b])
+              : has_cu_seqlens_k ? length_of(tables.cu_seqlens_k, b)
                                  : a.seqlen_k;
-  r.new_len = !has_new             ? 0
-              : has_cu_seqlens_new ? tables.cu_seqlens_new[b + 1] - tables.cu_seqlens_new[b]
-                                   : a.seqlen_new;
+  r.new_len = !has_new ? 0 : has_cu_seqlens_new ? length_of(tables.cu_seqlens_new, b) : a.seqlen_new;
   // A padded entry of a batch: its length after the append is 0, and nothing is written.
   if (r.old_len < 0 && r.old_len + r.new_len == 0) r.old_len = r.new_len = 0;
-  r.kv_len = r.old_len + r.new_len;
-  r.leftpad = has_leftpad ? tables.leftpad[b] : 0;
+  r.kv_len = max(bounded(r.old_len + r.new_len), 0);
+  r.leftpad = has_leftpad ? max(bounded(tables.leftpad[b]), 0) : 0;
   return r;
 }
 
