@@ -1,7 +1,8 @@
 # make build   environment in .venv, extension in build/<variant>; on a Mac for Metal, for CUDA where nvcc and a GPU are,
 #              else for the CPU
 # make run     generation through transformers, against sdpa
-# make test    the tests; PYTEST="-k name" picks some; make test-metal runs them on an emulated Apple GPU
+# make test    the tests; PYTEST="-k name" picks some; without a GPU they run again on an emulated Apple GPU, and
+#              make test-metal runs only that
 # PYTHON=      the interpreter that makes the environment (3.10 or later)
 # VENV=        another place for the environment
 # CXX=         the C++ compiler
@@ -53,6 +54,9 @@ run: build
 
 test: build
 	$(BIN)/python -m pytest tests $(PYTEST)
+ifeq ($(BACKEND),cpu)
+	$(BIN)/python tests/metal/run.py $(PYTEST)
+endif
 
 # Metal: on a Mac the tests run on its device, elsewhere on an emulated one (tests/metal/README.md).
 test-metal: $(if $(metal),build,$(STAMP))
