@@ -54,7 +54,7 @@ def kernel_libraries():
     """The emulators of the package's kernels, as compiled for METAL_VARIANT: counts of what has run so far."""
     variant = os.environ.get("METAL_VARIANT", "plain")
     sources = metal_build.metal_sources()
-    return [emulator.Library(metal_build.kernel_lines(source, variant, inc, [])[1]) for source, inc in sources]
+    return [emulator.Library(metal_build.kernels_path(source, variant, includes, [])) for source, includes in sources]
 
 
 def created():
