@@ -83,13 +83,15 @@ CASES = [
     Case(16, 8, 1, 128, 16384),
     Case(64, 32, 8, 128, 256, "in a batch with 65536"),
     Case(64, 32, 8, 128, 65536, "in a batch with 256"),
+    Case(64, 32, 8, 128, 128, "in a batch with 32768"),
+    Case(64, 32, 8, 128, 32768, "in a batch with 128"),
     Case(32, 32, 8, 128, 4096, "4 tokens", q_len=4),
     Case(64, 32, 8, 128, 4096, "fp8 cache", cache=FP8),
     Case(1, 32, 8, 128, 32768, "fp8 cache", cache=FP8),
     Case(8, 32, 8, 128, 8192, "fp8 cache", cache=FP8),
     Case(8, 32, 8, 128, 4096, "float32", dtype=torch.float32),
 ]
-LONGEST_OF_BATCH = {"in a batch with 65536": 65536}  # what the cache has room for
+LONGEST_OF_BATCH = {"in a batch with 65536": 65536, "in a batch with 32768": 32768}  # what the cache has room for
 
 
 def buffer_indices():
