@@ -85,7 +85,7 @@ extern "C" void* PyModule_Create2(Abi3ModuleDef* def, int abi_version);
   }
 """
 
-# What kernel-builder's metallib_to_header.py makes, without a file of numbers in between.
+# What kernel-builder's metallib_to_header.py makes; @DATA@ defines metallib_data and metallib_data_len.
 METALLIB_H = """\
 #pragma once
 
@@ -93,6 +93,20 @@ METALLIB_H = """\
 
 #include <cstddef>
 
+namespace paged_attn_metal {
+
+@DATA@
+inline id<MTLLibrary> createLibrary(id<MTLDevice> device, NSError** error = nullptr) {
+  dispatch_data_t data = dispatch_data_create(metallib_data, metallib_data_len, dispatch_get_main_queue(), ^{
+  });
+  return [device newLibraryWithData:data error:error];
+}
+
+}  // namespace paged_attn_metal
+"""
+
+# The library itself, without a file of numbers in between.
+METALLIB_DATA = """\
 __asm__(
     ".section __TEXT,__const\\n"
     ".p2align 4\\n"
@@ -101,19 +115,8 @@ __asm__(
     ".p2align 3\\n"
     "_paged_attn_metallib_len: .quad Lpaged_attn_metallib_end - _paged_attn_metallib\\n"
     ".text\\n");
-
-namespace paged_attn_metal {
-
 extern const unsigned char metallib_data[] __asm__("_paged_attn_metallib");
 extern const size_t metallib_data_len __asm__("_paged_attn_metallib_len");
-
-inline id<MTLLibrary> createLibrary(id<MTLDevice> device, NSError** error = nullptr) {
-  dispatch_data_t data = dispatch_data_create(metallib_data, metallib_data_len, dispatch_get_main_queue(), ^{
-  });
-  return [device newLibraryWithData:data error:error];
-}
-
-}  // namespace paged_attn_metal
 """
 
 NINJA_RULES = """\
@@ -336,7 +339,7 @@ def main() -> None:
 
     write_if_changed(work / "registration.h", REGISTRATION_H)
     if metal:
-        write_if_changed(work / "metallib.h", METALLIB_H)
+        write_if_changed(work / "metallib.h", METALLIB_H.replace("@DATA@", METALLIB_DATA))
     write_if_changed(work / "build.ninja", ninja_file(args.cxx, sections, namespace, by_suffix, link))
     result = subprocess.run([NINJA, "-C", work, "extension.so", *(["--verbose"] if args.verbose else [])])
     if result.returncode:

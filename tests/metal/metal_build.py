@@ -207,21 +207,11 @@ def host_library(source: Path) -> Path:
     return run_ninja(Path(f"{stem}.so"), lines)
 
 
-METALLIB_H = """\
-// Stands for what kernel-builder's metallib_to_header.py writes. Instead of Apple's machine code the data names the
-// shared libraries of the kernels; {variant} is filled in by the fake device.
-#pragma once
-#include <Metal/Metal.h>
-#include <cstddef>
-namespace paged_attn_metal {
+# Instead of Apple's machine code the data names the shared libraries of the kernels; {variant} is filled in by the fake
+# device.
+METALLIB_DATA = """\
 static const unsigned char metallib_data[] = "EMULATED:@LIBRARIES@";
 static const size_t metallib_data_len = sizeof metallib_data - 1;
-inline id<MTLLibrary> createLibrary(id<MTLDevice> device, NSError** error = nullptr) {
-  dispatch_data_t data = dispatch_data_create(metallib_data, metallib_data_len, dispatch_get_main_queue(), ^{
-  });
-  return [device newLibraryWithData:data error:error];
-}
-}  // namespace paged_attn_metal
 """
 
 
@@ -251,7 +241,8 @@ def extension(variants: list[str] = ("plain",)) -> Path:
     # The name of a library in the folder of its variant, which is the same for all.
     paths = [kernels_path(source, "{variant}", includes, []) for source, includes in metal_sources()]
     local_build.write_if_changed(work / "registration.h", local_build.REGISTRATION_H)
-    local_build.write_if_changed(work / "metallib.h", METALLIB_H.replace("@LIBRARIES@", ";".join(map(str, paths))))
+    data = METALLIB_DATA.replace("@LIBRARIES@", ";".join(map(str, paths)))
+    local_build.write_if_changed(work / "metallib.h", local_build.METALLIB_H.replace("@DATA@", data))
 
     lines, objects = [], []
     for section in sections:
