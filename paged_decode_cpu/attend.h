@@ -6,6 +6,8 @@
 // next tile is fetched while this one is worked on: a walk per head would read 256-byte pieces.
 #pragma once
 
+#include <chrono>
+
 #include "kernel.h"
 #include "ops_f32.h"
 #include "partial.h"
@@ -21,6 +23,10 @@ namespace {
 constexpr int64_t kPackedBlock = 24;  // rows between which packed keys and values stay in L1
 
 constexpr int64_t kMemoryPage = 4096;  // the smallest piece of memory with a translation of its own
+
+// Probabilities are relative to a score that may lie this much (in log2) below the largest one: a row changes it once or
+// twice then, and not at every new maximum.
+constexpr float kMaxLogProbability = 8.f;
 
 // What the softmax of kLanes scores counts as in the pace of the fetch, in steps of the products.
 constexpr int64_t kSoftmaxSteps = 2;
@@ -55,6 +61,20 @@ inline HeadScale head_scale(const Problem& p, int64_t b, int64_t kv_head) {
   // With qv: score = q.k * k_descale + qv.v * v_descale.
   const bool with_qv = p.qv && v_descale != 0.f;
   return {p.scale * q_descale * (with_qv ? v_descale : k_descale), k_descale / v_descale, with_qv, v_descale};
+}
+
+// Whether the keys of a block lie in the processor's caches, told by how long it takes to read a few lines: 90 to 200 ns
+// from the caches, 300 to 1200 from memory.
+inline bool lie_in_caches(const Problem& p, const Block& block, KvRange keys) {
+  constexpr int kLines = 8, kLongest = 250;  // ns
+  const Cache& c = p.cache;
+  const auto start = std::chrono::steady_clock::now();
+  for (int i = 0; i < kLines; ++i) {
+    const Slot s = slot_of_key(c, block.batch, keys.begin + (keys.end - keys.begin) * i / kLines);
+    const int64_t offset = s.page * c.k_stride_page + s.slot * c.k_stride_slot + block.kv_head_begin * c.k_stride_head;
+    static_cast<void>(static_cast<const volatile char*>(c.k)[offset * dtype_bytes(c.dtype)]);
+  }
+  return std::chrono::steady_clock::now() - start < std::chrono::nanoseconds(kLongest);
 }
 
 // Scratch memory of one block, carved from one allocation.
@@ -233,7 +253,7 @@ inline void softmax_row(float* scores, int64_t n, KvRange visible, const ScoreOf
     }
   }
   f32v sum = load<DType::kFloat32>(l);
-  if (any_above(top, splat(*m))) {
+  if (any_above(top, splat(*m + kMaxLogProbability))) {
     const float new_m = max_lanes(top), rescale = pd_rescale(*m, new_m);
     *m = new_m;
     sum *= rescale;
@@ -426,11 +446,14 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
   }
   for (int64_t h = 0; h < block.heads(); ++h) s.scales[h] = head_scale(p, block.batch, block.kv_head_begin + h);
 
-  // The first keys: nothing has fetched them, so they are few, but their translations come while the query is loaded
+  // The first keys: nothing has fetched them, so they are few where that takes long, but their translations come while
+  // the query is loaded
+  const bool packed = rows >= Ops::kMinPackedRows;
+  const bool cached = block.small && !packed && keys.begin < keys.end && lie_in_caches(p, block, keys);
   TileRows tiles[2];
   TileRows *tile = &tiles[0], *next = &tiles[1];
-  tile->locate(p.cache, block.batch, keys.begin, keys.end, kLanes);
-  list_runs<Ops>(p, block, *tile, s.runs);
+  tile->locate(p.cache, block.batch, keys.begin, keys.end, block.small || packed ? s.tile : kLanes);
+  if (!cached) list_runs<Ops>(p, block, *tile, s.runs);
 
   // Load the query
   load_queries<Ops>(p, block, request, p.q, p.q_stride_batch, p.q_stride_token, p.q_stride_head, p.head_dim,
@@ -444,13 +467,14 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
 
   // For each tile and kv_head: score, update, add; meanwhile fetch the next tile
   Prefetcher fetch;
+  fetch.start(nullptr, 0, 0);
   while (tile->n > 0) {
     next->locate(p.cache, block.batch, tile->begin + tile->n, keys.end, pd_min(2 * tile->n, s.tile));
-    start_fetch<Ops>(p, block, s, *tile, *next, fetch);
-    if (rows < Ops::kMinPackedRows) {
-      attend_tile_dot<Ops>(p, block, s, *tile, *next, fetch);
-    } else {
+    if (!cached) start_fetch<Ops>(p, block, s, *tile, *next, fetch);
+    if (packed) {
       for (int64_t h = 0; h < block.heads(); ++h) attend_tile_packed<Ops>(p, block, s, *tile, h, fetch);
+    } else {
+      attend_tile_dot<Ops>(p, block, s, *tile, *next, fetch);
     }
     TileRows* done = tile;
     tile = next;

@@ -59,7 +59,7 @@ struct Plan {
 
 int64_t cost_of(const Block& b) { return (b.keys.end - b.keys.begin) * b.rows() * b.heads(); }
 
-void add_blocks(const Problem& p, int64_t b, int64_t max_heads, std::vector<Work>& works) {
+void add_blocks(const Problem& p, int64_t b, int64_t max_heads, bool small, std::vector<Work>& works) {
   const Request r = request_of(p, b);
   const int64_t rows = r.q_len * p.group;
   if (rows == 0) return;
@@ -76,6 +76,7 @@ void add_blocks(const Problem& p, int64_t b, int64_t max_heads, std::vector<Work
       work.block.kv_head_end = pd_min(p.kv_heads, h + heads);
       work.block.row_begin = pd_max(0, end - block_rows);
       work.block.row_end = end;
+      work.block.small = small;
       work.block.keys = keys_of_tokens(p, r, work.block.row_begin / p.group, pd_ceil_div(end, p.group));
       works.push_back(work);
     }
@@ -98,9 +99,9 @@ int64_t choose_splits(const Problem& p, const Block& block, int64_t item_cost) {
 Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
   Plan plan;
   const int64_t bytes = cached_bytes(p);
-  const bool resident = !p.deterministic && bytes < kResidentBytes;
-  const int64_t max_heads = resident ? pd_ceil_div(p.batch * p.kv_heads, threads) : p.kv_heads;
-  for (int64_t b = 0; b < p.batch; ++b) add_blocks(p, b, max_heads, plan.works);
+  const bool small = !p.deterministic && bytes < kResidentBytes;
+  const int64_t max_heads = small ? pd_ceil_div(p.batch * p.kv_heads, threads) : p.kv_heads;
+  for (int64_t b = 0; b < p.batch; ++b) add_blocks(p, b, max_heads, small, plan.works);
   int64_t total = 0;
   for (const Work& work : plan.works) total += cost_of(work.block);
   // Every item starts with keys that nothing has fetched: small ones are few.
