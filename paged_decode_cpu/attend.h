@@ -41,7 +41,7 @@ int64_t tile_keys(const Problem& p, const Block& block) {
   const int64_t slot_bytes = block.heads() * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
   const int64_t quarter = (int64_t(128) << 10) / slot_bytes / 16 * 16,
                 half = (int64_t(256) << 10) / slot_bytes / 16 * 16;
-  const int64_t keys = block.rows() >= 8 ? half : pd_max(quarter, pd_min(half, 32));
+  const int64_t keys = block.rows() >= 8 ? half : pd_max(quarter, pd_min(half, block.small ? 64 : 32));
   return pd_min(pd_max(keys, 16), kMaxTile);
 }
 
@@ -452,7 +452,7 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
   const bool cached = block.small && !packed && keys.begin < keys.end && lie_in_caches(p, block, keys);
   TileRows tiles[2];
   TileRows *tile = &tiles[0], *next = &tiles[1];
-  tile->locate(p.cache, block.batch, keys.begin, keys.end, block.small || packed ? s.tile : kLanes);
+  tile->locate(p.cache, block.batch, keys.begin, keys.end, packed ? s.tile : block.small ? 2 * kLanes : kLanes);
   if (!cached) list_runs<Ops>(p, block, *tile, s.runs);
 
   // Load the query
