@@ -122,7 +122,8 @@ class Ours(Provider):
             start, write = x.kv_lens - case.q_len, self.kernel.kv_paged_write
             return lambda r: write(x.k_new[r], x.v_new[r], x.k_cache, x.v_cache, x.tables[r], start, **scales)
         attend = self.kernel.flash_attn_with_kvcache
-        given = dict(cache_seqlens=x.kv_lens, causal=True, **scales)
+        out = torch.empty_like(x.q[0])  # as vLLM and SGLang write into a tensor that they are given
+        given = dict(cache_seqlens=x.kv_lens, causal=True, out=out, **scales)
         return lambda r: attend(x.q[r], x.k_cache, x.v_cache, block_table=x.tables[r], **given)
 
 

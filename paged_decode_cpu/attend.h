@@ -452,7 +452,7 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
   const bool cached = block.small && !packed && keys.begin < keys.end && lie_in_caches(p, block, keys);
   TileRows tiles[2];
   TileRows *tile = &tiles[0], *next = &tiles[1];
-  tile->locate(p.cache, block.batch, keys.begin, keys.end, packed ? s.tile : block.small ? 2 * kLanes : kLanes);
+  tile->locate(p.cache, block.batch, keys.begin, keys.end, packed ? s.tile : pd_min(block.small ? 32 : kLanes, s.tile));
   if (!cached) list_runs<Ops>(p, block, *tile, s.runs);
 
   // Load the query

@@ -159,6 +159,18 @@ def test_huge_scores_stay_finite(paged_attn, device, dtype):
     judge(out, lse, call, before)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_scores_that_rise_from_key_to_key(paged_attn, device, dtype):
+    """Every key is the largest so far, by little from one to the next and by a lot over all of them."""
+    calls = [cases.build(Case(kv_len=1000, page_size=1000, dtype=dtype)).to(d) for d in (device, "cpu")]
+    for call in calls:
+        call.kwargs["q"].fill_(1)
+        k_cache, _ = call.caches()
+        k_cache[:] = torch.linspace(-4, 4, 1000).view(1, 1000, 1, 1).to(k_cache)
+    out, lse = run(paged_attn, calls[0])
+    judge(out, lse, calls[0], calls[1])
+
+
 @pytest.mark.parametrize("contiguous", [False, True])
 def test_last_dim_of_queries_may_be_strided_or_is_refused(paged_attn, device, contiguous):
     """flash-attn copies such a query; whoever does not must say so."""
