@@ -6,7 +6,7 @@
 // next tile is fetched while this one is worked on: a walk per head would read 256-byte pieces.
 #pragma once
 
-#include <chrono>
+#include <time.h>
 
 #include "kernel.h"
 #include "ops_f32.h"
@@ -24,8 +24,8 @@ constexpr int64_t kPackedBlock = 24;  // rows between which packed keys and valu
 
 constexpr int64_t kMemoryPage = 4096;  // the smallest piece of memory with a translation of its own
 
-// Probabilities are relative to a score that may lie this much (in log2) below the largest one: a row changes it once or
-// twice then, and not at every new maximum.
+// Probabilities are relative to a score that may lie this much (in log2) below the largest one: a row changes it once
+// or twice then, and not at every new maximum.
 constexpr float kMaxLogProbability = 8.f;
 
 // What the softmax of kLanes scores counts as in the pace of the fetch, in steps of the products.
@@ -63,18 +63,24 @@ inline HeadScale head_scale(const Problem& p, int64_t b, int64_t kv_head) {
   return {p.scale * q_descale * (with_qv ? v_descale : k_descale), k_descale / v_descale, with_qv, v_descale};
 }
 
-// Whether the keys of a block lie in the processor's caches, told by how long it takes to read a few lines: 90 to 200 ns
-// from the caches, 300 to 1200 from memory.
+inline int64_t nanoseconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return int64_t(now.tv_sec) * 1000000000 + now.tv_nsec;
+}
+
+// Whether keys lie in the processor's caches, told by how long a few lines take: 90 to 200 ns from there, 300 to 1200
+// from memory.
 inline bool lie_in_caches(const Problem& p, const Block& block, KvRange keys) {
   constexpr int kLines = 8, kLongest = 250;  // ns
   const Cache& c = p.cache;
-  const auto start = std::chrono::steady_clock::now();
+  const int64_t start = nanoseconds();
   for (int i = 0; i < kLines; ++i) {
     const Slot s = slot_of_key(c, block.batch, keys.begin + (keys.end - keys.begin) * i / kLines);
     const int64_t offset = s.page * c.k_stride_page + s.slot * c.k_stride_slot + block.kv_head_begin * c.k_stride_head;
     static_cast<void>(static_cast<const volatile char*>(c.k)[offset * dtype_bytes(c.dtype)]);
   }
-  return std::chrono::steady_clock::now() - start < std::chrono::nanoseconds(kLongest);
+  return nanoseconds() - start < kLongest;
 }
 
 // Scratch memory of one block, carved from one allocation.
@@ -446,8 +452,8 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
   }
   for (int64_t h = 0; h < block.heads(); ++h) s.scales[h] = head_scale(p, block.batch, block.kv_head_begin + h);
 
-  // The first keys: nothing has fetched them, so they are few where that takes long, but their translations come while
-  // the query is loaded
+  // The first keys: nothing has fetched them, so they are few, but their translations come while the query is loaded.
+  // Many rows multiply for so long that it does not matter. Only what is fetched depends on `cached`, not the result.
   const bool packed = rows >= Ops::kMinPackedRows;
   const bool cached = block.small && !packed && keys.begin < keys.end && lie_in_caches(p, block, keys);
   TileRows tiles[2];
