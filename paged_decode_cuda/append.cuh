@@ -228,9 +228,9 @@ __global__ void __launch_bounds__(kAppendThreads, 4)
         if constexpr (kFp8) {
           const int b = kAlone ? token.b : routes[t_own].request;
           const float scale = descale ? descale[b * descale_stride] : 1.f;
-          *reinterpret_cast<uint2*>(target + offset) = narrow(words[u], append.dtype, cache.dtype, scale);
+          __stcs(reinterpret_cast<uint2*>(target + offset), narrow(words[u], append.dtype, cache.dtype, scale));
         } else {
-          *reinterpret_cast<uint4*>(target + offset) = words[u];
+          __stcs(reinterpret_cast<uint4*>(target + offset), words[u]);
         }
       }
     }
