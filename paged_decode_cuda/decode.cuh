@@ -11,7 +11,7 @@
 //
 // Grid: plan.blocks thread blocks; the warps of a block take the tiles of a segment in turns.
 // Shared memory: the queues, warp by warp, whose free stages also carry the accumulators when the warps merge; then (m,
-// l).
+// l), and sums of groups of threads.
 #pragma once
 
 #include "merge.cuh"
@@ -65,12 +65,17 @@ struct TileLoader {
 
   Walker walker;
   Segment segment;
-  int tile;        // next to copy
-  bool live;       // there is one
-  int page, slot;  // of key `lane` of that tile; page -1: nothing to read there
-  const int32_t* pages;
-  int base_page, base_slot;  // of a request without a table
-  uint32_t k_head, v_head;   // where the head begins in a slot, in pieces
+  int key_begin, key_end;  // of the item
+  int tile;                // next to copy
+  bool live;               // there is one
+  int page, slot;          // of key `lane` of that tile; page -1: nothing to read there
+  union {
+    const int32_t* pages;  // of the request
+    struct {
+      int page, slot;
+    } base;  // where it begins, without a block table
+  };
+  uint32_t k_head, v_head;  // where the head begins in a slot, in pieces
 
   PD_MEMBER void start(const Walker& first) {
     walker = first;
@@ -80,73 +85,101 @@ struct TileLoader {
 
   // Moves to the next segment until this warp has a tile in it, and looks up its pages, one tile before they are
   // needed.
-  PD_MEMBER void find_tile(const Problem& p, const Plan& plan) {
+  PD_MEMBER void find_tile(const Problem& p, const Plan& plan, const Dealing& dealing) {
     const Cache& cache = p.cache;
     if (tile >= segment.tile_end) {
+      Item item;
       do {
-        live = walker.next(p, plan, segment);
+        live = walker.next(p, plan, dealing, segment, item);
         if (!live) return;
         tile = segment.tile + threadIdx.x / kWarp;
       } while (tile >= segment.tile_end);
       k_head = segment.head * plan.k_head_pieces;
       v_head = segment.head * plan.v_head_pieces;
-      const int b = walker.item.b;
+      const int b = item.b;
+      key_begin = item.key_begin;
+      key_end = item.key_end;
       if (plan.plain) {
         pages = cache.block_table + static_cast<int64_t>(b) * plan.table_stride;
+      } else if (cache.block_table) {
+        pages = cache.block_table + table_row(p, b) * cache.block_table_stride;
       } else {
-        base_page = cache.cu_seqlens_k ? 0 : table_row(p, b);
-        base_slot = cache.cu_seqlens_k ? cache.cu_seqlens_k[b] : 0;
-        pages = cache.block_table ? cache.block_table + base_page * cache.block_table_stride : nullptr;
+        base.page = cache.cu_seqlens_k ? 0 : table_row(p, b);
+        base.slot = cache.cu_seqlens_k ? cache.cu_seqlens_k[b] : 0;
       }
     }
-    const int key = tile * Shape::kTileKeys + threadIdx.x % Shape::kTileKeys;
+    // In pages of whole runs the first key of a run stands for all.
+    const int own = tile * Shape::kTileKeys + threadIdx.x % Shape::kTileKeys, run = plan.whole_runs ? kRunKeys : 1;
+    const int key = own & -run;
     page = -1;
-    if (key < walker.item.key_begin || key >= walker.item.key_end) return;
-    if (plan.plain || pages) {
+    if (key + run <= key_begin || key >= key_end) return;
+    if (plan.plain || cache.block_table) {
       const int index = plan.page_size.divide(key);
       slot = key - index * static_cast<int>(plan.page_size.divisor);
       if (index < plan.max_pages) page = pages[index];
     } else {
-      slot = base_slot + key;
-      if (slot >= 0 && slot < cache.page_size) page = base_page;
+      slot = base.slot + key;
+      if (slot >= 0 && slot < cache.page_size) page = base.page;
     }
   }
 
   // Starts the copies of the tile that was found last into a stage and finds the next. The first call only finds.
   // Always one group, so that groups count tiles.
-  PD_MEMBER void copy(const Problem& p, const Plan& plan, uint32_t stage) {
+  PD_MEMBER void copy(const Problem& p, const Plan& plan, const Dealing& dealing, uint32_t stage) {
     if (live) {
       // In pieces of 16 bytes a cache of 64 GiB fits into 32 bits, half of the registers and shuffles of a pointer.
       const bool found = static_cast<uint32_t>(page) < static_cast<uint32_t>(p.cache.num_pages);
       const uint32_t k_place = found ? page * plan.k_page_pieces + slot * plan.k_slot_pieces + k_head : kNowhere;
       const uint32_t v_place = found ? page * plan.v_page_pieces + slot * plan.v_slot_pieces + v_head : kNowhere;
-      copy_rows<false>(stage, p.cache.k, k_place, static_cast<int>(p.head_dim));
-      copy_rows<true>(stage + Shape::kStageBytesK, p.cache.v, v_place, static_cast<int>(p.head_dim_v));
+      if (plan.whole_runs) {
+        copy_tile<kRunKeys>(p, plan, stage, k_place, v_place);
+      } else {
+        copy_tile<1>(p, plan, stage, k_place, v_place);
+      }
       tile += blockDim.x / kWarp;
     }
     copy_commit();
-    find_tile(p, plan);
+    find_tile(p, plan, dealing);
   }
 
-  // All rows of a tile, 8 consecutive lanes to a line: the memory system takes 8 lanes of 16 bytes at a time.
-  template <bool kValues>
-  PD_MEMBER void copy_rows(uint32_t stage, const void* cache, uint32_t place_of_key, int head_dim) {
+  template <int kRun>
+  PD_MEMBER void copy_tile(const Problem& p, const Plan& plan, uint32_t stage, uint32_t k_place, uint32_t v_place) {
+    copy_rows<kRun, false>(stage, p.cache.k, k_place, plan.k_slot_pieces, static_cast<int>(p.head_dim));
+    copy_rows<kRun, true>(stage + Shape::kStageBytesK, p.cache.v, v_place, plan.v_slot_pieces,
+                          static_cast<int>(p.head_dim_v));
+  }
+
+  // All rows of a tile, 8 consecutive lanes to a line: the memory system takes 8 lanes of 16 bytes at a time. The first
+  // of kRun keys says where they are.
+  template <int kRun, bool kValues>
+  PD_MEMBER void copy_rows(uint32_t stage, const void* cache, uint32_t place_of_key, uint32_t slot_pieces,
+                           int head_dim) {
     constexpr int kLanes = Shape::kPieces < 8 ? Shape::kPieces : 8, kRows = kWarp / kLanes;
+    constexpr bool kAlone = kRun == 1;
+    constexpr int kStep = kAlone ? kRows : kRun;  // rows whose place takes one shuffle
     const int lane = threadIdx.x % kWarp, first_row = lane / kLanes, piece = lane % kLanes;
     const int place = kValues ? Shape::place_v(first_row, piece) : Shape::place_k(first_row, piece);
     const uint32_t target = stage + (first_row * Shape::kPieces + place) * 16;
     const char* first = static_cast<const char*>(cache) + piece * 16;
-    const uint64_t policy = read_once_policy();
+    const int first_key = tile * Shape::kTileKeys + first_row - key_begin;  // of those that are seen
+    const uint64_t policy = read_once_policy(), slot_bytes = static_cast<uint64_t>(slot_pieces) * 16;
 #pragma unroll
-    for (int row = 0; row < Shape::kTileKeys; row += kRows) {
-      const uint32_t offset = __shfl_sync(~0u, place_of_key, row + first_row);
+    for (int run = 0; run < Shape::kTileKeys; run += kStep) {
+      const uint32_t offset = __shfl_sync(~0u, place_of_key, kAlone ? run + first_row : run);
+      const uint32_t keys = offset == kNowhere ? 0 : key_end - key_begin;
       const char* source = first + static_cast<uint64_t>(offset == kNowhere ? 0 : offset) * 16;
-      // The place of a piece of values depends on its row modulo 8; four rows at a time make two cases.
-      const uint32_t exchange = kValues && kRows == 4 && row % 8 != 0 ? 4 * 16 : 0;
+      if (!kAlone) source += first_row * slot_bytes;
 #pragma unroll
-      for (int c = 0; c < Shape::kPieces; c += kLanes) {
-        copy_async((target ^ exchange) + (row * Shape::kPieces + c) * 16, source + c * 16,
-                   offset != kNowhere && (c + piece) * Shape::kVecK < head_dim, policy);
+      for (int row = run; row < run + kStep; row += kRows) {
+        const bool valid = kAlone ? keys > 0 : static_cast<uint32_t>(first_key + row) < keys;
+        // The place of a piece of values depends on its row modulo 8, and first_row only on the lane.
+        const uint32_t exchange = kValues ? (Shape::place_v(row, 0) ^ Shape::place_v(0, 0)) * 16 : 0;
+#pragma unroll
+        for (int c = 0; c < Shape::kPieces; c += kLanes) {
+          copy_async((target ^ exchange) + (row * Shape::kPieces + c) * 16, source + c * 16,
+                     valid && (c + piece) * Shape::kVecK < head_dim, policy);
+        }
+        source += kRows * slot_bytes;
       }
     }
   }
@@ -190,92 +223,73 @@ struct Rows {
   PD_MEMBER void load_queries(const Problem& p, const Plan& plan, const Item& item, int head) {
     const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
     const float scale_all = score_scale(p, item.b, head);
+    const bool narrow = Shape::kFp8 && (p.q_dtype == DType::kFloat8E4M3 || p.q_dtype == DType::kFloat8E5M2);
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n) {
-      int row = n * 8 + g;
-      bool exists = row < item.rows;
-      int token = plan.group.divide(item.first_row + row);
-      int q_head = head * static_cast<int>(p.group) + item.first_row + row - token * static_cast<int>(p.group);
-      int64_t offset = item.b * p.q_stride_batch + (item.q_begin + token) * p.q_stride_token + q_head * p.q_stride_head;
-      if constexpr (!Shape::kFp8) {
+      const int row = n * 8 + g, token = plan.group.divide(item.first_row + row);
+      const int q_head = head * static_cast<int>(p.group) + item.first_row + row - token * static_cast<int>(p.group);
+      const int64_t offset =
+          item.b * p.q_stride_batch + (item.q_begin + token) * p.q_stride_token + q_head * p.q_stride_head;
+      const char* source = static_cast<const char*>(p.q) + offset * (narrow ? 1 : 2);
 #pragma unroll
-        for (int chunk = 0; chunk < Shape::kChunksK; ++chunk) {
-          int dim = (chunk * 4 + t) * Shape::kVecK;
-          uint4 words = make_uint4(0, 0, 0, 0);
-          if (exists && dim < p.head_dim) {
-            words = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.q) + offset + dim);
-          }
-          q[chunk][0][n][0] = words.x;
-          q[chunk][0][n][1] = words.y;
-          q[chunk][1][n][0] = words.z;
-          q[chunk][1][n][1] = words.w;
+      for (int chunk = 0; chunk < Shape::kChunksK; ++chunk) {
+        const int dim = (chunk * 4 + t) * Shape::kVecK;
+        uint4 words[2] = {};
+        if (row < item.rows && dim < p.head_dim) {
+          const uint4* piece = reinterpret_cast<const uint4*>(source + dim * (narrow ? 1 : 2));
+          words[0] = piece[0];
+          if (Shape::kFp8 && !narrow) words[1] = piece[1];
         }
-        scale[0] = scale_all;
+#pragma unroll
+        for (int half = 0; half < Shape::kVecK / 8; ++half) {
+          q[chunk][2 * half][n][0] = words[half].x;
+          q[chunk][2 * half][n][1] = words[half].y;
+          q[chunk][2 * half + 1][n][0] = words[half].z;
+          q[chunk][2 * half + 1][n][1] = words[half].w;
+        }
+      }
+      if constexpr (Shape::kFp8) {
+        queries_to_fp16(p, n, scale_all);
       } else {
-        load_queries_as_fp16(p, offset, exists, n, scale_all);
+        scale[0] = scale_all;
       }
     }
   }
 
-  // The queries of row tile n for an fp8 cache, as fp16.
-  PD_MEMBER void load_queries_as_fp16(const Problem& p, int64_t offset, bool exists, int n, float scale_all) {
+  // Those of row tile n, for an fp8 cache.
+  PD_MEMBER void queries_to_fp16(const Problem& p, int n, float scale_all) {
     const int t = threadIdx.x % 4;
-    const bool fp8 = p.q_dtype == DType::kFloat8E4M3 || p.q_dtype == DType::kFloat8E5M2;
-    const char* row = static_cast<const char*>(p.q) + offset * (fp8 ? 1 : 2);
-    uint32_t words[Shape::kChunksK][8];
-#pragma unroll
-    for (int chunk = 0; chunk < Shape::kChunksK; ++chunk) {
-      int dim = (chunk * 4 + t) * Shape::kVecK;
-      uint4 low = make_uint4(0, 0, 0, 0), high = low;
-      if (exists && dim < p.head_dim) {
-        const uint4* source = reinterpret_cast<const uint4*>(row + dim * (fp8 ? 1 : 2));
-        low = source[0];
-        if (!fp8) high = source[1];
-      }
-      store_words(words[chunk], low, high);
-    }
     float up = scale_all;
-    if (p.q_dtype == DType::kBFloat16) up *= ldexpf(1.f, bf16_to_fp16(words));
+    if (p.q_dtype == DType::kBFloat16) {
+      up *= ldexpf(1.f, bf16_to_fp16(n));
+    } else if (p.q_dtype != DType::kFloat16) {
 #pragma unroll
-    for (int chunk = 0; chunk < Shape::kChunksK; ++chunk)
+      for (int chunk = 0; chunk < Shape::kChunksK; ++chunk) {
+        const uint32_t words[4] = {q[chunk][0][n][0], q[chunk][0][n][1], q[chunk][1][n][0], q[chunk][1][n][1]};
+        const bool e4m3 = p.q_dtype == DType::kFloat8E4M3;
 #pragma unroll
-      for (int step = 0; step < Shape::kVecK / 4; ++step) {
-        uint32_t low = words[chunk][2 * step], high = words[chunk][2 * step + 1];
-        if (p.q_dtype == DType::kFloat8E4M3) {
-          low = fp8_pair_to_fp16<E4m3, false>(words[chunk][step]);
-          high = fp8_pair_to_fp16<E4m3, true>(words[chunk][step]);
-        } else if (p.q_dtype == DType::kFloat8E5M2) {
-          low = fp8_pair_to_fp16<E5m2, false>(words[chunk][step]);
-          high = fp8_pair_to_fp16<E5m2, true>(words[chunk][step]);
+        for (int step = 0; step < Shape::kVecK / 4; ++step) {
+          q[chunk][step][n][0] =
+              e4m3 ? fp8_pair_to_fp16<E4m3, false>(words[step]) : fp8_pair_to_fp16<E5m2, false>(words[step]);
+          q[chunk][step][n][1] =
+              e4m3 ? fp8_pair_to_fp16<E4m3, true>(words[step]) : fp8_pair_to_fp16<E5m2, true>(words[step]);
         }
-        q[chunk][step][n][0] = low;
-        q[chunk][step][n][1] = high;
       }
+    }
     // A lane loads row g and scores rows 2t, 2t + 1.
     scale[2 * n] = __shfl_sync(~0u, up, t * 2 * 4);
     scale[2 * n + 1] = __shfl_sync(~0u, up, (t * 2 + 1) * 4);
   }
 
-  static PD_MEMBER void store_words(uint32_t (&words)[8], const uint4& low, const uint4& high) {
-    words[0] = low.x;
-    words[1] = low.y;
-    words[2] = low.z;
-    words[3] = low.w;
-    words[4] = high.x;
-    words[5] = high.y;
-    words[6] = high.z;
-    words[7] = high.w;
-  }
-
   // bf16 has more range than fp16 but fewer bits, so a row divided by the power of two below its largest value loses
   // nothing that float32 sums would keep. Returns the exponent.
-  static PD_MEMBER int bf16_to_fp16(uint32_t (&words)[Shape::kChunksK][8]) {
+  PD_MEMBER int bf16_to_fp16(int n) {
     float largest = 0.f;
 #pragma unroll
     for (int chunk = 0; chunk < Shape::kChunksK; ++chunk)
 #pragma unroll
-      for (int w = 0; w < 8; ++w) {
-        uint32_t word = words[chunk][w];
+      for (int w = 0; w < Shape::kVecK / 2; ++w) {
+        const uint32_t word = q[chunk][w / 2][n][w % 2];
         largest = fmaxf(largest, fmaxf(fabsf(__uint_as_float(word << 16)), fabsf(__uint_as_float(word & 0xffff0000u))));
       }
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
@@ -286,10 +300,10 @@ struct Rows {
 #pragma unroll
     for (int chunk = 0; chunk < Shape::kChunksK; ++chunk)
 #pragma unroll
-      for (int w = 0; w < 8; ++w) {
-        uint32_t word = words[chunk][w];
-        words[chunk][w] = pack_pair<false>(__uint_as_float(word << 16) * down * rest,
-                                           __uint_as_float(word & 0xffff0000u) * down * rest);
+      for (int w = 0; w < Shape::kVecK / 2; ++w) {
+        uint32_t& word = q[chunk][w / 2][n][w % 2];
+        word = pack_pair<false>(__uint_as_float(word << 16) * down * rest,
+                                __uint_as_float(word & 0xffff0000u) * down * rest);
       }
     return exponent;
   }
@@ -517,7 +531,8 @@ struct Rows {
   }
 
   static PD_MEMBER float4* quad_of(char* stage, int row, int quad) {
-    return reinterpret_cast<float4*>(stage) + row * (kHeadDim / 4) + (quad ^ (row / 2 % 4 * 2));
+    const int t = row / 2 % 4, spread = Shape::kVecV == 16 ? t : t % 2 + t / 2 * 4;
+    return reinterpret_cast<float4*>(stage) + row * (kHeadDim / 4) + (quad ^ spread);
   }
 };
 
@@ -546,15 +561,29 @@ PD_DEVICE RowSum sum_warps(char* queues, const int* free_stages, const float2* s
 // How the threads of a block share the merge of a segment: each takes four dimensions of a row at a time; where threads
 // are left over, groups of them share the parts. Known when the segment begins, so not computed at its end.
 struct Sharing {
-  int parts;  // of other blocks, to be added
+  Parts parts;  // of other blocks, to be added
   int groups;
 };
 
 template <typename Shape>
-PD_DEVICE Sharing share_merge(const Walker& walker, const Segment& segment) {
-  const int threads = blockDim.x, pieces = walker.item.rows * Shape::kQuads;
-  Sharing sharing = {segment.first ? parts_behind(walker, segment) : 0, 1};
-  while (sharing.groups < sharing.parts && (sharing.groups + 1) * pieces <= threads) ++sharing.groups;
+PD_DEVICE Sharing share_merge(const Item& item, const Segment& segment, const Dealing& dealing) {
+  // Many more parts than are looked at in one go are merged in two levels: a block for itself and those before it.
+  constexpr int kManyBatches = 3;
+  Sharing sharing = {{0, 1}, 1};
+  const int many = kManyBatches * kPartsAtOnce * dealing.length;
+  if (!segment.first && item.tiles <= many) return sharing;
+  const int behind = parts_behind(item, segment, dealing);
+  if (behind == 0) return sharing;
+  const int threads = blockDim.x, pieces = item.rows * Shape::kQuads;
+  while ((sharing.groups + 1) * pieces <= threads) ++sharing.groups;
+  const int fan = kPartsAtOnce * sharing.groups + 1;
+  const bool two_levels = item.tiles > many * sharing.groups;
+  if (segment.first) {
+    sharing.parts = {two_levels ? (behind - 1) / fan + 1 : behind, two_levels ? fan : 1};
+  } else if (two_levels && (segment.tile - item.first_tile - 1) / dealing.length % fan == 0) {
+    sharing.parts.count = min(behind, fan - 1);
+  }
+  sharing.groups = max(min(sharing.groups, sharing.parts.count), 1);
   return sharing;
 }
 
@@ -573,10 +602,10 @@ PD_DEVICE void finish_segment(const Problem& p, const Plan& plan, const Item& it
       row -= item.rows;
       ++group;
     }
-    const bool exists = group < groups && quad * 4 < p.head_dim_v;
+    const bool exists = group < groups && quad * 4 < p.head_dim_v;  // others are only in the team of such a thread
     RowSum sum;
     if (exists && group == 0) sum = sum_warps<Shape, Rows>(queues, free_stages, shared_ml, row, quad);
-    if (exists && sharing.parts > 0) add_partials(plan, group, groups, sharing.parts, row, quad, sum);
+    if (group < groups) add_parts(plan, group, groups, sharing.parts, row, quad, sum);
     if (groups > 1) {
       // One round, in which all threads are.
       if (group > 0) shared_sums[thread] = sum;
@@ -611,7 +640,7 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWar
   RowSum* shared_sums = reinterpret_cast<RowSum*>(shared_ml + warps * Shape::kRows);
   touch(p);
   touch(plan);
-  const char* line = table_line(p.cache);
+  Dealing dealing = {};
   Walker walker = {};
   if (plan.blocks_each.divisor > 0) expect_even_stretch(p, plan, walker);
   TileLoader<Kv, kHeadDim, kRowTiles> loader;
@@ -620,6 +649,7 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWar
   // A line of code that is met for the first time costs as much as a line of data, so everything stands here once. The
   // first segment is an empty one, in which the copies get their lead.
   Segment segment = {};
+  Item item = {};
   Sharing sharing = {};
   bool open = false;
   int tile = 0, lead = Shape::kStages, free_stage = Shape::kStages - 1;
@@ -632,11 +662,12 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWar
         // The predecessor is awaited here, inside, when all that the loops keep in registers is there.
         wait_for_predecessor();
         let_successor_start();
-        if (line) prefetch_l2(line);
+        prefetch_line(p.cache.block_table, plan.table_lines);
+        prefetch_line(p.q, plan.q_lines);
         if (plan.balanced) {
-          find_stretch(p, plan, walker);
+          find_stretch(p, plan, walker, dealing);
         } else {
-          find_split(p, plan, walker);
+          find_split(p, plan, walker, dealing);
         }
         loader.start(walker);
       }
@@ -650,13 +681,13 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWar
         // Reads of shared memory queue behind copies, so the keys are read before the next copies start.
         rows.score_keys(stage, s);
       }
-      loader.copy(p, plan, queue_address + free_stage * Shape::kStageBytes);
+      loader.copy(p, plan, dealing, queue_address + free_stage * Shape::kStageBytes);
       free_stage = read_stage;
       if (lead > 0) {
         --lead;
         continue;
       }
-      rows.attend(p, plan, walker.item, segment.head, stage, tile, s);
+      rows.attend(p, plan, item, segment.head, stage, tile, s);
       tile += warps;
     }
 
@@ -666,14 +697,14 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWar
       rows.publish(queue + free_stage * Shape::kStageBytes, shared_ml + warp * Shape::kRows);
       if (threadIdx.x % kWarp == 0) free_stages[warp] = free_stage;
       __syncthreads();
-      finish_segment<Shape, Rows<Kv, kHeadDim, kRowTiles>>(p, plan, walker.item, segment, sharing, queues, free_stages,
+      finish_segment<Shape, Rows<Kv, kHeadDim, kRowTiles>>(p, plan, item, segment, sharing, queues, free_stages,
                                                            shared_ml, shared_sums);
       __syncthreads();
     }
     open = true;
-    if (!walker.next(p, plan, segment)) break;
-    rows.start(p, plan, walker.item, segment.head);
-    sharing = share_merge<Shape>(walker, segment);
+    if (!walker.next(p, plan, dealing, segment, item)) break;
+    rows.start(p, plan, item, segment.head);
+    sharing = share_merge<Shape>(item, segment, dealing);
     tile = segment.tile + warp;
   }
   clear_unclaimed(p);

@@ -73,7 +73,7 @@ PD_DEVICE uint64_t read_once_policy() {
 
 // Asynchronous copy of 16 bytes into shared memory; reads nothing and writes zeros when `valid` is false.
 PD_DEVICE void copy_async(uint32_t shared, const void* global, bool valid, uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
                "r"(valid ? 16 : 0), "l"(policy)
                : "memory");
 }

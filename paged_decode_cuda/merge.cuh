@@ -3,8 +3,8 @@
 // The block with a row's first keys merges. It waits for the others, which are blocks before it, so this ends as long
 // as blocks start in their order. A partial travels in words of 16 bytes, each stored and loaded as one: 8 bytes of
 // payload and a number. So there is no counter to clear before and no fence between data and a flag: whoever finds the
-// number has the data. A word has one reader, who clears it, so that the replay of a graph, in the same workspace and
-// with the same number, finds nothing old.
+// number has the data. A word is read by one team of lanes, which clears it once all of them have what they look for,
+// so that the replay of a graph, in the same workspace and with the same number, finds nothing old.
 #pragma once
 
 #include "work.cuh"
@@ -64,64 +64,91 @@ struct RowSum {
   }
 };
 
-constexpr int kWords = 3;  // of a quad of dimensions: (m, l) and two pairs of sums
+constexpr int kTeam = 16;  // lanes that hold consecutive quads of a row
 
-// Where a quad of the partial of a block lies; its words are plan.partial_quads apart. A block leaves one partial at
-// most, for the (item, kv_head) whose first keys are not its own.
-PD_DEVICE uint4* partial_quad(const Plan& plan, int block, int row, int quad) {
-  return plan.partials + static_cast<uint32_t>(block * plan.rows_per_tile + row) * (kWords * plan.partial_quads) + quad;
+// Words of a row of a partial: the first two sums of each quad, the last two, and (m, l) for every team.
+PD_FN int row_words(int quads) { return 2 * quads + (quads + kTeam - 1) / kTeam; }
+
+// Where a row of the partial of a block begins. A block leaves one partial at most, for the (item, kv_head) whose first
+// keys are not its own.
+PD_DEVICE uint4* partial_row(const Plan& plan, int block, int row) {
+  return plan.partials + static_cast<uint32_t>(block * plan.rows_per_tile + row) * row_words(plan.partial_quads);
 }
 
 PD_DEVICE void write_partial(const Plan& plan, int row, int quad, const RowSum& sum) {
   const unsigned long long number = launch_number();
-  uint4* word = partial_quad(plan, blockIdx.x, row, quad);
-  store_word(word, sum.m, sum.l, number);
-  store_word(word + plan.partial_quads, sum.acc[0], sum.acc[1], number);
-  store_word(word + 2 * plan.partial_quads, sum.acc[2], sum.acc[3], number);
+  uint4* const words = partial_row(plan, blockIdx.x, row);
+  if (quad % kTeam == 0) store_word(words + 2 * plan.partial_quads + quad / kTeam, sum.m, sum.l, number);
+  store_word(words + quad, sum.acc[0], sum.acc[1], number);
+  store_word(words + plan.partial_quads + quad, sum.acc[2], sum.acc[3], number);
 }
 
-// Adds kBatch parts behind a segment to some of its sums: `first` and on in steps, as long as there are any.
+// Which parts a block adds to a sum: `count` in all, of the block before it and those at distances of `spacing`
+// further.
+struct Parts {
+  int count, spacing;
+};
+
+constexpr int kPartsAtOnce = 5;  // whose words a thread holds
+
+// Adds kBatch parts to some of a sum: `first` and on in steps, as long as there are any. A team calls it together and
+// each of its lanes looks for (m, l) of one part; lanes past the last quad go through the motions with that.
 template <int kBatch>
-PD_DEVICE void add_batch(const Plan& plan, int first, int step, int count, int row, int quad, RowSum& sum) {
+PD_DEVICE void add_batch(const Plan& plan, int first, int step, const Parts& parts, int row, int quad, RowSum& sum) {
+  static_assert(kBatch <= kTeam, "there is a lane for every part");
+  const unsigned team = 0xffffu << (threadIdx.x % kWarp / kTeam * kTeam);
+  const int lane = threadIdx.x % kTeam;
   const unsigned long long number = launch_number();
-  unsigned long long payload[kBatch][kWords], found[kBatch][kWords], stale;
-  uint4* const nearest = partial_quad(plan, static_cast<int>(blockIdx.x) - 1 - first, row, quad);
-  const int stride = step * plan.rows_per_tile * kWords * plan.partial_quads;
+  unsigned long long payload[kBatch][2], found[kBatch][2], ml_payload, ml_found;
+  uint4* const nearest = partial_row(plan, static_cast<int>(blockIdx.x) - 1 - first * parts.spacing, row);
+  const int stride = step * parts.spacing * plan.rows_per_tile * row_words(plan.partial_quads);
   // The nearest stands in for those past the end.
-  const int existing = min((count - first + step - 1) / step, kBatch);
-  auto word_of = [&](int j, int w) { return nearest - (j < existing ? j * stride : 0) + w * plan.partial_quads; };
+  const int existing = min((parts.count - first + step - 1) / step, kBatch);
+  const bool own = quad < plan.partial_quads;
+  uint4* const sums = nearest + min(quad, plan.partial_quads - 1);
+  uint4* const ml_word = nearest - min(lane, existing - 1) * stride + 2 * plan.partial_quads + quad / kTeam;
+  auto word_of = [&](int j, int w) { return sums - (j < existing ? j * stride : 0) + w * plan.partial_quads; };
+  unsigned long long stale;
   do {
     // All loads before the first look at one.
+    load_word(ml_word, ml_payload, ml_found);
 #pragma unroll
     for (int j = 0; j < kBatch; ++j)
 #pragma unroll
-      for (int w = 0; w < kWords; ++w) load_word(word_of(j, w), payload[j][w], found[j][w]);
-    stale = 0;
+      for (int w = 0; w < 2; ++w) load_word(word_of(j, w), payload[j][w], found[j][w]);
+    stale = ml_found ^ number;
 #pragma unroll
     for (int j = 0; j < kBatch; ++j)
 #pragma unroll
-      for (int w = 0; w < kWords; ++w) stale |= found[j][w] ^ number;
-  } while (stale != 0);
+      for (int w = 0; w < 2; ++w) stale |= found[j][w] ^ number;
+  } while (__any_sync(team, stale != 0));
+  const float2 my_ml = unpack(ml_payload);
   float2 ml[kBatch];
   float4 values[kBatch];
 #pragma unroll
   for (int j = 0; j < kBatch; ++j) {
     const bool exists = j < existing;
-    const float2 low = unpack(payload[j][1]), high = unpack(payload[j][2]);
-    ml[j] = exists ? unpack(payload[j][0]) : make_float2(-INFINITY, 0.f);
+    const float m = __shfl_sync(team, my_ml.x, j, kTeam), l = __shfl_sync(team, my_ml.y, j, kTeam);
+    const float2 low = unpack(payload[j][0]), high = unpack(payload[j][1]);
+    ml[j] = exists ? make_float2(m, l) : make_float2(-INFINITY, 0.f);
     values[j] = exists ? make_float4(low.x, low.y, high.x, high.y) : make_float4(0.f, 0.f, 0.f, 0.f);
+    if (own) {
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) store_word(word_of(j, w), 0.f, 0.f, 0);
+      for (int w = 0; w < 2; ++w) store_word(word_of(j, w), 0.f, 0.f, 0);
+    }
   }
+  if (lane < existing) store_word(ml_word, 0.f, 0.f, 0);
   sum.add(ml, values);
 }
 
-// Adds every `step`-th of the `count` parts behind a segment, from `first` on, to some of its sums.
-PD_DEVICE void add_partials(const Plan& plan, int first, int step, int count, int row, int quad, RowSum& sum) {
-  constexpr int kBatch = 4;
+// Adds every `step`-th of the parts, from `first` on, to some of a sum.
+PD_DEVICE void add_parts(const Plan& plan, int first, int step, const Parts& parts, int row, int quad, RowSum& sum) {
+  if (quad / kTeam * kTeam >= plan.partial_quads) return;  // no lane of the team has a quad
 #pragma unroll 1
-  for (; first + step < count; first += step * kBatch) add_batch<kBatch>(plan, first, step, count, row, quad, sum);
-  if (first < count) add_batch<1>(plan, first, step, count, row, quad, sum);
+  for (; first + step < parts.count; first += step * kPartsAtOnce) {
+    add_batch<kPartsAtOnce>(plan, first, step, parts, row, quad, sum);
+  }
+  if (first < parts.count) add_batch<1>(plan, first, step, parts, row, quad, sum);
 }
 
 // Adds the sink, writes output and lse. kPacked: an output of 16 bits in aligned groups of four.

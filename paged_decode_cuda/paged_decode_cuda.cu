@@ -23,6 +23,8 @@ namespace {
 
 constexpr int kMaxSplits = 256;
 constexpr int kSimtSplits = 32;
+// Tiles that a multiprocessor reads while one of its blocks ends one (item, kv_head) and begins another.
+constexpr int kPairCost = 12;
 constexpr int64_t kMaxKeys = int64_t{1} << 30;
 
 [[noreturn]] void fail_cuda(cudaError_t error, const char* what) {
@@ -88,6 +90,7 @@ const Kernel& kernel_properties(const void* function, int device, int threads, i
       "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
   // Code for older devices, which a newer one may compile for itself, lacks the instruction.
   kernel.waits = attributes.ptxVersion >= 90;
+  if (kernel.blocks_per_processor == 0) throw std::runtime_error("cuda: the kernel does not fit on this device");
   return known[key] = kernel;
 }
 
@@ -193,10 +196,26 @@ void plan_fixed_splits(const Problem& p, int split_keys, int limit, Plan& plan) 
   plan.blocks = FastDivisor(plan.items * p.kv_heads * splits);
 }
 
+// What is fetched before it is known which part of it a block needs. Of a large table most may be unused.
+void plan_prefetch(const Problem& p, Plan& plan) {
+  constexpr int64_t kMostBytes = 1 << 20;
+  const Cache& c = p.cache;
+  auto lines = [](int64_t bytes) { return bytes > kMostBytes ? 0 : static_cast<int32_t>(bytes / kLine); };
+  const int64_t q_token = p.q_heads * p.head_dim;
+  const bool contiguous = p.q_stride_head == p.head_dim && p.q_stride_token == q_token &&
+                          (p.cu_seqlens_q || p.q_stride_batch == p.max_q_len * q_token);
+  if (contiguous) plan.q_lines = lines(p.total_q * q_token * dtype_bytes(p.q_dtype));
+  if (c.block_table && c.table_rows > 0) {
+    plan.table_lines = lines(((c.table_rows - 1) * c.block_table_stride + c.max_pages) * sizeof(int32_t));
+  }
+}
+
 // Whether and how an item follows from the length of its request alone.
 void plan_items(const Problem& p, int64_t row_tiles, Plan& plan) {
   const Cache& c = p.cache;
+  plan.max_keys = static_cast<int32_t>(capacity(p));
   plan.max_pages = c.block_table ? static_cast<int32_t>(c.max_pages) : 0;
+  plan.whole_runs = c.block_table && c.page_size % kRunKeys == 0;
   plan.plain = row_tiles == 1 && p.cache_seqlens && c.block_table && !c.cache_batch_idx && !p.cu_seqlens_q &&
                !p.cache_leftpad && !p.append.cu_seqlens_k_new && p.window_left < 0 && p.attention_chunk == 0 &&
                c.block_table_stride <= INT32_MAX;
@@ -204,6 +223,15 @@ void plan_items(const Problem& p, int64_t row_tiles, Plan& plan) {
   plan.table_stride = static_cast<int32_t>(c.block_table_stride);
   plan.new_keys = p.append.k ? static_cast<int32_t>(p.append.seqlen_new) : 0;
   plan.hidden_keys = p.window_right < 0 ? 0 : static_cast<int32_t>(pd_max(p.max_q_len - 1 - p.window_right, 0));
+}
+
+// How (item, kv_head) are dealt to blocks should the lengths hardly differ.
+void plan_even_dealing(int64_t pairs, Plan& plan) {
+  const int64_t blocks = plan.blocks.divisor, each = blocks / pd_max(pairs, 1);
+  plan.whole_pairs = static_cast<int32_t>(pairs / blocks);
+  plan.line_pairs = static_cast<int32_t>(pairs % blocks);
+  // Hardly a block idle, or the line is better.
+  if (10 * each * pairs >= 9 * blocks) plan.blocks_each = FastDivisor(each);
 }
 
 // Attention alone: the new tokens are in the cache, the queries rotated.
@@ -225,6 +253,7 @@ void attend(const Problem& p, const Context& context) {
   plan.items = static_cast<int32_t>(items);
   plan.partial_quads = static_cast<int32_t>(pd_ceil_div(p.head_dim_v, 4));
   plan_items(p, row_tiles, plan);
+  plan_prefetch(p, plan);
 
   int threads = kSimtWarps * kWarp, shared_bytes = 0;
   if (matrix) {
@@ -236,7 +265,7 @@ void attend(const Problem& p, const Context& context) {
     plan.v_slot_pieces = static_cast<uint32_t>(c.v_stride_slot / pieces);
     plan.k_head_pieces = static_cast<uint32_t>(c.k_stride_head / pieces);
     plan.v_head_pieces = static_cast<uint32_t>(c.v_stride_head / pieces);
-    const int64_t most_units = items * p.kv_heads * ((capacity(p) >> plan.tile_shift) + 2);
+    const int64_t most_units = items * p.kv_heads * ((capacity(p) >> plan.tile_shift) + 2 + kPairCost);
     plan.balanced = p.num_splits == 0 && !p.deterministic && items <= kMaxBalancedItems && most_units <= INT32_MAX;
     // No more (item, kv_head) than multiprocessors: most are cut, and big blocks make fewer parts; where there is
     // hardly a tile for every warp, blocks between the two sizes. With more of them, all warps of a big block would
@@ -253,8 +282,8 @@ void attend(const Problem& p, const Context& context) {
     if (plan.balanced) {
       const Kernel& properties = kernel_properties(kernel, context.index, threads, shared_bytes);
       plan.blocks = FastDivisor(int64_t{context.device.processors} * properties.blocks_per_processor);
-      const int64_t each = plan.blocks.divisor / pd_max(pairs, 1);
-      if (each > 0) plan.blocks_each = FastDivisor(each);
+      plan.pair_cost = kPairCost / properties.blocks_per_processor;
+      plan_even_dealing(pairs, plan);
       plan.min_units = (few ? 1 : 2) * warps;
       plan.max_splits = FastDivisor(1);
     } else {
@@ -269,7 +298,7 @@ void attend(const Problem& p, const Context& context) {
   const int64_t blocks = plan.blocks.divisor;
   std::optional<torch::stable::Tensor> space;
   if (plan.balanced || plan.max_splits.divisor > 1) {
-    const int64_t bytes = blocks * plan.rows_per_tile * kWords * plan.partial_quads * sizeof(uint4);
+    const int64_t bytes = blocks * plan.rows_per_tile * row_words(plan.partial_quads) * sizeof(uint4);
     space = workspace(bytes, context.index);
     plan.partials = static_cast<uint4*>(space->data_ptr());
     // Only for compute-sanitizer's initcheck: words are polled before they are written.

@@ -37,11 +37,12 @@ __global__ void __launch_bounds__(kSimtWarps* kWarp, 1)
   clear_unclaimed(p);
 
   // Which row, which keys
-  Walker walker;
-  find_split(p, plan, walker);
+  Walker walker = {};
+  Dealing dealing = {};
+  find_split(p, plan, walker, dealing);
   Segment segment;
-  if (!walker.next(p, plan, segment)) return;
-  const Item& item = walker.item;
+  Item item;
+  if (!walker.next(p, plan, dealing, segment, item)) return;
   // Warps without a row go through the motions with no keys, as the block meets again at its end.
   const bool exists = row < item.rows;
   const int head = segment.head;
@@ -160,13 +161,15 @@ __global__ void __launch_bounds__(kSimtWarps* kWarp, 1)
 #pragma unroll
   for (int d = 0; d < kDimsV; ++d) reinterpret_cast<float*>(row_acc[row])[d * kWarp + lane] = acc[d];
   __syncwarp();
-  const int behind = parts_behind(walker, segment);
+  const Parts parts = {segment.first ? parts_behind(item, segment, dealing) : 0, 1};
 #pragma unroll 1
-  for (int quad = lane; quad * 4 < p.head_dim_v; quad += kWarp) {
-    const float4 values = row_acc[row][quad];
+  for (int first = 0; first * 4 < p.head_dim_v; first += kWarp) {
+    const int quad = first + lane;
+    const float4 values = row_acc[row][min(quad, kDimsV * kWarp / 4 - 1)];
     RowSum sum = {m, l, {values.x, values.y, values.z, values.w}};
+    add_parts(plan, 0, 1, parts, row, quad, sum);
+    if (quad * 4 >= p.head_dim_v) break;
     if (segment.first) {
-      add_partials(plan, 0, 1, behind, row, quad, sum);
       write_output<false>(p, plan, item, head, row, quad, sum);
     } else {
       write_partial(plan, row, quad, sum);

@@ -7,11 +7,14 @@
 //   segment   a run of units of one (item, kv_head) inside one thread block
 //
 // Balanced: all units form one line (item by item, head by head, key by key), which is cut into stretches, one for a
-// block. The blocks compute the line from the lengths themselves, so nothing depends on what the host knows, and a
-// replayed CUDA graph balances the lengths that it finds. Blocks go down the line: the one with the keys before a cut
-// starts after the one with the keys behind it.
-// Even: the same where there are blocks for every (item, kv_head) and the lengths hardly differ, but each has as many
-// blocks of its own: fewer cuts, and no block serves two.
+// block. To end one (item, kv_head) and begin another takes the time of some units, which stand before it. The blocks
+// compute the line from the lengths themselves, so nothing depends on what the host knows, and a replayed CUDA graph
+// balances the lengths that it finds. Blocks go down the line: the one with the keys before a cut starts after the one
+// with the keys behind it.
+// Even: where the lengths hardly differ, all (item, kv_head) count as many units as the longest. With blocks for every
+// one, each has as many of its own: fewer cuts, and no block serves two. With more of them than blocks, every block
+// gets as many whole ones, and only the remainder is a line that is cut. That line comes first, so that parts are
+// merged while the memory is busy, and then neighbouring blocks read the heads of the same keys at the same time.
 // Fixed: one block per (item, kv_head, split), where the cuts of a request depend on its own length alone.
 //
 // When a segment is only a part of its (item, kv_head), its block leaves a partial; the block with the first keys
@@ -24,27 +27,36 @@ namespace paged_attn {
 
 struct Plan {
   FastDivisor page_size, group, row_tiles, max_splits, kv_heads, chunk;
-  FastDivisor blocks;       // of the grid
-  FastDivisor blocks_each;  // of an (item, kv_head) when dealt evenly; divisor 0: not enough for all
+  FastDivisor blocks;  // of the grid
+  // Dealt evenly: blocks of an (item, kv_head), divisor 0: there are not enough; or the whole (item, kv_head) of every
+  // block, 0: none, and how many are left for the line.
+  FastDivisor blocks_each;
+  int32_t whole_pairs, line_pairs;
   int32_t rows_per_tile, items;
   int32_t tile_shift;  // log2 of the keys of a unit
   int32_t min_units;   // balanced: a shorter stretch is not worth a block
+  int32_t pair_cost;   // balanced: units of time that an (item, kv_head) takes besides its own
   int32_t num_splits;  // fixed: parts asked for; 0: one for every split_tiles, at most max_splits
   int32_t split_tiles;
   uint32_t k_page_pieces, k_slot_pieces, k_head_pieces;  // strides of the cache in pieces of 16 bytes
   uint32_t v_page_pieces, v_slot_pieces, v_head_pieces;
+  int32_t max_keys;                 // that the cache can hold for one request
   int32_t max_pages, table_stride;  // of the block table
+  bool whole_runs;                  // every page holds whole runs of kRunKeys
+  int32_t q_lines, table_lines;     // to prefetch of q and of the block table
   bool balanced;
   // The common case, in which an item is a request and its length says which keys it sees: pages, no table rows, left
   // padding, windows, chunks or lists of positions.
   bool plain;
   int32_t new_keys, hidden_keys;  // plain: keys that an append has added; keys that the first token does not see
   // Workspace; nothing of it is set before the launch. nullptr when nothing is ever cut.
-  uint4* partials;        // [blocks, rows_per_tile, 3, partial_quads]
+  uint4* partials;        // [blocks, rows_per_tile, row_words(partial_quads)]
   int32_t partial_quads;  // of head_dim_v, rounded up
 };
 
 constexpr int kMaxBalancedItems = 1024;
+constexpr int kLine = 128;  // bytes
+constexpr int kRunKeys = 16;
 
 // Never outside of q and out, whatever the entry.
 PD_DEVICE int query_begin(const Problem& p, int b) {
@@ -68,15 +80,10 @@ PD_DEVICE int cached_length(const Problem& p, int b) {
   return cu ? cu[b + 1] - cu[b] : static_cast<int>(p.seqlen_k);
 }
 
-// The line of the block table that this thread sends on its way into L2 while the lengths are read; nullptr when there
-// is none, or when most of the table may be unused.
-PD_DEVICE const char* table_line(const Cache& cache) {
-  constexpr int64_t kLine = 128, kMostBytes = 1 << 20;
-  if (!cache.block_table) return nullptr;
-  const int64_t bytes = ((cache.table_rows - 1) * cache.block_table_stride + cache.max_pages) * sizeof(int32_t);
-  const int64_t offset = (static_cast<int64_t>(threadIdx.x) * gridDim.x + blockIdx.x) * kLine;
-  if (bytes > kMostBytes || offset >= bytes) return nullptr;
-  return reinterpret_cast<const char*>(cache.block_table) + offset;
+// What a thread sends on its way into L2 while the lengths are read: a line of a tensor most of which is needed.
+PD_DEVICE void prefetch_line(const void* tensor, int lines) {
+  const int line = threadIdx.x * gridDim.x + blockIdx.x;
+  if (line < lines) prefetch_l2(static_cast<const char*>(tensor) + static_cast<int64_t>(line) * kLine);
 }
 
 // The row of the table, or of a contiguous cache, that a request reads. A row that does not exist is not looked up.
@@ -104,7 +111,7 @@ PD_DEVICE KvRange row_keys(const Problem& p, const Plan& plan, const Item& item,
 }
 
 PD_DEVICE int plain_length(const Problem& p, const Plan& plan, int b) {
-  return max(p.cache_seqlens[b] + plan.new_keys, 0);
+  return min(max(p.cache_seqlens[b] + plan.new_keys, 0), plan.max_keys);
 }
 
 // At least one, so that someone writes the rows.
@@ -127,7 +134,8 @@ PD_DEVICE Item load_item(const Problem& p, const Plan& plan, int index) {
   const int tile = index - item.b * static_cast<int>(plan.row_tiles.divisor);
   item.q_begin = query_begin(p, item.b);
   item.q_len = query_length(p, item.b);
-  item.kv_len = cached_length(p, item.b) + new_length(p, item.b);
+  // Bounded, so that the units of all items can be counted whatever the lengths.
+  item.kv_len = min(cached_length(p, item.b) + new_length(p, item.b), plan.max_keys);
   item.leftpad = p.cache_leftpad ? p.cache_leftpad[item.b] : 0;
   item.first_row = tile * plan.rows_per_tile;
   item.rows = max(0, min(plan.rows_per_tile, item.q_len * static_cast<int>(p.group) - item.first_row));
@@ -150,43 +158,53 @@ PD_DEVICE int item_splits(const Plan& plan, int tiles) {
 }
 
 struct Segment {
-  int head;
+  int index, head;     // index of the item
   int tile, tile_end;  // tiles of keys, counted from the start of the request
-  bool first, last;    // of the tiles of (item, head)
+  bool first;          // of the tiles of (item, head)
+};
+
+// The same for all segments of a thread block.
+struct Dealing {
+  int length;  // of every stretch
+  int most;    // units that every (item, kv_head) counts, those past its end being empty; 0: its own, and its cost
 };
 
 // Steps through the segments of one thread block. Every warp holds copies, so stepping needs no barrier.
 struct Walker {
-  int index;          // of the item
-  int head, tile;     // next unit, tile counted from the item's first
-  int position, end;  // the same on the line, and the end of this block's stretch
-  int length;         // of every stretch
-  bool loaded;        // item is that of index
-  bool even;          // the stretch, counted from the item's first tile, is all there is, even when it is empty
-  Item item;
+  int pair, unit;   // the next unit, counted from the first of its (item, kv_head)
+  int left;         // units of the stretch
+  int whole_pairs;  // to come after it
 
-  PD_MEMBER bool next(const Problem& p, const Plan& plan, Segment& segment) {
-    if (position >= end) return false;
+  // False at the end.
+  PD_MEMBER bool next(const Problem& p, const Plan& plan, const Dealing& dealing, Segment& segment, Item& item) {
+    const int heads = static_cast<int>(p.kv_heads);
     while (true) {
-      if (!loaded) item = load_item(p, plan, index);
-      loaded = true;
-      if (tile < item.tiles) break;
-      if (even) return false;
-      tile = 0;
-      if (++head < p.kv_heads) continue;
-      head = 0;
-      ++index;
-      loaded = false;
+      if (left == 0) {
+        if (whole_pairs == 0) return false;
+        pair = plan.items * heads - whole_pairs * static_cast<int>(plan.blocks.divisor) + static_cast<int>(blockIdx.x);
+        unit = 0;
+        left = dealing.most;
+        --whole_pairs;
+      }
+      segment.index = plan.kv_heads.divide(pair);
+      segment.head = pair - segment.index * heads;
+      item = load_item(p, plan, segment.index);
+      const int cost = dealing.most > 0 ? 0 : plan.pair_cost,
+                units = dealing.most > 0 ? dealing.most : item.tiles + cost;
+      const int count = min(units - unit, left), begin = max(unit - cost, 0);
+      const int tile_end = min(unit + count - cost, item.tiles);
+      unit += count;
+      left -= count;
+      if (unit == units) {
+        unit = 0;
+        ++pair;
+      }
+      if (begin >= tile_end) continue;
+      segment.tile = item.first_tile + begin;
+      segment.tile_end = item.first_tile + tile_end;
+      segment.first = begin == 0;
+      return true;
     }
-    const int count = min(item.tiles - tile, end - position);
-    segment.head = head;
-    segment.tile = item.first_tile + tile;
-    segment.tile_end = segment.tile + count;
-    segment.first = tile == 0;
-    segment.last = tile + count == item.tiles;
-    tile += count;
-    position += count;
-    return true;
   }
 };
 
@@ -221,89 +239,97 @@ PD_DEVICE TileCount count_tiles(const Problem& p, const Plan& plan, int begin, i
   return count;
 }
 
-// What of even dealing does not depend on lengths: which (item, kv_head) this block serves and, in walker.tile, as
-// which of its blocks, counted from the first keys.
-PD_DEVICE void expect_even_stretch(const Problem& p, const Plan& plan, Walker& walker) {
-  const int each = static_cast<int>(plan.blocks_each.divisor), heads = static_cast<int>(p.kv_heads);
-  const int place = plan.blocks_each.divide(static_cast<int>(blockIdx.x)), unit = plan.items * heads - 1 - place;
-  walker.tile = (place + 1) * each - 1 - static_cast<int>(blockIdx.x);
-  walker.index = plan.kv_heads.divide(max(unit, 0));
-  walker.head = unit - walker.index * heads;
+// Cuts a line of `total` units from its end. Returns where the stretch of this block begins.
+PD_DEVICE int deal_line(const Plan& plan, int total, Walker& walker, Dealing& dealing) {
+  dealing.length = max(plan.min_units, plan.blocks.divide(total + static_cast<int>(plan.blocks.divisor) - 1));
+  const int end = total - static_cast<int>(blockIdx.x) * dealing.length, position = max(0, end - dealing.length);
+  walker.left = max(0, end - position);
+  return position;
 }
 
-// `most`: tiles of the longest item. An item with fewer has shorter stretches at its end.
-PD_DEVICE void deal_evenly(const Plan& plan, int most, Walker& walker) {
+// What of even dealing does not depend on lengths: which (item, kv_head) this block serves, a negative one for none,
+// and in walker.unit, as which of its blocks, counted from the first keys.
+PD_DEVICE void expect_even_stretch(const Problem& p, const Plan& plan, Walker& walker) {
+  const int each = static_cast<int>(plan.blocks_each.divisor), block = static_cast<int>(blockIdx.x);
+  const int place = plan.blocks_each.divide(block);
+  walker.pair = plan.items * static_cast<int>(p.kv_heads) - 1 - place;
+  walker.unit = (place + 1) * each - 1 - block;
+}
+
+// `most`: tiles of the longest item.
+PD_DEVICE void deal_evenly(const Plan& plan, int most, Walker& walker, Dealing& dealing) {
   const int each = static_cast<int>(plan.blocks_each.divisor);
-  walker.even = true;
-  walker.length = max(plan.min_units, plan.blocks_each.divide(most + each - 1));
-  walker.tile = walker.position = walker.tile * walker.length;
-  walker.end = walker.head < 0 ? 0 : min(most, walker.position + walker.length);
+  dealing.most = most;
+  if (each > 0) {
+    dealing.length = max(plan.min_units, plan.blocks_each.divide(most + each - 1));
+    walker.unit *= dealing.length;
+    walker.left = walker.pair < 0 ? 0 : max(0, min(most - walker.unit, dealing.length));
+    return;
+  }
+  const int total = plan.line_pairs * most;
+  walker.whole_pairs = plan.whole_pairs;
+  const int position = deal_line(plan, total, walker, dealing);
+  divide_small(position, most, walker.pair, walker.unit);
 }
 
 // Finds this block's stretch. Every warp does so by itself, without a barrier: the lanes share the items out in runs
 // and find the run in which the stretch begins, then the item in it.
-PD_DEVICE void find_stretch(const Problem& p, const Plan& plan, Walker& walker) {
+PD_DEVICE void find_stretch(const Problem& p, const Plan& plan, Walker& walker, Dealing& dealing) {
   static_assert(kMaxBalancedItems <= kWarp * kWarp, "a run has an item per lane at most");
   const int lane = threadIdx.x % kWarp, heads = static_cast<int>(p.kv_heads);
   int first = 0, before = 0;  // first item of the runs, units before it
-  int owner, tiles, run = (plan.items + kWarp - 1) / kWarp;
-  walker.length = 0;
-  walker.loaded = walker.even = false;
+  int owner, units, position = 0, run = (plan.items + kWarp - 1) / kWarp;
 #pragma unroll 1
   while (true) {
-    const int run_begin = first + lane * run;
-    const TileCount count = count_tiles(p, plan, run_begin, min(plan.items, run_begin + run));
-    tiles = count.sum;
-    if (walker.length == 0 && plan.blocks_each.divisor > 0) {
-      const int most = __reduce_max_sync(~0u, count.most), all = __reduce_add_sync(~0u, tiles);
+    const int run_begin = first + lane * run, run_end = min(plan.items, run_begin + run);
+    const TileCount count = count_tiles(p, plan, run_begin, run_end);
+    if (dealing.length == 0 && (plan.blocks_each.divisor > 0 || plan.whole_pairs > 0)) {
+      const int most = __reduce_max_sync(~0u, count.most), all = __reduce_add_sync(~0u, count.sum);
       if (most * plan.items - all <= all / 16) {
-        deal_evenly(plan, most, walker);
+        deal_evenly(plan, most, walker, dealing);
         return;
       }
     }
-    int sum = tiles * heads;
+    units = count.sum + plan.pair_cost * max(run_end - run_begin, 0);
+    int sum = units * heads;
 #pragma unroll
     for (int step = 1; step < kWarp; step *= 2) {
       const int other = __shfl_up_sync(~0u, sum, step);
       if (lane >= step) sum += other;
     }
-    if (walker.length == 0) {
-      const int total = __shfl_sync(~0u, sum, kWarp - 1), blocks = static_cast<int>(plan.blocks.divisor);
-      walker.length = max(plan.min_units, plan.blocks.divide(total + blocks - 1));
-      walker.end = total - static_cast<int>(blockIdx.x) * walker.length;
-      walker.position = max(0, walker.end - walker.length);
-      if (walker.position >= walker.end) return;
+    if (dealing.length == 0) {
+      position = deal_line(plan, __shfl_sync(~0u, sum, kWarp - 1), walker, dealing);
+      if (walker.left == 0) return;
     }
-    owner = __popc(__ballot_sync(~0u, before + sum <= walker.position));
-    before += __shfl_sync(~0u, sum - tiles * heads, owner);
+    owner = __popc(__ballot_sync(~0u, before + sum <= position));
+    before += __shfl_sync(~0u, sum - units * heads, owner);
     first += owner * run;
     if (run == 1) break;
     run = 1;
   }
-  walker.index = first;
-  divide_small(walker.position - before, __shfl_sync(~0u, tiles, owner), walker.head, walker.tile);
+  int head;
+  divide_small(position - before, __shfl_sync(~0u, units, owner), head, walker.unit);
+  walker.pair = first * heads + head;
 }
 
 // This block's (item, head, split) when the cuts are fixed.
-PD_DEVICE void find_split(const Problem& p, const Plan& plan, Walker& walker) {
-  const int unit = plan.max_splits.divide(blockIdx.x);
-  const int split = (unit + 1) * static_cast<int>(plan.max_splits.divisor) - 1 - static_cast<int>(blockIdx.x);
-  walker.index = plan.kv_heads.divide(unit);
-  walker.head = unit - walker.index * static_cast<int>(p.kv_heads);
-  walker.loaded = walker.even = false;
-  walker.tile = walker.position = walker.end = 0;
-  const int tiles = count_tiles(p, plan, walker.index, walker.index + 1).sum;
+PD_DEVICE void find_split(const Problem& p, const Plan& plan, Walker& walker, Dealing& dealing) {
+  walker.pair = plan.max_splits.divide(blockIdx.x);
+  const int split = (walker.pair + 1) * static_cast<int>(plan.max_splits.divisor) - 1 - static_cast<int>(blockIdx.x);
+  const int index = plan.kv_heads.divide(walker.pair), tiles = count_tiles(p, plan, index, index + 1).sum;
   if (tiles == 0) return;
   const int splits = item_splits(plan, tiles);
-  walker.length = (tiles + splits - 1) / splits;
-  walker.tile = walker.position = min(tiles, split * walker.length);
-  walker.end = min(tiles, walker.position + walker.length);
+  dealing.most = tiles;
+  dealing.length = (tiles + splits - 1) / splits;
+  walker.unit = min(tiles, split * dealing.length);
+  walker.left = min(tiles - walker.unit, dealing.length);
 }
 
 // How many parts of its (item, kv_head) are behind a segment: the stretches of the blocks before this one, which cover
-// the rest. The walker has just stepped over the segment.
-PD_DEVICE int parts_behind(const Walker& walker, const Segment& segment) {
-  return segment.last ? 0 : (walker.item.tiles - walker.tile + walker.length - 1) / walker.length;
+// the rest.
+PD_DEVICE int parts_behind(const Item& item, const Segment& segment, const Dealing& dealing) {
+  const int rest = item.first_tile + item.tiles - segment.tile_end;
+  return rest == 0 ? 0 : (rest - 1) / dealing.length + 1;
 }
 
 // fp8 queries give a bf16 output.

@@ -1,4 +1,5 @@
-"""What the contract promises of a GPU alone: CUDA graphs, streams, caches beyond 2^31 elements, bounded workspace."""
+"""What the contract promises of a GPU alone: CUDA graphs, streams, caches beyond 2^31 elements, bounded workspace; and
+every way in which the keys are dealt to thread blocks."""
 
 import itertools
 
@@ -6,7 +7,7 @@ import cases
 import pytest
 import torch
 from cases import Case
-from compare import judge, run
+from compare import check, judge, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -77,6 +78,33 @@ def test_a_smaller_batch_in_a_larger_graph(paged_attn, device):
         graph.replay()
         assert torch.equal(out[:2], alone[0][:2]) and torch.equal(lse[:2], alone[1][:2])
         assert (out[2:] == 0).all() and (lse[2:] == -torch.inf).all()
+
+
+DEALINGS = {
+    "whole ones, then a line": {"batch": 67, "lens": (300,) * 67},
+    "lengths that hardly differ": {"batch": 67, "lens": tuple(300 - i % 8 for i in range(67))},
+    "a line": {"batch": 67, "lens": tuple(37 * i % 700 for i in range(67))},
+    "most of the blocks": {"batch": 10, "lens": (900,) * 10},
+    "a part for every block": {"batch": 1, "kv_heads": 1, "lens": (40000,)},
+    "short ones and a long one": {"batch": 40, "kv_heads": 2, "lens": (64,) * 39 + (30000,)},
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"head_dim": 128, "page_size": 16},
+        {"head_dim": 96, "page_size": 24, "q_len": 2, "causal": True},
+        {"head_dim": 128, "head_dim_v": 64, "kv_dtype": "float8_e4m3fn", "descale": "full", "page_size": 32},
+        {"head_dim": 256, "dtype": "float16", "page_size": 48},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dealing", DEALINGS)
+def test_every_way_of_dealing(paged_attn, device, dealing, options):
+    """With more (request, kv_head) than blocks, with fewer, and with many parts of one."""
+    options = {"kv_heads": 8} | DEALINGS[dealing] | options
+    check(paged_attn, Case(q_heads=2 * options["kv_heads"], **options), device)
 
 
 def test_streams_do_not_disturb_each_other(paged_attn, device):
