@@ -1,8 +1,7 @@
 // How the keys of all requests are dealt to thread blocks.
 //
-//   item      the rows of one request that are handled together: rows_per_tile consecutive (token, head in group)
-//   pairs,
-//             the same for every kv_head
+//   item      rows of one request that are handled together, rows_per_tile consecutive (token, head in group); the same
+//             for every kv_head
 //   unit      one tile of tile_keys keys of one (item, kv_head)
 //   segment   a run of units of one (item, kv_head) inside one thread block
 //
@@ -18,7 +17,7 @@
 // Fixed: one block per (item, kv_head, split), where the cuts of a request depend on its own length alone.
 //
 // When a segment is only a part of its (item, kv_head), its block leaves a partial; the block with the first keys
-// merges all, in the order of the keys, so that the sum does not depend on who is last.
+// merges all, in an order that does not depend on who is last.
 #pragma once
 
 #include "device.cuh"
@@ -189,8 +188,8 @@ struct Walker {
       segment.index = plan.kv_heads.divide(pair);
       segment.head = pair - segment.index * heads;
       item = load_item(p, plan, segment.index);
-      const int cost = dealing.most > 0 ? 0 : plan.pair_cost,
-                units = dealing.most > 0 ? dealing.most : item.tiles + cost;
+      const int cost = dealing.most > 0 ? 0 : plan.pair_cost;
+      const int units = dealing.most > 0 ? dealing.most : item.tiles + cost;
       const int count = min(units - unit, left), begin = max(unit - cost, 0);
       const int tile_end = min(unit + count - cost, item.tiles);
       unit += count;
