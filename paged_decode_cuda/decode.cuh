@@ -587,7 +587,7 @@ PD_DEVICE Sharing share_merge(const Item& item, const Segment& segment, const De
   return sharing;
 }
 
-// Merges the warps and, in the block with the first keys, the parts; writes the rows or their partial.
+// Merges the warps and the parts that this block adds; writes the rows or their partial.
 template <typename Shape, typename Rows>
 PD_DEVICE void finish_segment(const Problem& p, const Plan& plan, const Item& item, const Segment& segment,
                               const Sharing& sharing, char* queues, const int* free_stages, const float2* shared_ml,

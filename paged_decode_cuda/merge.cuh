@@ -1,10 +1,10 @@
 // Merges the partials of rows whose keys were shared by several thread blocks, adds the sink, writes output and lse.
 //
-// The block with a row's first keys merges. It waits for the others, which are blocks before it, so this ends as long
-// as blocks start in their order. A partial travels in words of 16 bytes, each stored and loaded as one: 8 bytes of
-// payload and a number. So there is no counter to clear before and no fence between data and a flag: whoever finds the
-// number has the data. A word is read by one team of lanes, which clears it once all of them have what they look for,
-// so that the replay of a graph, in the same workspace and with the same number, finds nothing old.
+// A block that merges waits for blocks before it only, the one with a row's first keys for all of them, so this ends as
+// long as blocks start in their order. A partial travels in words of 16 bytes, each stored and loaded as one: 8 bytes
+// of payload and a number. So there is no counter to clear before and no fence between data and a flag: whoever finds
+// the number has the data. A word is read by one team of lanes, which clears it once all of them have what they look
+// for, so that the replay of a graph, in the same workspace and with the same number, finds nothing old.
 #pragma once
 
 #include "work.cuh"
@@ -96,7 +96,7 @@ constexpr int kPartsAtOnce = 5;  // whose words a thread holds
 template <int kBatch>
 PD_DEVICE void add_batch(const Plan& plan, int first, int step, const Parts& parts, int row, int quad, RowSum& sum) {
   static_assert(kBatch <= kTeam, "there is a lane for every part");
-  const unsigned team = 0xffffu << (threadIdx.x % kWarp / kTeam * kTeam);
+  const unsigned team = ((1u << kTeam) - 1) << (threadIdx.x % kWarp / kTeam * kTeam);
   const int lane = threadIdx.x % kTeam;
   const unsigned long long number = launch_number();
   unsigned long long payload[kBatch][2], found[kBatch][2], ml_payload, ml_found;

@@ -281,7 +281,7 @@ void attend(const Problem& p, const Context& context) {
     shared_bytes = warps * decode.shared_bytes_per_warp;
     if (plan.balanced) {
       const Kernel& properties = kernel_properties(kernel, context.index, threads, shared_bytes);
-      plan.blocks = FastDivisor(int64_t{context.device.processors} * properties.blocks_per_processor);
+      plan.blocks = FastDivisor(int64_t{processors} * properties.blocks_per_processor);
       plan.pair_cost = kPairCost / properties.blocks_per_processor;
       plan_even_dealing(pairs, plan);
       plan.min_units = (few ? 1 : 2) * warps;

@@ -17,7 +17,8 @@
 // Fixed: one block per (item, kv_head, split), where the cuts of a request depend on its own length alone.
 //
 // When a segment is only a part of its (item, kv_head), its block leaves a partial; the block with the first keys
-// merges all, in an order that does not depend on who is last.
+// merges all, where there are very many after some others merged a few each, in an order that does not depend on who is
+// last.
 #pragma once
 
 #include "device.cuh"
@@ -157,7 +158,7 @@ PD_DEVICE int item_splits(const Plan& plan, int tiles) {
 }
 
 struct Segment {
-  int index, head;     // index of the item
+  int head;
   int tile, tile_end;  // tiles of keys, counted from the start of the request
   bool first;          // of the tiles of (item, head)
 };
@@ -185,9 +186,9 @@ struct Walker {
         left = dealing.most;
         --whole_pairs;
       }
-      segment.index = plan.kv_heads.divide(pair);
-      segment.head = pair - segment.index * heads;
-      item = load_item(p, plan, segment.index);
+      const int index = plan.kv_heads.divide(pair);
+      segment.head = pair - index * heads;
+      item = load_item(p, plan, index);
       const int cost = dealing.most > 0 ? 0 : plan.pair_cost;
       const int units = dealing.most > 0 ? dealing.most : item.tiles + cost;
       const int count = min(units - unit, left), begin = max(unit - cost, 0);
