@@ -34,7 +34,8 @@ constexpr int64_t kSoftmaxSteps = 2;
 inline int64_t round_up(int64_t n, int64_t step) { return pd_ceil_div(n, step) * step; }
 
 // Two tiles of all heads, the current one and the next, take a quarter of an L2 of 1 MiB. With more to multiply than to
-// read, and where less than 32 keys would come out, they take half: every row of every tile costs some overhead.
+// read, and where less than 32 keys would come out (64 in a small call), they take half: every row of every tile costs
+// some overhead.
 template <class Ops>
 int64_t tile_keys(const Problem& p, const Block& block) {
   if (block.rows() >= Ops::kMinPackedRows) return block.heads() == 1 ? kMaxTile : kMaxTile / 2;
@@ -230,9 +231,9 @@ struct ScoreOf {
   float q_pos;  // counted from the start of the tile
 };
 
-// Turns the products of one row with n keys into probabilities relative to the largest score of the
-// row so far, and brings l and acc to it. Keys outside [visible.begin, visible.end), counted from
-// the start of the tile, get probability 0.
+// Turns the products of one row with n keys into probabilities relative to *m, which is moved to the largest score of
+// the row so far when that lies more than kMaxLogProbability above; then brings l and acc to it. Keys outside
+// [visible.begin, visible.end), counted from the start of the tile, get probability 0.
 template <class Ops>
 inline void softmax_row(float* scores, int64_t n, KvRange visible, const ScoreOf& score, typename Ops::Elem* p,
                         float* m, float* l, float* acc, int64_t width) {
@@ -472,8 +473,7 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
   memset(s.acc, 0, block.heads() * rows * s.width * sizeof(float));
 
   // For each tile and kv_head: score, update, add; meanwhile fetch the next tile
-  Prefetcher fetch;
-  fetch.start(nullptr, 0, 0);
+  Prefetcher fetch = {};
   while (tile->n > 0) {
     next->locate(p.cache, block.batch, tile->begin + tile->n, keys.end, pd_min(2 * tile->n, s.tile));
     if (!cached) start_fetch<Ops>(p, block, s, *tile, *next, fetch);
