@@ -15,6 +15,7 @@
 #pragma once
 
 #include "merge.cuh"
+#include "plain.cuh"
 
 namespace paged_attn {
 
@@ -536,11 +537,10 @@ struct Rows {
   }
 };
 
-// What the warps of a block published for four dimensions of a row. free_stages: which stage of each warp's queue holds
-// its accumulators.
-template <typename Shape, typename Rows>
-PD_DEVICE RowSum sum_warps(char* queues, const int* free_stages, const float2* shared_ml, int row, int quad) {
-  constexpr int kBatch = Shape::kWarps;  // kMostWarps is a multiple
+// What the warps of a block published for four dimensions of a row, kBatch warps at a time. free_stages: which stage of
+// each warp's queue holds its accumulators.
+template <typename Shape, typename Rows, int kBatch>
+PD_DEVICE RowSum sum_batches(char* queues, const int* free_stages, const float2* shared_ml, int row, int quad) {
   const int warps = blockDim.x / kWarp;
   RowSum sum;
 #pragma unroll 1
@@ -556,6 +556,14 @@ PD_DEVICE RowSum sum_warps(char* queues, const int* free_stages, const float2* s
     sum.add(ml, values);
   }
   return sum;
+}
+
+// All warps of the biggest block at once: a batch takes 0.14 us. Between the sizes, kWarps divides their number.
+template <typename Shape, typename Rows>
+PD_DEVICE RowSum sum_warps(char* queues, const int* free_stages, const float2* shared_ml, int row, int quad) {
+  return blockDim.x == Shape::kMostWarps * kWarp
+             ? sum_batches<Shape, Rows, Shape::kMostWarps>(queues, free_stages, shared_ml, row, quad)
+             : sum_batches<Shape, Rows, Shape::kWarps>(queues, free_stages, shared_ml, row, quad);
 }
 
 // How the threads of a block share the merge of a segment: each takes four dimensions of a row at a time; where threads
@@ -610,6 +618,7 @@ PD_DEVICE void finish_segment(const Problem& p, const Plan& plan, const Item& it
       // One round, in which all threads are.
       if (group > 0) shared_sums[thread] = sum;
       __syncthreads();
+#pragma unroll 1
       for (int g = 1; g < groups && group == 0; ++g) {
         const RowSum& other = shared_sums[thread + g * pieces];
         const float2 ml[1] = {make_float2(other.m, other.l)};
@@ -627,8 +636,7 @@ PD_DEVICE void finish_segment(const Problem& p, const Plan& plan, const Item& it
 }
 
 template <typename Kv, int kHeadDim, int kRowTiles>
-__global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWarps* kWarp, 1)
-    decode_kernel(const __grid_constant__ Problem p, const __grid_constant__ Plan plan) {
+PD_DEVICE void decode(const Problem& p, const Plan& plan) {
   using Shape = DecodeShape<Kv, kHeadDim, kRowTiles>;
   extern __shared__ __align__(128) char queues[];
   __shared__ int free_stages[Shape::kMostWarps];
@@ -638,8 +646,6 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWar
   const uint32_t queue_address = static_cast<uint32_t>(__cvta_generic_to_shared(queue));
   float2* shared_ml = reinterpret_cast<float2*>(queues + warps * Shape::kQueueBytes);
   RowSum* shared_sums = reinterpret_cast<RowSum*>(shared_ml + warps * Shape::kRows);
-  touch(p);
-  touch(plan);
   Dealing dealing = {};
   Walker walker = {};
   if (plan.blocks_each.divisor > 0) expect_even_stretch(p, plan, walker);
@@ -708,6 +714,25 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWar
     tile = segment.tile + warp;
   }
   clear_unclaimed(p);
+}
+
+template <typename Kv, int kHeadDim, int kRowTiles>
+__global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWarps* kWarp, 1)
+    decode_kernel(const __grid_constant__ Problem p, const __grid_constant__ Plan given) {
+  touch(p);
+  touch(given);
+  Plan plan = given;
+  plan.plain = false;
+  decode<Kv, kHeadDim, kRowTiles>(p, plan);
+}
+
+template <typename Kv, int kHeadDim, int kRowTiles>
+__global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWarps* kWarp, 1)
+    plain_decode_kernel(const __grid_constant__ PlainCall call) {
+  using Shape = DecodeShape<Kv, kHeadDim, kRowTiles>;
+  touch(call);
+  decode<Kv, kHeadDim, kRowTiles>(plain_problem(call, Kv::kDType, kHeadDim),
+                                  plain_plan(call, Shape::kRows, Shape::kTileShift, kHeadDim));
 }
 
 }  // namespace paged_attn

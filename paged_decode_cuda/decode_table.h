@@ -11,6 +11,8 @@ DecodeKernel describe_decode_kernel() {
   using Shape = DecodeShape<Kv, kHeadDim, kRowTiles>;
   DecodeKernel kernel = {};
   kernel.function = reinterpret_cast<const void*>(&decode_kernel<Kv, kHeadDim, kRowTiles>);
+  kernel.plain_function = reinterpret_cast<const void*>(&plain_decode_kernel<Kv, kHeadDim, kRowTiles>);
+  kernel.head_dim = kHeadDim;
   kernel.rows = Shape::kRows;
   kernel.tile_shift = Shape::kTileShift;
   kernel.warps = Shape::kWarps;

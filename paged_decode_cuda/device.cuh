@@ -97,15 +97,19 @@ PD_DEVICE uint32_t transpose_8x8(uint32_t x) {
 // Tags of what is stored, with the 16-bit type that the matrix unit gets. fp8 becomes fp16, which holds every value of
 // both formats exactly and gives the probabilities 3 bits more than bf16 would.
 struct Fp16 {
+  static constexpr DType kDType = DType::kFloat16;
   static constexpr int kBytes = 2;
 };
 struct Bf16 {
+  static constexpr DType kDType = DType::kBFloat16;
   static constexpr int kBytes = 2;
 };
 struct E4m3 {
+  static constexpr DType kDType = DType::kFloat8E4M3;
   static constexpr int kBytes = 1;
 };
 struct E5m2 {
+  static constexpr DType kDType = DType::kFloat8E5M2;
   static constexpr int kBytes = 1;
 };
 
@@ -192,11 +196,11 @@ PD_DEVICE void store_float(void* base, DType dtype, int64_t index, float value) 
 
 // Division of a non-negative int by a number that the host knows: a multiplication and a shift.
 struct FastDivisor {
-  uint32_t divisor, multiplier;
-  int32_t shift;
+  uint32_t divisor = 1, multiplier = 0;
+  int32_t shift = -1;
 
-  FastDivisor() : FastDivisor(1) {}
-  explicit FastDivisor(int64_t value) : divisor(static_cast<uint32_t>(value)), multiplier(0), shift(-1) {
+  FastDivisor() = default;
+  explicit FastDivisor(int64_t value) : divisor(static_cast<uint32_t>(value)) {
     if (value == 1) return;
     while ((int64_t{1} << (shift + 1)) < value) ++shift;  // 2^(shift + 1) >= value
     multiplier = static_cast<uint32_t>((uint64_t{1} << (32 + shift)) / static_cast<uint64_t>(value) + 1);

@@ -12,8 +12,9 @@ struct Plan;
 
 // A kernel and what its launch needs to know.
 struct DecodeKernel {
-  const void* function;  // nullptr: no such instance
-  int rows, tile_shift;
+  const void* function;        // of a Problem and a Plan; nullptr: no such instance
+  const void* plain_function;  // of a PlainCall
+  int head_dim, rows, tile_shift;
   int warps, most_warps;  // of one of several blocks on a multiprocessor, and of a single one
   int shared_bytes_per_warp;
 };

@@ -12,6 +12,7 @@
 #include "backend.h"
 #include "check.h"
 #include "instances.h"
+#include "plain.cuh"
 #include "simt.cuh"
 #include "values.h"
 
@@ -210,17 +211,10 @@ void plan_prefetch(const Problem& p, Plan& plan) {
   }
 }
 
-// Whether and how an item follows from the length of its request alone.
-void plan_items(const Problem& p, int64_t row_tiles, Plan& plan) {
-  const Cache& c = p.cache;
-  plan.max_keys = static_cast<int32_t>(capacity(p));
-  plan.max_pages = c.block_table ? static_cast<int32_t>(c.max_pages) : 0;
-  plan.whole_runs = c.block_table && c.page_size % kRunKeys == 0;
-  plan.plain = row_tiles == 1 && p.cache_seqlens && c.block_table && !c.cache_batch_idx && !p.cu_seqlens_q &&
-               !p.cache_leftpad && !p.append.cu_seqlens_k_new && p.window_left < 0 && p.attention_chunk == 0 &&
-               c.block_table_stride <= INT32_MAX;
-  if (!plan.plain) return;
-  plan.table_stride = static_cast<int32_t>(c.block_table_stride);
+// How the kernel of plain calls finds the keys of an item.
+void plan_plain(const Problem& p, Plan& plan) {
+  plan.plain = true;
+  plan.table_stride = static_cast<int32_t>(p.cache.block_table_stride);
   plan.new_keys = p.append.k ? static_cast<int32_t>(p.append.seqlen_new) : 0;
   plan.hidden_keys = p.window_right < 0 ? 0 : static_cast<int32_t>(pd_max(p.max_q_len - 1 - p.window_right, 0));
 }
@@ -252,7 +246,9 @@ void attend(const Problem& p, const Context& context) {
   plan.row_tiles = FastDivisor(row_tiles);
   plan.items = static_cast<int32_t>(items);
   plan.partial_quads = static_cast<int32_t>(pd_ceil_div(p.head_dim_v, 4));
-  plan_items(p, row_tiles, plan);
+  plan.max_keys = static_cast<int32_t>(capacity(p));
+  plan.max_pages = p.cache.block_table ? static_cast<int32_t>(p.cache.max_pages) : 0;
+  plan.whole_runs = p.cache.block_table && p.cache.page_size % kRunKeys == 0;
   plan_prefetch(p, plan);
 
   int threads = kSimtWarps * kWarp, shared_bytes = 0;
@@ -279,6 +275,10 @@ void attend(const Problem& p, const Context& context) {
                                     decode.most_warps);
     threads = warps * kWarp;
     shared_bytes = warps * decode.shared_bytes_per_warp;
+    if (plan.balanced && row_tiles == 1 && is_plain(p, decode.head_dim)) {
+      plan_plain(p, plan);
+      kernel = decode.plain_function;
+    }
     if (plan.balanced) {
       const Kernel& properties = kernel_properties(kernel, context.index, threads, shared_bytes);
       plan.blocks = FastDivisor(int64_t{processors} * properties.blocks_per_processor);
@@ -305,7 +305,11 @@ void attend(const Problem& p, const Context& context) {
     if (checks_enabled()) check_cuda(cudaMemsetAsync(plan.partials, 0, bytes, context.stream), "cudaMemsetAsync");
   }
 
-  launch(kernel, blocks, threads, shared_bytes, context, p, plan);
+  if (plan.plain) {
+    launch(kernel, blocks, threads, shared_bytes, context, plain_call(p, plan));
+  } else {
+    launch(kernel, blocks, threads, shared_bytes, context, p, plan);
+  }
 }
 
 // Whether rows move in 16-byte pieces, with no arithmetic but the conversion to fp8.

@@ -25,33 +25,37 @@
 
 namespace paged_attn {
 
-struct Plan {
-  FastDivisor page_size, group, row_tiles, max_splits, kv_heads, chunk;
+// What every kernel needs to know of the plan.
+struct CommonPlan {
+  FastDivisor page_size, group, kv_heads;
   FastDivisor blocks;  // of the grid
   // Dealt evenly: blocks of an (item, kv_head), divisor 0: there are not enough; or the whole (item, kv_head) of every
   // block, 0: none, and how many are left for the line.
   FastDivisor blocks_each;
   int32_t whole_pairs, line_pairs;
-  int32_t rows_per_tile, items;
-  int32_t tile_shift;  // log2 of the keys of a unit
-  int32_t min_units;   // balanced: a shorter stretch is not worth a block
-  int32_t pair_cost;   // balanced: units of time that an (item, kv_head) takes besides its own
-  int32_t num_splits;  // fixed: parts asked for; 0: one for every split_tiles, at most max_splits
-  int32_t split_tiles;
+  int32_t items;
+  int32_t min_units;  // balanced: a shorter stretch is not worth a block
+  int32_t pair_cost;  // balanced: units of time that an (item, kv_head) takes besides its own
   uint32_t k_page_pieces, k_slot_pieces, k_head_pieces;  // strides of the cache in pieces of 16 bytes
   uint32_t v_page_pieces, v_slot_pieces, v_head_pieces;
   int32_t max_keys;                 // that the cache can hold for one request
   int32_t max_pages, table_stride;  // of the block table
-  bool whole_runs;                  // every page holds whole runs of kRunKeys
   int32_t q_lines, table_lines;     // to prefetch of q and of the block table
-  bool balanced;
-  // The common case, in which an item is a request and its length says which keys it sees: pages, no table rows, left
-  // padding, windows, chunks or lists of positions.
-  bool plain;
-  int32_t new_keys, hidden_keys;  // plain: keys that an append has added; keys that the first token does not see
+  int32_t new_keys, hidden_keys;    // plain: keys that an append has added; keys that the first token does not see
+  bool whole_runs;                  // every page holds whole runs of kRunKeys
   // Workspace; nothing of it is set before the launch. nullptr when nothing is ever cut.
-  uint4* partials;        // [blocks, rows_per_tile, row_words(partial_quads)]
+  uint4* partials;  // [blocks, rows_per_tile, row_words(partial_quads)]
+};
+
+struct Plan : CommonPlan {
+  FastDivisor row_tiles, max_splits, chunk;
+  int32_t rows_per_tile;
+  int32_t tile_shift;  // log2 of the keys of a unit
+  int32_t num_splits;  // fixed: parts asked for; 0: one for every split_tiles, at most max_splits
+  int32_t split_tiles;
   int32_t partial_quads;  // of head_dim_v, rounded up
+  bool balanced;
+  bool plain;  // an item is a request and its length says which keys it sees; see plain.cuh
 };
 
 constexpr int kMaxBalancedItems = 1024;

@@ -97,12 +97,14 @@ DEALINGS = {
         {"head_dim": 96, "page_size": 24, "q_len": 2, "causal": True},
         {"head_dim": 128, "head_dim_v": 64, "kv_dtype": "float8_e4m3fn", "descale": "full", "page_size": 32},
         {"head_dim": 256, "dtype": "float16", "page_size": 48},
+        {"head_dim": 64, "kv_dtype": "float8_e4m3fn", "descale": "full", "page_size": 24, "q_len": 2, "causal": True},
+        {"head_dim": 128, "page_size": 16, "softcap": 20.0, "window": (5000, 0)},
     ],
     ids=str,
 )
 @pytest.mark.parametrize("dealing", DEALINGS)
 def test_every_way_of_dealing(paged_attn, device, dealing, options):
-    """With more (request, kv_head) than blocks, with fewer, and with many parts of one."""
+    """With more (request, kv_head) than blocks, with fewer, and with many parts of one; plain calls and others."""
     options = {"kv_heads": 8} | DEALINGS[dealing] | options
     check(paged_attn, Case(q_heads=2 * options["kv_heads"], **options), device)
 

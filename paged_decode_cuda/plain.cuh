@@ -1,0 +1,110 @@
+// Plain calls: pages, the lengths, a head_dim with a kernel of its own and nothing else. They are the common ones and
+// have a kernel of their own, for which the rest of the problem is known when it is compiled: it has half of the
+// instructions, and a third of the arguments.
+#pragma once
+
+#include "work.cuh"
+
+namespace paged_attn {
+
+// Fields have the names of Problem and Cache.
+struct PlainCall {
+  int64_t kv_heads, group, max_q_len;
+  const void* q;
+  void* out;
+  float* lse;
+  int64_t q_stride_batch, q_stride_token, q_stride_head;
+  int64_t out_stride_batch, out_stride_token, out_stride_head;
+  int64_t lse_stride_batch, lse_stride_head;
+  const int32_t* cache_seqlens;
+  float scale;
+  int64_t window_right;
+  struct {
+    void* k;
+    void* v;
+    int64_t num_pages;
+    const int32_t* block_table;
+    const float* k_descale;
+    const float* v_descale;
+    int64_t k_descale_stride_batch, k_descale_stride_head;
+    int64_t v_descale_stride_batch, v_descale_stride_head;
+  } cache;
+  CommonPlan plan;
+};
+
+// Between a Problem and a PlainCall, either way.
+template <typename To, typename From>
+PD_FN void copy_plain_problem(To& to, const From& from) {
+  to.kv_heads = from.kv_heads;
+  to.group = from.group;
+  to.max_q_len = from.max_q_len;
+  to.q = from.q;
+  to.out = from.out;
+  to.lse = from.lse;
+  to.q_stride_batch = from.q_stride_batch;
+  to.q_stride_token = from.q_stride_token;
+  to.q_stride_head = from.q_stride_head;
+  to.out_stride_batch = from.out_stride_batch;
+  to.out_stride_token = from.out_stride_token;
+  to.out_stride_head = from.out_stride_head;
+  to.lse_stride_batch = from.lse_stride_batch;
+  to.lse_stride_head = from.lse_stride_head;
+  to.cache_seqlens = from.cache_seqlens;
+  to.scale = from.scale;
+  to.window_right = from.window_right;
+  to.cache.k = from.cache.k;
+  to.cache.v = from.cache.v;
+  to.cache.num_pages = from.cache.num_pages;
+  to.cache.block_table = from.cache.block_table;
+  to.cache.k_descale = from.cache.k_descale;
+  to.cache.v_descale = from.cache.v_descale;
+  to.cache.k_descale_stride_batch = from.cache.k_descale_stride_batch;
+  to.cache.k_descale_stride_head = from.cache.k_descale_stride_head;
+  to.cache.v_descale_stride_batch = from.cache.v_descale_stride_batch;
+  to.cache.v_descale_stride_head = from.cache.v_descale_stride_head;
+}
+
+// The dtype of the queries and the output of plain calls.
+PD_FN DType plain_dtype(DType cache) { return cache == DType::kFloat16 ? DType::kFloat16 : DType::kBFloat16; }
+
+// Whether a call is plain, if there is one item per request and the line is balanced.
+inline bool is_plain(const Problem& p, int kernel_head_dim) {
+  const Cache& c = p.cache;
+  const bool fp8 = dtype_bytes(c.dtype) == 1;
+  return c.block_table && p.cache_seqlens && !p.cu_seqlens_q && !c.cache_batch_idx && !p.cache_leftpad &&
+         !p.append.cu_seqlens_k_new && p.window_left < 0 && p.attention_chunk == 0 && p.softcap == 0.f &&
+         !p.alibi_slopes && !p.sinks && !p.q_descale && (fp8 || (!c.k_descale && !c.v_descale)) &&
+         p.q_dtype == plain_dtype(c.dtype) && p.head_dim == kernel_head_dim && p.head_dim_v == kernel_head_dim &&
+         c.block_table_stride <= INT32_MAX;
+}
+
+inline PlainCall plain_call(const Problem& p, const Plan& plan) {
+  PlainCall call;
+  copy_plain_problem(call, p);
+  call.plan = plan;
+  return call;
+}
+
+// Back to the problem and the plan, in a kernel for caches of `dtype`.
+PD_DEVICE Problem plain_problem(const PlainCall& call, DType dtype, int head_dim) {
+  Problem p = {};
+  copy_plain_problem(p, call);
+  if (dtype_bytes(dtype) > 1) p.cache.k_descale = p.cache.v_descale = nullptr;
+  p.cache.dtype = dtype;
+  p.q_dtype = plain_dtype(dtype);
+  p.head_dim = p.head_dim_v = head_dim;
+  p.window_left = -1;
+  return p;
+}
+
+PD_DEVICE Plan plain_plan(const PlainCall& call, int rows, int tile_shift, int head_dim) {
+  Plan plan = {};
+  static_cast<CommonPlan&>(plan) = call.plan;
+  plan.rows_per_tile = rows;
+  plan.tile_shift = tile_shift;
+  plan.partial_quads = head_dim / 4;
+  plan.balanced = plan.plain = true;
+  return plan;
+}
+
+}  // namespace paged_attn
