@@ -174,9 +174,9 @@ void check_head_dims(int64_t head_dim, int64_t head_dim_v, bool with_qv) {
 void flash_attn_with_kvcache(
     const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, Tensor& out, std::optional<Tensor> lse,
     std::optional<Tensor> cache_seqlens, std::optional<Tensor> block_table, double softmax_scale, int64_t window_right,
-    std::optional<Tensor> k, std::optional<Tensor> v, std::optional<Tensor> cu_seqlens_q,
-    std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> cu_seqlens_k_new, int64_t max_seqlen_q,
-    int64_t window_left, double softcap, int64_t num_splits, bool deterministic, std::optional<Tensor> cache_batch_idx,
+    std::optional<Tensor> k, std::optional<Tensor> v, int64_t window_left, int64_t max_seqlen_q,
+    std::optional<Tensor> cu_seqlens_q, std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> cu_seqlens_k_new,
+    double softcap, int64_t num_splits, bool deterministic, std::optional<Tensor> cache_batch_idx,
     std::optional<Tensor> cache_leftpad, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
     int64_t attention_chunk, std::optional<Tensor> qv, std::optional<Tensor> q_descale, std::optional<Tensor> k_descale,
     std::optional<Tensor> v_descale, std::optional<Tensor> rotary_cos, std::optional<Tensor> rotary_sin,
@@ -340,10 +340,9 @@ void flash_attn_with_kvcache_plain(const Tensor& q, const Tensor& k_cache, const
                                    std::optional<Tensor> block_table, double softmax_scale, int64_t window_right) {
   const std::optional<Tensor> none;
   flash_attn_with_kvcache(q, k_cache, v_cache, out, std::move(lse), std::move(cache_seqlens), std::move(block_table),
-                          softmax_scale, window_right, none, none, none, none, none, /*max_seqlen_q=*/0,
-                          /*window_left=*/-1, /*softcap=*/0.0, /*num_splits=*/0, /*deterministic=*/false, none, none,
-                          none, none, /*attention_chunk=*/0, none, none, none, none, none, none,
-                          /*rotary_interleaved=*/true, none);
+                          softmax_scale, window_right, none, none, /*window_left=*/-1, /*max_seqlen_q=*/0, none, none,
+                          none, /*softcap=*/0.0, /*num_splits=*/0, /*deterministic=*/false, none, none, none, none,
+                          /*attention_chunk=*/0, none, none, none, none, none, none, /*rotary_interleaved=*/true, none);
 }
 
 void kv_paged_write(const Tensor& k, const Tensor& v, Tensor& k_cache, Tensor& v_cache,

@@ -15,9 +15,9 @@ using torch::stable::Tensor;
 void flash_attn_with_kvcache(
     const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, Tensor& out, std::optional<Tensor> lse,
     std::optional<Tensor> cache_seqlens, std::optional<Tensor> block_table, double softmax_scale, int64_t window_right,
-    std::optional<Tensor> k, std::optional<Tensor> v, std::optional<Tensor> cu_seqlens_q,
-    std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> cu_seqlens_k_new, int64_t max_seqlen_q,
-    int64_t window_left, double softcap, int64_t num_splits, bool deterministic, std::optional<Tensor> cache_batch_idx,
+    std::optional<Tensor> k, std::optional<Tensor> v, int64_t window_left, int64_t max_seqlen_q,
+    std::optional<Tensor> cu_seqlens_q, std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> cu_seqlens_k_new,
+    double softcap, int64_t num_splits, bool deterministic, std::optional<Tensor> cache_batch_idx,
     std::optional<Tensor> cache_leftpad, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
     int64_t attention_chunk, std::optional<Tensor> qv, std::optional<Tensor> q_descale, std::optional<Tensor> k_descale,
     std::optional<Tensor> v_descale, std::optional<Tensor> rotary_cos, std::optional<Tensor> rotary_sin,

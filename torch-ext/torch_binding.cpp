@@ -8,14 +8,15 @@
 // One function under three schemas. Only with new keys and values does it change the caches, and only then may
 // torch.compile treat them as changed (it would copy a cache to be safe). And the dispatcher works 0.05 to 0.25 us for
 // each argument, which a decode step of a short context feels: hence the short one, and the order by use.
-#define PAGED_ATTN_ARGUMENTS(CACHES)                                                                                \
-  "(Tensor q, " CACHES                                                                                              \
-  ", Tensor(c!) out, Tensor(d!)? lse, Tensor? cache_seqlens, Tensor? block_table, float softmax_scale, "            \
-  "int window_right=-1, Tensor? k=None, Tensor? v=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "     \
-  "Tensor? cu_seqlens_k_new=None, int max_seqlen_q=0, int window_left=-1, float softcap=0.0, int num_splits=0, "    \
-  "bool deterministic=False, Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None, Tensor? alibi_slopes=None, " \
-  "Tensor? sinks=None, int attention_chunk=0, Tensor? qv=None, Tensor? q_descale=None, Tensor? k_descale=None, "    \
-  "Tensor? v_descale=None, Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=True, "        \
+#define PAGED_ATTN_ARGUMENTS(CACHES)                                                                         \
+  "(Tensor q, " CACHES                                                                                       \
+  ", Tensor(c!) out, Tensor(d!)? lse, Tensor? cache_seqlens, Tensor? block_table, float softmax_scale, "     \
+  "int window_right=-1, Tensor? k=None, Tensor? v=None, int window_left=-1, int max_seqlen_q=0, "            \
+  "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, float softcap=0.0, " \
+  "int num_splits=0, bool deterministic=False, Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None, "   \
+  "Tensor? alibi_slopes=None, Tensor? sinks=None, int attention_chunk=0, Tensor? qv=None, "                  \
+  "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, Tensor? rotary_cos=None, "        \
+  "Tensor? rotary_sin=None, bool rotary_interleaved=True, "                                                  \
   "Tensor? rotary_seqlens=None) -> ()"
 
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {

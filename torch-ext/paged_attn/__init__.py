@@ -128,13 +128,24 @@ def flash_attn_with_kvcache(
         ValueError, RuntimeError: an argument does not fit; the message names it, what was expected and what was given.
             Nothing has been written then.
     """
-    block_table = _one_of("block_table", block_table, "page_table", page_table)
-    s_aux = _one_of("s_aux", s_aux, "sinks", sinks)
+    # A decode step of a short context feels every call and every argument: a tenth of the time on the host.
+    if page_table is not None:
+        block_table = _one_of("block_table", block_table, "page_table", page_table)
+    if sinks is not None:
+        s_aux = _one_of("s_aux", s_aux, "sinks", sinks)
+    plain = (
+        cu_seqlens_q is cu_seqlens_k_new is cache_batch_idx is cache_leftpad is alibi_slopes is s_aux is qv is q_descale
+        is k_descale is v_descale is rotary_cos is rotary_sin is rotary_seqlens is None
+        and softcap == 0.0 and num_splits == attention_chunk == 0 and not deterministic
+    )  # fmt: skip
+    rest = None if plain else (
+        cu_seqlens_q, None, cu_seqlens_k_new, softcap, num_splits, deterministic, cache_batch_idx, cache_leftpad,
+        alibi_slopes, s_aux, attention_chunk, qv, q_descale, k_descale, v_descale, rotary_cos, rotary_sin,
+        rotary_interleaved, rotary_seqlens,
+    )  # fmt: skip
     return _run(
         q, k_cache, v_cache, out, return_softmax_lse, cache_seqlens, block_table, softmax_scale, causal, window_size,
-        softcap, num_splits, deterministic, k, v, cu_seqlens_q, None, cu_seqlens_k_new, max_seqlen_q, cache_batch_idx,
-        cache_leftpad, alibi_slopes, s_aux, attention_chunk, qv, q_descale, k_descale, v_descale, rotary_cos,
-        rotary_sin, rotary_interleaved, rotary_seqlens,
+        rest, k, v, qv, s_aux, cu_seqlens_q, max_seqlen_q,
     )  # fmt: skip
 
 
@@ -173,10 +184,18 @@ def flash_attn_func(
         ValueError, RuntimeError: dropout_p > 0, or as `flash_attn_with_kvcache`.
     """
     _refuse_dropout(dropout_p)
+    s_aux = _one_of("s_aux", s_aux, "sinks", sinks)
+    plain = (
+        alibi_slopes is s_aux is qv is q_descale is k_descale is v_descale is None
+        and softcap == 0.0 and num_splits == attention_chunk == 0 and not deterministic
+    )  # fmt: skip
+    rest = None if plain else (
+        None, None, None, softcap, num_splits, deterministic, None, None, alibi_slopes, s_aux, attention_chunk, qv,
+        q_descale, k_descale, v_descale, None, None, True, None,
+    )  # fmt: skip
+    return_lse = return_softmax_lse or return_attn_probs
     return _run(
-        q, k, v, out, return_softmax_lse or return_attn_probs, None, None, softmax_scale, causal, window_size, softcap,
-        num_splits, deterministic, alibi_slopes=alibi_slopes, sinks=_one_of("s_aux", s_aux, "sinks", sinks),
-        attention_chunk=attention_chunk, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        q, k, v, out, return_lse, None, None, softmax_scale, causal, window_size, rest, qv=qv, s_aux=s_aux
     )  # fmt: skip
 
 
@@ -244,11 +263,15 @@ def flash_attn_varlen_func(
         if seqused_k is None:
             seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         cu_seqlens_k = None
+    s_aux = _one_of("s_aux", s_aux, "sinks", sinks)
+    rest = (
+        cu_seqlens_q, cu_seqlens_k, None, softcap, num_splits, deterministic, None, None, alibi_slopes, s_aux,
+        attention_chunk, qv, q_descale, k_descale, v_descale, None, None, True, None,
+    )  # fmt: skip
+    return_lse = return_softmax_lse or return_attn_probs
     return _run(
-        q, k, v, out, return_softmax_lse or return_attn_probs, seqused_k, block_table, softmax_scale, causal,
-        window_size, softcap, num_splits, deterministic, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q, alibi_slopes=alibi_slopes, sinks=_one_of("s_aux", s_aux, "sinks", sinks),
-        attention_chunk=attention_chunk, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        q, k, v, out, return_lse, seqused_k, block_table, softmax_scale, causal, window_size, rest, qv=qv, s_aux=s_aux,
+        cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
     )  # fmt: skip
 
 
@@ -374,20 +397,23 @@ def cpu_isa() -> str:
     return ops.instruction_set()
 
 
+# What the operators take after window_left and max_seqlen_q when nothing of it is given.
+_NO_REST = (None,) * 3 + (0.0, 0, False) + (None,) * 4 + (0,) + (None,) * 6 + (True, None)
+
+
 def _run(
-    q, k_cache, v_cache, out, return_lse, cache_seqlens, block_table, softmax_scale, causal, window_size, softcap,
-    num_splits, deterministic, k=None, v=None, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None,
-    max_seqlen_q=None, cache_batch_idx=None, cache_leftpad=None, alibi_slopes=None, sinks=None, attention_chunk=0,
-    qv=None, q_descale=None, k_descale=None, v_descale=None, rotary_cos=None, rotary_sin=None, rotary_interleaved=True,
-    rotary_seqlens=None,
+    q, k_cache, v_cache, out, return_lse, cache_seqlens, block_table, softmax_scale, causal, window_size, rest,
+    k=None, v=None, qv=None, s_aux=None, cu_seqlens_q=None, max_seqlen_q=None,
 ):  # fmt: skip
-    """Fills defaults, allocates the results and calls the operator; every check of a tensor is there."""
+    """Fills defaults, allocates the results and calls the operator; every check of a tensor is there. `rest`: the
+    operator's last arguments, as in _NO_REST; None where all have their defaults."""
     if torch.is_grad_enabled():
-        _refuse_grad("q k_cache v_cache k v qv s_aux", q, k_cache, v_cache, k, v, qv, sinks)
-    if q.dim() < 3 or v_cache.dim() < 3:
-        name, tensor = ("q", q) if q.dim() < 3 else ("v_cache", v_cache)
-        raise ValueError(f"{name}: expected a tensor of 3 or 4 dimensions, got shape {tuple(tensor.shape)}")
-    head_dim, head_dim_v = q.shape[-1], v_cache.shape[-1]
+        _refuse_grad("q k_cache v_cache k v qv s_aux", q, k_cache, v_cache, k, v, qv, s_aux)
+    q_shape, v_shape = q.shape, v_cache.shape
+    if len(q_shape) < 3 or len(v_shape) < 3:
+        name, shape = ("q", q_shape) if len(q_shape) < 3 else ("v_cache", v_shape)
+        raise ValueError(f"{name}: expected a tensor of 3 or 4 dimensions, got shape {tuple(shape)}")
+    head_dim, head_dim_v = q_shape[-1], v_shape[-1]
     if isinstance(cache_seqlens, int):
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
@@ -399,8 +425,11 @@ def _run(
     if out is None:
         fp8 = q.dtype in _FP8
         if head_dim == head_dim_v and not fp8:
-            # Naming the memory format takes as long as a fifth of the allocation.
-            out = torch.empty_like(q) if q.is_contiguous() else torch.empty_like(q, memory_format=torch.contiguous_format)
+            # Naming the memory format takes a fifth of the time.
+            if q.is_contiguous():
+                out = torch.empty_like(q)
+            else:
+                out = torch.empty_like(q, memory_format=torch.contiguous_format)
         else:
             dtype = torch.bfloat16 if fp8 else q.dtype
             out = torch.empty((*q.shape[:-1], head_dim_v), dtype=dtype, device=q.device)
@@ -409,13 +438,9 @@ def _run(
         # (batch, seqlen_q, q_heads) -> (batch, q_heads, seqlen_q), or (total_q, q_heads) -> (q_heads, total_q)
         shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    # What the dispatcher does per argument is felt by a decode step of a short context, most of all with keywords:
-    # arguments go by position, a plain call has an operator of its own, and a plain append ends after `v`.
-    plain = (
-        cu_seqlens_q is cu_seqlens_k is cu_seqlens_k_new is cache_batch_idx is cache_leftpad is alibi_slopes is sinks
-        is qv is q_descale is k_descale is v_descale is rotary_cos is rotary_sin is rotary_seqlens is None
-        and window_left == -1 and softcap == 0.0 and num_splits == attention_chunk == 0 and not deterministic
-    )  # fmt: skip
+    # What the dispatcher does per argument is felt too, most of all with keywords: arguments go by position, a plain
+    # call has an operator of its own, and a plain append ends after `v`.
+    plain = rest is None and window_left == -1
     append = k is not None or v is not None
     if plain and not append:
         _attend_plainly(q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right)
@@ -424,12 +449,10 @@ def _run(
     else:
         operator = _append_and_attend if append else _attend
         # Only a bound: a tensor is not read, for that would wait for the device.
-        max_seqlen_q = max_seqlen_q if isinstance(max_seqlen_q, int) else q.shape[0]
+        max_seqlen_q = max_seqlen_q if isinstance(max_seqlen_q, int) else q_shape[0]
         operator(
-            q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right, k, v, cu_seqlens_q,
-            cu_seqlens_k, cu_seqlens_k_new, max_seqlen_q, window_left, softcap, num_splits, deterministic,
-            cache_batch_idx, cache_leftpad, alibi_slopes, sinks, attention_chunk, qv, q_descale, k_descale, v_descale,
-            rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens,
+            q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right, k, v, window_left,
+            max_seqlen_q, *(_NO_REST if rest is None else rest),
         )  # fmt: skip
     return (out, lse) if return_lse else out
 
