@@ -16,8 +16,12 @@
 #include "simt.cuh"
 #include "values.h"
 
-// The header above declares it only where USE_CUDA is defined, which not every build does.
-extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+// The header above declares them only where USE_CUDA is defined, which not every build does.
+extern "C" {
+AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+AOTITorchError aoti_torch_cuda_caching_allocator_raw_alloc(uint64_t nbytes, void** ret_ptr);
+AOTITorchError aoti_torch_cuda_caching_allocator_raw_delete(void* ptr);
+}
 
 namespace paged_attn {
 namespace {
@@ -125,14 +129,22 @@ void launch(const void* function, int64_t blocks, int threads, int shared_bytes,
   check_cuda(cudaLaunchKernelExC(&config, function, pointers), "launch");
 }
 
-// torch::stable::empty looks its operator up by name at every call, which takes three times as long.
-torch::stable::Tensor workspace(int64_t bytes, int device) {
-  const int64_t stride = 1;
-  AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &bytes, &stride, aoti_torch_dtype_uint8(),
-                                                  aoti_torch_device_type_cuda(), device, &handle));
-  return torch::stable::Tensor(handle);
-}
+// Temporary memory on the current device, from torch's allocator: given back at the end, when what was launched on the
+// current stream may still use it, and then handed out on that stream only. A tensor would take several times as long.
+class Workspace {
+ public:
+  explicit Workspace(int64_t bytes) {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(static_cast<uint64_t>(bytes), &data_));
+  }
+  ~Workspace() { aoti_torch_cuda_caching_allocator_raw_delete(data_); }
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+
+  void* data() const { return data_; }
+
+ private:
+  void* data_ = nullptr;
+};
 
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 bool aligned(int64_t stride, int64_t bytes) { return stride * bytes % 16 == 0; }
@@ -296,11 +308,11 @@ void attend(const Problem& p, const Context& context) {
   }
 
   const int64_t blocks = plan.blocks.divisor;
-  std::optional<torch::stable::Tensor> space;
+  std::optional<Workspace> space;
   if (plan.balanced || plan.max_splits.divisor > 1) {
     const int64_t bytes = blocks * plan.rows_per_tile * row_words(plan.partial_quads) * sizeof(uint4);
-    space = workspace(bytes, context.index);
-    plan.partials = static_cast<uint4*>(space->data_ptr());
+    space.emplace(bytes);
+    plan.partials = static_cast<uint4*>(space->data());
     // Only for compute-sanitizer's initcheck: words are polled before they are written.
     if (checks_enabled()) check_cuda(cudaMemsetAsync(plan.partials, 0, bytes, context.stream), "cudaMemsetAsync");
   }
@@ -380,12 +392,12 @@ void run_attention(const Problem& problem) {
   const Context context = current_context();
   if (checks_enabled()) check_values_on_device(p, context.stream);
 
-  std::optional<torch::stable::Tensor> rotated;
+  std::optional<Workspace> rotated;
   if (p.append.k && p.kv_heads > 0) {
-    if (p.rotary.cos) rotated = workspace(p.total_q * p.q_heads * p.head_dim * dtype_bytes(p.q_dtype), context.index);
-    append_tokens(p, rotated ? rotated->data_ptr() : nullptr, context);
+    if (p.rotary.cos) rotated.emplace(p.total_q * p.q_heads * p.head_dim * dtype_bytes(p.q_dtype));
+    append_tokens(p, rotated ? rotated->data() : nullptr, context);
     if (rotated) {
-      p.q = rotated->data_ptr();
+      p.q = rotated->data();
       p.q_stride_head = p.head_dim;
       p.q_stride_token = p.q_heads * p.head_dim;
       p.q_stride_batch = p.cu_seqlens_q ? 0 : p.max_q_len * p.q_stride_token;
