@@ -635,6 +635,7 @@ PD_DEVICE void finish_segment(const Problem& p, const Plan& plan, const Item& it
   }
 }
 
+// The kernels differ in what is known when they are compiled.
 template <typename Kv, int kHeadDim, int kRowTiles>
 PD_DEVICE void decode(const Problem& p, const Plan& plan) {
   using Shape = DecodeShape<Kv, kHeadDim, kRowTiles>;
@@ -722,7 +723,7 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWar
   touch(p);
   touch(given);
   Plan plan = given;
-  plan.plain = false;
+  plan.plain = false;  // as the host sees to, but now the compiler knows
   decode<Kv, kHeadDim, kRowTiles>(p, plan);
 }
 

@@ -1,6 +1,6 @@
-// Plain calls: pages, the lengths, a head_dim with a kernel of its own and nothing else. They are the common ones and
-// have a kernel of their own, for which the rest of the problem is known when it is compiled: it has half of the
-// instructions, and a third of the arguments.
+// Plain calls: pages, the lengths, a head_dim with a kernel of its own, sinks at most. They are the common ones and
+// have a kernel of their own, for which the rest of the problem is known when it is compiled: two thirds of the code,
+// less than half of the arguments, and 0.5 to 1 us less for every call.
 #pragma once
 
 #include "work.cuh"
@@ -19,6 +19,7 @@ struct PlainCall {
   const int32_t* cache_seqlens;
   float scale;
   int64_t window_right;
+  const void* sinks;
   struct {
     void* k;
     void* v;
@@ -52,6 +53,7 @@ PD_FN void copy_plain_problem(To& to, const From& from) {
   to.cache_seqlens = from.cache_seqlens;
   to.scale = from.scale;
   to.window_right = from.window_right;
+  to.sinks = from.sinks;
   to.cache.k = from.cache.k;
   to.cache.v = from.cache.v;
   to.cache.num_pages = from.cache.num_pages;
@@ -64,7 +66,7 @@ PD_FN void copy_plain_problem(To& to, const From& from) {
   to.cache.v_descale_stride_head = from.cache.v_descale_stride_head;
 }
 
-// The dtype of the queries and the output of plain calls.
+// The dtype of the queries, the output and the sinks of plain calls.
 PD_FN DType plain_dtype(DType cache) { return cache == DType::kFloat16 ? DType::kFloat16 : DType::kBFloat16; }
 
 // Whether a call is plain, if there is one item per request and the line is balanced.
@@ -73,9 +75,9 @@ inline bool is_plain(const Problem& p, int kernel_head_dim) {
   const bool fp8 = dtype_bytes(c.dtype) == 1;
   return c.block_table && p.cache_seqlens && !p.cu_seqlens_q && !c.cache_batch_idx && !p.cache_leftpad &&
          !p.append.cu_seqlens_k_new && p.window_left < 0 && p.attention_chunk == 0 && p.softcap == 0.f &&
-         !p.alibi_slopes && !p.sinks && !p.q_descale && (fp8 || (!c.k_descale && !c.v_descale)) &&
-         p.q_dtype == plain_dtype(c.dtype) && p.head_dim == kernel_head_dim && p.head_dim_v == kernel_head_dim &&
-         c.block_table_stride <= INT32_MAX;
+         !p.alibi_slopes && (!p.sinks || p.sinks_dtype == p.q_dtype) && !p.q_descale &&
+         (fp8 || (!c.k_descale && !c.v_descale)) && p.q_dtype == plain_dtype(c.dtype) &&
+         p.head_dim == kernel_head_dim && p.head_dim_v == kernel_head_dim && c.block_table_stride <= INT32_MAX;
 }
 
 inline PlainCall plain_call(const Problem& p, const Plan& plan) {
@@ -91,7 +93,7 @@ PD_DEVICE Problem plain_problem(const PlainCall& call, DType dtype, int head_dim
   copy_plain_problem(p, call);
   if (dtype_bytes(dtype) > 1) p.cache.k_descale = p.cache.v_descale = nullptr;
   p.cache.dtype = dtype;
-  p.q_dtype = plain_dtype(dtype);
+  p.q_dtype = p.sinks_dtype = plain_dtype(dtype);
   p.head_dim = p.head_dim_v = head_dim;
   p.window_left = -1;
   return p;

@@ -94,6 +94,7 @@ DEALINGS = {
     "options",
     [
         {"head_dim": 128, "page_size": 16},
+        {"head_dim": 128, "page_size": 16, "sink": "bfloat16"},
         {"head_dim": 96, "page_size": 24, "q_len": 2, "causal": True},
         {"head_dim": 128, "head_dim_v": 64, "kv_dtype": "float8_e4m3fn", "descale": "full", "page_size": 32},
         {"head_dim": 256, "dtype": "float16", "page_size": 48},
