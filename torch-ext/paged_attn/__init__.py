@@ -406,7 +406,8 @@ def _run(
     k=None, v=None, qv=None, s_aux=None, cu_seqlens_q=None, max_seqlen_q=None,
 ):  # fmt: skip
     """Fills defaults, allocates the results and calls the operator; every check of a tensor is there. `rest`: the
-    operator's last arguments, as in _NO_REST; None where all have their defaults."""
+    operator's last arguments, as in _NO_REST; None where all have their defaults. Those of them that are looked at
+    here come by name too."""
     if torch.is_grad_enabled():
         _refuse_grad("q k_cache v_cache k v qv s_aux", q, k_cache, v_cache, k, v, qv, s_aux)
     q_shape, v_shape = q.shape, v_cache.shape
