@@ -10,11 +10,11 @@
 
 #include "kernel.h"
 #include "ops_f32.h"
-#include "partial.h"
-#include "request.h"
 #include "rotary.h"
 #include "rows.h"
-#include "score.h"
+#include "spec/request.h"
+#include "spec/score.h"
+#include "spec/state.h"
 #include "tile.h"
 
 namespace paged_attn {

@@ -3,8 +3,8 @@
 // compiled with its own flags.
 #pragma once
 
-#include "problem.h"
-#include "ranges.h"
+#include "spec/problem.h"
+#include "spec/ranges.h"
 
 namespace paged_attn {
 

@@ -2,8 +2,8 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include "request.h"
-#include "values.h"
+#include "spec/check_tables.h"
+#include "spec/request.h"
 
 namespace paged_attn {
 std::vector<TokenWrite> place_tokens(const Problem& p) {

@@ -13,8 +13,8 @@
 #include "backend.h"
 #include "isa.h"
 #include "kv_write.h"
-#include "request.h"
-#include "values.h"
+#include "spec/check_tables.h"
+#include "spec/request.h"
 
 namespace paged_attn {
 namespace {

@@ -1,8 +1,8 @@
 // Rotary embedding of one row, in place, in float32.
 #pragma once
 
-#include "problem.h"
-#include "request.h"
+#include "spec/problem.h"
+#include "spec/request.h"
 #include "vec.h"
 
 namespace paged_attn {

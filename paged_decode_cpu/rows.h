@@ -1,7 +1,7 @@
 // One row of a tensor to floats and back, whatever its type.
 #pragma once
 
-#include "ranges.h"
+#include "spec/ranges.h"
 #include "vec.h"
 
 namespace paged_attn {

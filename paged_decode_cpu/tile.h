@@ -5,7 +5,7 @@
 // Ops says how numbers are held (ops_f32.h, ops_bf16.h). "Row" is one query token and head.
 #pragma once
 
-#include "ranges.h"
+#include "spec/ranges.h"
 #include "vec.h"
 
 namespace paged_attn {

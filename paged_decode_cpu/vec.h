@@ -8,7 +8,7 @@
 #include <string.h>
 
 #include "fp8.h"
-#include "problem.h"
+#include "spec/problem.h"
 
 #if defined(__AVX512F__) || defined(__F16C__)
 // GCC warns of the undefined registers that its own intrinsics start from.

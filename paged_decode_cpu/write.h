@@ -2,9 +2,9 @@
 #pragma once
 
 #include "kernel.h"
-#include "request.h"
 #include "rotary.h"
 #include "rows.h"
+#include "spec/request.h"
 
 namespace paged_attn {
 namespace {
@@ -19,7 +19,7 @@ inline void write_heads(const Problem& p, const TokenWrite& w, bool keys) {
       keys ? w.page * c.k_stride_page + w.slot * c.k_stride_slot : w.page * c.v_stride_page + w.slot * c.v_stride_slot;
   const int64_t source_stride = (keys ? a.k_stride_head : a.v_stride_head) * dtype_bytes(a.dtype);
   const int64_t target_stride = (keys ? c.k_stride_head : c.v_stride_head) * dtype_bytes(c.dtype);
-  const char* source = static_cast<const char*>(keys ? a.k : a.v) + source_offset * dtype_bytes(a.dtype);
+  const char* source = static_cast<const char*>(keys ? a.k.data : a.v.data) + source_offset * dtype_bytes(a.dtype);
   char* target = static_cast<char*>(keys ? c.k : c.v) + target_offset * dtype_bytes(c.dtype);
   const bool rotated = keys && p.rotary.cos;
   float row[kMaxHeadDim + kLanes];

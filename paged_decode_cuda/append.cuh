@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kAppendThreads, 4)
     const FastDivisor& vectors = value ? plan.vectors_v : plan.vectors_k;
     const int head = vectors.divide(value ? i - pieces_k : i);
     const int piece = (value ? i - pieces_k : i) - head * static_cast<int>(vectors.divisor);
-    const char* source = static_cast<const char*>(value ? append.v : append.k) + piece * 16 +
+    const char* source = static_cast<const char*>(value ? append.v.data : append.k.data) + piece * 16 +
                          head * (value ? append.v_stride_head : append.k_stride_head) * source_bytes;
     char* target = static_cast<char*>(value ? cache.v : cache.k) + piece * kTargetBytes +
                    head * (value ? cache.v_stride_head : cache.k_stride_head) * target_bytes;

@@ -4,8 +4,8 @@
 #include <stdexcept>
 #include <vector>
 
-#include "ranges.h"
-#include "values.h"
+#include "spec/check_tables.h"
+#include "spec/ranges.h"
 
 namespace paged_attn {
 namespace {

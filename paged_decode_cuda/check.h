@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include "problem.h"
+#include "spec/problem.h"
 
 namespace paged_attn {
 

@@ -9,9 +9,9 @@
 
 #define PD_FN static __host__ __device__ __forceinline__
 #define PD_POSITION int32_t  // 64-bit positions cost registers; the backend refuses requests of 2^30 keys
-#include "partial.h"
-#include "problem.h"
-#include "ranges.h"
+#include "spec/problem.h"
+#include "spec/ranges.h"
+#include "spec/state.h"
 
 #define PD_DEVICE static __device__ __forceinline__  // free functions
 #define PD_MEMBER __device__ __forceinline__
@@ -24,7 +24,7 @@ PD_DEVICE float pd_tanh(float x) { return 1.f - 2.f / (exp2f(2.f * PD_LOG2E * x)
 
 }  // namespace paged_attn
 
-#include "score.h"
+#include "spec/score.h"
 
 namespace paged_attn {
 

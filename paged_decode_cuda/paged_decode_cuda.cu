@@ -14,7 +14,7 @@
 #include "instances.h"
 #include "plain.cuh"
 #include "simt.cuh"
-#include "values.h"
+#include "spec/check_tables.h"
 
 // The header above declares them only where USE_CUDA is defined, which not every build does.
 extern "C" {

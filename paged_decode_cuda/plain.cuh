@@ -12,21 +12,21 @@ struct PlainCall {
   int64_t kv_heads, group, max_q_len;
   const void* q;
   void* out;
-  float* lse;
+  Optional<float> lse;
   int64_t q_stride_batch, q_stride_token, q_stride_head;
   int64_t out_stride_batch, out_stride_token, out_stride_head;
   int64_t lse_stride_batch, lse_stride_head;
-  const int32_t* cache_seqlens;
+  Optional<const int32_t> cache_seqlens;
   float scale;
   int64_t window_right;
-  const void* sinks;
+  Optional<const void> sinks;
   struct {
     void* k;
     void* v;
     int64_t num_pages;
-    const int32_t* block_table;
-    const float* k_descale;
-    const float* v_descale;
+    Optional<const int32_t> block_table;
+    Optional<const float> k_descale;
+    Optional<const float> v_descale;
     int64_t k_descale_stride_batch, k_descale_stride_head;
     int64_t v_descale_stride_batch, v_descale_stride_head;
   } cache;
@@ -91,7 +91,7 @@ inline PlainCall plain_call(const Problem& p, const Plan& plan) {
 PD_DEVICE Problem plain_problem(const PlainCall& call, DType dtype, int head_dim) {
   Problem p = {};
   copy_plain_problem(p, call);
-  if (dtype_bytes(dtype) > 1) p.cache.k_descale = p.cache.v_descale = nullptr;
+  if (dtype_bytes(dtype) > 1) p.cache.k_descale = p.cache.v_descale = {};
   p.cache.dtype = dtype;
   p.q_dtype = p.sinks_dtype = plain_dtype(dtype);
   p.head_dim = p.head_dim_v = head_dim;

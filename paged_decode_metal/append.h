@@ -5,7 +5,7 @@
 // a thread writes to one of them, reads from neither, and no two threads write the same bytes.
 #pragma once
 
-#include "request.h"
+#include "tables.h"
 
 namespace paged_attn {
 

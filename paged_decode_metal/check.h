@@ -1,7 +1,7 @@
 // PAGED_ATTN_CHECK=1: everything that the CPU backend checks before it starts, checked here too.
 #pragma once
 
-#include "problem.h"
+#include "spec/problem.h"
 
 namespace paged_attn {
 

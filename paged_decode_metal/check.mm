@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "encode.h"
-#include "ranges.h"
-#include "values.h"
+#include "spec/check_tables.h"
+#include "spec/ranges.h"
 
 namespace paged_attn {
 namespace {

@@ -24,9 +24,9 @@ PD_FN float pd_tanh(float x) { return precise::tanh(x); }
 }  // namespace paged_attn
 
 #include "arguments.h"
-#include "partial.h"
-#include "ranges.h"
-#include "score.h"
+#include "spec/ranges.h"
+#include "spec/score.h"
+#include "spec/state.h"
 
 namespace paged_attn {
 

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "arguments.h"
-#include "problem.h"
+#include "spec/problem.h"
 
 namespace paged_attn {
 

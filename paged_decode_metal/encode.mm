@@ -6,7 +6,7 @@
 #include <map>
 #include <stdexcept>
 
-#include "ranges.h"
+#include "spec/ranges.h"
 #include EMBEDDED_METALLIB_HEADER
 
 namespace paged_attn {

@@ -5,7 +5,7 @@
 //   tile   32 keys, one step of a simdgroup
 #pragma once
 
-#include "request.h"
+#include "tables.h"
 
 namespace paged_attn {
 

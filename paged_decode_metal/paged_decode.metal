@@ -1,5 +1,5 @@
-// The shaders of the Metal backend. Which dimensions and rows have a kernel of their own stands here and in kernel_for()
-// of paged_decode_metal.mm; everything else, dtypes too, is a function constant.
+// The shaders of the Metal backend. Which dimensions and rows have a kernel of their own stands here and in
+// kernel_for() of paged_decode_metal.mm; everything else, dtypes too, is a function constant.
 #include "append.h"
 #include "attend.h"
 #include "fetch.h"

@@ -13,8 +13,8 @@
 #include "backend.h"
 #include "check.h"
 #include "encode.h"
-#include "ranges.h"
-#include "values.h"
+#include "spec/check_tables.h"
+#include "spec/ranges.h"
 
 namespace paged_attn {
 namespace {

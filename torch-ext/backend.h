@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "problem.h"
+#include "spec/problem.h"
 
 namespace paged_attn {
 
@@ -13,6 +13,10 @@ std::string unsupported_reason(const Problem& problem);
 // Appends problem.append (if any), then attends. Throws before the first write when a value that
 // the host can see (lengths, page numbers) is wrong.
 void run_attention(const Problem& problem);
+
+// How run_attention would run the problem, as JSON: {"route": its name, "why_not": {route: reason, ...} for every route
+// that would be tried before it, "plan": {name: number, ...}}. Nothing runs.
+std::string explain_attention(const Problem& problem);
 
 // Writes problem.append into problem.cache; nothing is attended.
 void run_kv_write(const Problem& problem);

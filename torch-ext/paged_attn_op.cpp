@@ -43,8 +43,13 @@ Address<T> address(const Tensor& t) {
 }
 
 template <typename T>
-Address<const T> data(const std::optional<Tensor>& t) {
-  return t ? address<const T>(*t) : Address<const T>{};
+Optional<T> given(const Tensor& t) {
+  return {address<T>(t), true};
+}
+
+template <typename T>
+Optional<const T> optional(const std::optional<Tensor>& t) {
+  return t ? given<const T>(*t) : Optional<const T>{};
 }
 
 void check_optional_int32(const std::optional<Tensor>& t, const char* name, Dim& size, const Tensor& like) {
@@ -59,7 +64,7 @@ struct CacheArguments {
 
 // A (batch, kv_heads) table of scales; either dimension may be broadcast with stride 0.
 void check_descale(const std::optional<Tensor>& t, const char* name, Dim& batch, Dim& kv_heads, const Tensor& like,
-                   Address<const float>* table, int64_t* stride_batch, int64_t* stride_head) {
+                   Optional<const float>* table, int64_t* stride_batch, int64_t* stride_head) {
   *table = {};
   if (!t) return;
   const Tensor& d = *t;
@@ -70,7 +75,7 @@ void check_descale(const std::optional<Tensor>& t, const char* name, Dim& batch,
          "] or a 1 in place of either, got " + shape_str(d));
   if (d.device() != like.device())
     fail(std::string(name) + ": expected a tensor on the device of q, got one on another device");
-  *table = address<const float>(d);
+  *table = given<const float>(d);
   *stride_batch = d.size(0) == 1 ? 0 : d.stride(0);
   *stride_head = d.size(1) == 1 ? 0 : d.stride(1);
 }
@@ -113,14 +118,14 @@ Cache check_cache(const CacheArguments& a, const Tensor& like, Dim& batch, Dim& 
     Dim table_rows("table_rows"), max_pages("max_pages");
     check(*a.block_table, "block_table", kInt32, {a.cache_batch_idx ? &table_rows : &batch, &max_pages}, like);
     if (c.page_size == 0) fail("k_cache: expected page_size of at least 1, got 0");
-    c.block_table = data<int32_t>(a.block_table);
+    c.block_table = optional<int32_t>(a.block_table);
     c.block_table_stride = a.block_table->stride(0);
     c.table_rows = a.block_table->size(0);
     c.max_pages = c.table_rows > 0 ? max_pages.size : 0;
   }
   check_optional_int32(a.cache_batch_idx, "cache_batch_idx", batch, like);
-  c.cache_batch_idx = data<int32_t>(a.cache_batch_idx);
-  c.cu_seqlens_k = data<int32_t>(a.cu_seqlens_k);
+  c.cache_batch_idx = optional<int32_t>(a.cache_batch_idx);
+  c.cu_seqlens_k = optional<int32_t>(a.cu_seqlens_k);
   check_descale(a.k_descale, "k_descale", batch, kv_heads, like, &c.k_descale, &c.k_descale_stride_batch,
                 &c.k_descale_stride_head);
   check_descale(a.v_descale, "v_descale", batch, kv_heads, like, &c.v_descale, &c.v_descale_stride_batch,
@@ -148,10 +153,10 @@ Append check_append(const Tensor& k, const Tensor& v, const std::optional<Tensor
   if (cu_seqlens_k_new) {
     Dim entries("batch + 1", batch.size + 1, batch.origin);
     check(*cu_seqlens_k_new, "cu_seqlens_k_new", kInt32, {&entries}, like);
-    a.cu_seqlens_k_new = data<int32_t>(cu_seqlens_k_new);
+    a.cu_seqlens_k_new = optional<int32_t>(cu_seqlens_k_new);
   }
-  a.k = address<const void>(k);
-  a.v = address<const void>(v);
+  a.k = given<const void>(k);
+  a.v = given<const void>(v);
   a.dtype = dtype_of(k.scalar_type());
   const int64_t token = k.dim() - 3;
   a.k_stride_token = k.stride(token);
@@ -216,7 +221,7 @@ void flash_attn_with_kvcache(
   }
   p.q = address<const void>(q);
   p.out = address<void>(out);
-  p.lse = lse ? address<float>(*lse) : Address<float>{};
+  if (lse) p.lse = given<float>(*lse);
   p.q_stride_token = q.stride(token);
   p.q_stride_head = q.stride(token + 1);
   p.out_stride_token = out.stride(token);
@@ -256,9 +261,9 @@ void flash_attn_with_kvcache(
   // Lengths
   check_optional_int32(cache_seqlens, "cache_seqlens", batch, q);
   check_optional_int32(cache_leftpad, "cache_leftpad", batch, q);
-  p.cu_seqlens_q = data<int32_t>(cu_seqlens_q);
-  p.cache_seqlens = data<int32_t>(cache_seqlens);
-  p.cache_leftpad = data<int32_t>(cache_leftpad);
+  p.cu_seqlens_q = optional<int32_t>(cu_seqlens_q);
+  p.cache_seqlens = optional<int32_t>(cache_seqlens);
+  p.cache_leftpad = optional<int32_t>(cache_leftpad);
   if (block_table && !cache_seqlens) fail("cache_seqlens: expected int32 [batch] or an int with block_table, got None");
   p.seqlen_k = p.cache.page_size;
 
@@ -271,15 +276,15 @@ void flash_attn_with_kvcache(
     check(*rotary_sin, "rotary_sin", {q_type}, {&rotary_len, &half}, q);
     if (2 * half.size > p.head_dim)
       fail("rotary_cos: expected rotary_dim of at most head_dim = " + str(p.head_dim) + ", got " + str(2 * half.size));
-    p.rotary.cos = address<const void>(*rotary_cos);
-    p.rotary.sin = address<const void>(*rotary_sin);
+    p.rotary.cos = given<const void>(*rotary_cos);
+    p.rotary.sin = given<const void>(*rotary_sin);
     p.rotary.cos_stride = rotary_cos->stride(0);
     p.rotary.sin_stride = rotary_sin->stride(0);
     p.rotary.rotary_len = rotary_len.size;
     p.rotary.rotary_dim = 2 * half.size;
     p.rotary.interleaved = rotary_interleaved;
     check_optional_int32(rotary_seqlens, "rotary_seqlens", batch, q);
-    p.rotary.seqlens = data<int32_t>(rotary_seqlens);
+    p.rotary.seqlens = optional<int32_t>(rotary_seqlens);
   } else if (rotary_seqlens) {
     fail("rotary_seqlens: expected None without rotary_cos and rotary_sin, got a tensor");
   }
@@ -292,7 +297,7 @@ void flash_attn_with_kvcache(
       check(*qv, "qv", {q_type}, {&batch, &seqlen_q, &q_heads, &head_dim_v}, q);
       p.qv_stride_batch = qv->stride(0);
     }
-    p.qv = address<const void>(*qv);
+    p.qv = given<const void>(*qv);
     p.qv_stride_token = qv->stride(token);
     p.qv_stride_head = qv->stride(token + 1);
   }
@@ -315,11 +320,11 @@ void flash_attn_with_kvcache(
       check(*alibi_slopes, "alibi_slopes", kFloat32, {&batch, &q_heads}, q);
       p.alibi_stride_batch = alibi_slopes->stride(0);
     }
-    p.alibi_slopes = data<float>(alibi_slopes);
+    p.alibi_slopes = optional<float>(alibi_slopes);
   }
   if (sinks) {
     check(*sinks, "s_aux", kFloatTypes, {&q_heads}, q);
-    p.sinks = address<const void>(*sinks);
+    p.sinks = given<const void>(*sinks);
     p.sinks_dtype = dtype_of(sinks->scalar_type());
   }
   check_descale(q_descale, "q_descale", batch, kv_heads, q, &p.q_descale, &p.q_descale_stride_batch,
@@ -381,12 +386,12 @@ void kv_paged_write(const Tensor& k, const Tensor& v, Tensor& k_cache, Tensor& v
     if (p.cache.page_size == 0) fail("k_cache: expected page_size of at least 1, got 0");
     Dim total_new("total_new", p.append.total_new, "k");
     check(*slot_mapping, "slot_mapping", {ScalarType::Long}, {&total_new}, k);
-    p.append.slot_mapping = data<int64_t>(slot_mapping);
+    p.append.slot_mapping = optional<int64_t>(slot_mapping);
   } else {
     if (!block_table) fail("block_table: expected int32 [batch, max_pages], or slot_mapping in its place, got None");
     if (!cache_seqlens) fail("cache_seqlens: expected int32 [batch], or slot_mapping in its place, got None");
     check(*cache_seqlens, "cache_seqlens", kInt32, {&batch}, k);
-    p.cache_seqlens = data<int32_t>(cache_seqlens);
+    p.cache_seqlens = optional<int32_t>(cache_seqlens);
   }
 
   p.batch = batch.size;

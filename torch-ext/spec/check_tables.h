@@ -34,16 +34,19 @@ bool checks_enabled();
 // Calls fetch(table, elements) for every table that the checks read: a device copies it and lets it point to the copy.
 template <typename Fetch>
 void fetch_tables(Problem& p, Fetch fetch) {
+  auto fetch_given = [&](auto& table, int64_t elements) {
+    if (table) fetch(table.data, elements);
+  };
   Cache& c = p.cache;
-  fetch(p.cu_seqlens_q, p.batch + 1);
-  fetch(p.cache_seqlens, p.batch);
-  fetch(p.cache_leftpad, p.batch);
-  fetch(c.block_table, c.table_rows > 0 ? (c.table_rows - 1) * c.block_table_stride + c.max_pages : 0);
-  fetch(c.cu_seqlens_k, p.batch + 1);
-  fetch(c.cache_batch_idx, p.batch);
-  fetch(p.append.cu_seqlens_k_new, p.batch + 1);
-  fetch(p.append.slot_mapping, p.append.total_new);
-  fetch(p.rotary.seqlens, p.batch);
+  fetch_given(p.cu_seqlens_q, p.batch + 1);
+  fetch_given(p.cache_seqlens, p.batch);
+  fetch_given(p.cache_leftpad, p.batch);
+  fetch_given(c.block_table, c.table_rows > 0 ? (c.table_rows - 1) * c.block_table_stride + c.max_pages : 0);
+  fetch_given(c.cu_seqlens_k, p.batch + 1);
+  fetch_given(c.cache_batch_idx, p.batch);
+  fetch_given(p.append.cu_seqlens_k_new, p.batch + 1);
+  fetch_given(p.append.slot_mapping, p.append.total_new);
+  fetch_given(p.rotary.seqlens, p.batch);
 }
 
 }  // namespace paged_attn

@@ -1,4 +1,4 @@
-#include "values.h"
+#include "check_tables.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -69,8 +69,7 @@ void check_values(const Problem& p) {
   check_cu_seqlens("cu_seqlens_k", p.cache.cu_seqlens_k, p.batch, p.cache.page_size);
   check_cu_seqlens("cu_seqlens_k_new", p.append.cu_seqlens_k_new, p.batch, p.append.total_new);
   for (int64_t b = 0; b < p.batch; ++b) check_request(p, b);
-  if (p.q)
-    for (int64_t b = 0; b < p.batch; ++b) check_visible_pages(p, b);
+  for (int64_t b = 0; b < p.batch; ++b) check_visible_pages(p, b);
 }
 
 void check_new_places(const Problem& p) {

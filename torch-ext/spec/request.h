@@ -78,7 +78,8 @@ inline Slot slot_of_key(const Cache& c, int64_t b, int64_t key) {
 }
 
 // descale of a (batch, kv_heads) table that may be absent
-inline float descale_at(const float* table, int64_t stride_batch, int64_t stride_head, int64_t b, int64_t kv_head) {
+inline float descale_at(const Optional<const float>& table, int64_t stride_batch, int64_t stride_head, int64_t b,
+                        int64_t kv_head) {
   return table ? table[b * stride_batch + kv_head * stride_head] : 1.f;
 }
 

@@ -2,14 +2,20 @@
 // paged_attn_op.cpp; every backend reads it. How the work is cut (splits, tiles, threads) is the
 // backend's private plan and never appears here.
 //
-// Strides count elements. The last dimension of every tensor is contiguous. A null pointer means
-// "not given", and every scalar has a neutral value, so "off" is no special path.
+// Strides count elements. The last dimension of every tensor is contiguous. What may be left out is an
+// Optional, and every scalar has a neutral value, so "off" is no special path.
 #pragma once
 
 #include <stdint.h>
 
 #ifndef PD_FN
 #define PD_FN static inline
+#endif
+
+#ifdef __CUDACC__
+#define PD_METHOD __host__ __device__ __forceinline__
+#else
+#define PD_METHOD inline
 #endif
 
 namespace paged_attn {
@@ -31,13 +37,23 @@ struct Address {
   void* buffer;
   int64_t offset;  // in bytes
 
-  // Null where no tensor is given. To read through it, the buffer must be plain memory: a copy on the host.
+  // To read through it, the buffer must be plain memory: a copy on the host.
   operator T*() const { return static_cast<T*>(buffer); }
 };
 #else
 template <typename T>
 using Address = T*;
 #endif
+
+// A tensor that a caller may leave out. Only `given` tells whether it is there: an empty tensor has no address.
+template <typename T>
+struct Optional {
+  Address<T> data;
+  bool given;
+
+  PD_METHOD explicit operator bool() const { return given; }
+  PD_METHOD operator T*() const { return data; }
+};
 
 // Where the keys of a request live. Three forms, told apart by what is given:
 //   paged       block_table given: key j is slot j % page_size of page block_table[table_row][j / page_size]
@@ -50,38 +66,38 @@ struct Cache {
   int64_t v_stride_page, v_stride_slot, v_stride_head;
   int64_t num_pages, page_size;
   DType dtype;
-  Address<const int32_t> block_table;  // [table_rows, max_pages]
+  Optional<const int32_t> block_table;  // [table_rows, max_pages]
   int64_t block_table_stride;
   int64_t table_rows, max_pages;
-  Address<const int32_t> cu_seqlens_k;     // [batch + 1]
-  Address<const int32_t> cache_batch_idx;  // [batch] row of block_table, or of the contiguous cache
-  Address<const float> k_descale;          // [batch, kv_heads], value = stored * descale
-  Address<const float> v_descale;
+  Optional<const int32_t> cu_seqlens_k;     // [batch + 1]
+  Optional<const int32_t> cache_batch_idx;  // [batch] row of block_table, or of the contiguous cache
+  Optional<const float> k_descale;          // [batch, kv_heads], value = stored * descale
+  Optional<const float> v_descale;
   int64_t k_descale_stride_batch, k_descale_stride_head;
   int64_t v_descale_stride_batch, v_descale_stride_head;
 };
 
 // New keys and values, written at cache_seqlens (or at slot_mapping), before any key is read.
 struct Append {
-  Address<const void> k;  // [batch, seqlen_new, kv_heads, head_dim], or [total_new, ...] with cu_seqlens_k_new
-  Address<const void> v;  // the same with head_dim_v
+  Optional<const void> k;  // [batch, seqlen_new, kv_heads, head_dim], or [total_new, ...] with cu_seqlens_k_new
+  Optional<const void> v;  // the same with head_dim_v
   DType dtype;
   int64_t k_stride_batch, k_stride_token, k_stride_head;  // stride_batch is 0 with cu_seqlens_k_new
   int64_t v_stride_batch, v_stride_token, v_stride_head;
-  int64_t seqlen_new;                       // tokens per request; without meaning with cu_seqlens_k_new
-  int64_t total_new;                        // tokens of all requests
-  Address<const int32_t> cu_seqlens_k_new;  // [batch + 1]
-  Address<const int64_t> slot_mapping;      // [total_new]; a negative slot skips its token
+  int64_t seqlen_new;                        // tokens per request; without meaning with cu_seqlens_k_new
+  int64_t total_new;                         // tokens of all requests
+  Optional<const int32_t> cu_seqlens_k_new;  // [batch + 1]
+  Optional<const int64_t> slot_mapping;      // [total_new]; a negative slot skips its token
 };
 
 // Rotary embedding of the new keys and of the queries; tables in the dtype of q.
 struct Rotary {
-  Address<const void> cos;  // [rotary_len, rotary_dim / 2]
-  Address<const void> sin;
+  Optional<const void> cos;  // [rotary_len, rotary_dim / 2]
+  Optional<const void> sin;
   int64_t cos_stride, sin_stride;
   int64_t rotary_len, rotary_dim;
   bool interleaved;
-  Address<const int32_t> seqlens;  // [batch]: position of the first new token instead of cache_seqlens
+  Optional<const int32_t> seqlens;  // [batch]: position of the first new token instead of cache_seqlens
 };
 
 struct Problem {
@@ -91,33 +107,33 @@ struct Problem {
   int64_t total_q, max_q_len;  // max_q_len: q_len of every request without cu_seqlens_q
   DType q_dtype;
 
-  Address<const void> q;   // [batch, seqlen_q, q_heads, head_dim], or [total_q, ...] with cu_seqlens_q
-  Address<const void> qv;  // like q with head_dim_v
-  Address<void> out;       // like q with head_dim_v, in q's dtype
-  Address<float> lse;      // [batch, q_heads, seqlen_q], or [q_heads, total_q]
+  Address<const void> q;    // [batch, seqlen_q, q_heads, head_dim], or [total_q, ...] with cu_seqlens_q
+  Optional<const void> qv;  // like q with head_dim_v
+  Address<void> out;        // like q with head_dim_v, in q's dtype
+  Optional<float> lse;      // [batch, q_heads, seqlen_q], or [q_heads, total_q]
   int64_t q_stride_batch, q_stride_token, q_stride_head;  // stride_batch is 0 with cu_seqlens_q
   int64_t qv_stride_batch, qv_stride_token, qv_stride_head;
   int64_t out_stride_batch, out_stride_token, out_stride_head;
   int64_t lse_stride_batch, lse_stride_head;
 
-  Address<const int32_t> cu_seqlens_q;   // [batch + 1]
-  Address<const int32_t> cache_seqlens;  // [batch]: kv_len before the append, or the full one without it
-  int64_t seqlen_k;                      // kv_len of every request when neither cache_seqlens nor cu_seqlens_k is given
-  Address<const int32_t> cache_leftpad;  // [batch]
+  Optional<const int32_t> cu_seqlens_q;   // [batch + 1]
+  Optional<const int32_t> cache_seqlens;  // [batch]: kv_len before the append, or the full one without it
+  int64_t seqlen_k;  // kv_len of every request when neither cache_seqlens nor cu_seqlens_k is given
+  Optional<const int32_t> cache_leftpad;  // [batch]
 
   Cache cache;
-  Append append;  // append.k == nullptr: nothing to write
-  Rotary rotary;  // rotary.cos == nullptr: none
+  Append append;  // without append.k nothing is written
+  Rotary rotary;  // without rotary.cos nothing is rotated
 
   float scale;
-  float softcap;                      // 0 is off
-  int64_t window_left, window_right;  // -1 is unlimited; causal arrives as window_right == 0
-  int64_t attention_chunk;            // 0 is off
-  Address<const float> alibi_slopes;  // [batch, q_heads]
-  int64_t alibi_stride_batch;         // 0 when one row serves every request
-  Address<const void> sinks;          // [q_heads]
+  float softcap;                       // 0 is off
+  int64_t window_left, window_right;   // -1 is unlimited; causal arrives as window_right == 0
+  int64_t attention_chunk;             // 0 is off
+  Optional<const float> alibi_slopes;  // [batch, q_heads]
+  int64_t alibi_stride_batch;          // 0 when one row serves every request
+  Optional<const void> sinks;          // [q_heads]
   DType sinks_dtype;
-  Address<const float> q_descale;  // [batch, kv_heads]
+  Optional<const float> q_descale;  // [batch, kv_heads]
   int64_t q_descale_stride_batch, q_descale_stride_head;
 
   int64_t num_splits;  // 0: the plan chooses
