@@ -13,22 +13,27 @@ namespace paged_attn {
 
 using Constants = std::array<int32_t, kNumConstants>;
 
-// What a dispatch needs beside its kernel. A place without a buffer stays unbound: the shader has no such argument
-// then.
+// What a dispatch needs beside its kernel. A tensor that is not given stays unbound: the shader has no such argument
+// then. An empty one that is given has no buffer, yet it is bound.
 struct Call {
   Arguments arguments = {};
   Constants constants = {};
-  std::array<Address<const void>, kNumBuffers> buffers = {};
+  std::array<Optional<const void>, kNumBuffers> buffers = {};
 
   template <typename T>
   void bind(int index, Address<T> address) {
-    buffers[index] = {address.buffer, address.offset};
+    buffers[index] = {{address.buffer, address.offset}, true};
   }
 
   template <typename T>
-  void bind_optional(int index, Address<T> address, int constant) {
-    constants[constant] = address.buffer != nullptr;
-    bind(index, address);
+  void bind(int index, Optional<T> tensor) {
+    if (tensor) bind(index, tensor.data);
+  }
+
+  template <typename T>
+  void bind(int index, Optional<T> tensor, int constant) {
+    constants[constant] = tensor.given;
+    bind(index, tensor);
   }
 };
 

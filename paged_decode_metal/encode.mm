@@ -65,11 +65,9 @@ void encode(id<MTLComputeCommandEncoder> encoder, const std::string& name, const
   [encoder setComputePipelineState:pipeline];
   [encoder setBytes:&call.arguments length:sizeof(Arguments) atIndex:kArgumentsBuffer];
   for (int i = 0; i < kNumBuffers; ++i) {
-    const Address<const void>& address = call.buffers[i];
-    // A cache without pages has no buffer and is never read, but it is an argument always.
-    if (address.buffer || i == kKeyCacheBuffer || i == kValueCacheBuffer) {
-      [encoder setBuffer:__builtin_bit_cast(id<MTLBuffer>, address.buffer) offset:address.offset atIndex:i];
-    }
+    const Optional<const void>& tensor = call.buffers[i];
+    if (!tensor) continue;
+    [encoder setBuffer:__builtin_bit_cast(id<MTLBuffer>, tensor.data.buffer) offset:tensor.data.offset atIndex:i];
   }
   [encoder dispatchThreadgroups:groups threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
 }

@@ -117,20 +117,20 @@ Call make_call(const Problem& p) {
   a.scale = p.scale;
   a.softcap = p.softcap;
 
-  call.bind_optional(kBlockTableBuffer, c.block_table, kHasBlockTable);
-  call.bind_optional(kBatchIdxBuffer, c.cache_batch_idx, kHasBatchIdx);
-  call.bind_optional(kSeqlensBuffer, p.cache_seqlens, kHasSeqlens);
-  call.bind_optional(kLeftpadBuffer, p.cache_leftpad, kHasLeftpad);
-  call.bind_optional(kCuSeqlensQBuffer, p.cu_seqlens_q, kHasCuSeqlensQ);
-  call.bind_optional(kCuSeqlensKBuffer, c.cu_seqlens_k, kHasCuSeqlensK);
-  call.bind_optional(kCuSeqlensNewBuffer, p.append.cu_seqlens_k_new, kHasCuSeqlensNew);
-  call.bind_optional(kQDescaleBuffer, p.q_descale, kHasQDescale);
-  call.bind_optional(kKDescaleBuffer, c.k_descale, kHasKDescale);
-  call.bind_optional(kVDescaleBuffer, c.v_descale, kHasVDescale);
+  call.bind(kBlockTableBuffer, c.block_table, kHasBlockTable);
+  call.bind(kBatchIdxBuffer, c.cache_batch_idx, kHasBatchIdx);
+  call.bind(kSeqlensBuffer, p.cache_seqlens, kHasSeqlens);
+  call.bind(kLeftpadBuffer, p.cache_leftpad, kHasLeftpad);
+  call.bind(kCuSeqlensQBuffer, p.cu_seqlens_q, kHasCuSeqlensQ);
+  call.bind(kCuSeqlensKBuffer, c.cu_seqlens_k, kHasCuSeqlensK);
+  call.bind(kCuSeqlensNewBuffer, p.append.cu_seqlens_k_new, kHasCuSeqlensNew);
+  call.bind(kQDescaleBuffer, p.q_descale, kHasQDescale);
+  call.bind(kKDescaleBuffer, c.k_descale, kHasKDescale);
+  call.bind(kVDescaleBuffer, c.v_descale, kHasVDescale);
   call.bind(kKeyCacheBuffer, c.k);
   call.bind(kValueCacheBuffer, c.v);
   Constants& constants = call.constants;
-  constants[kHasNew] = p.append.k.buffer != nullptr;
+  constants[kHasNew] = p.append.k.given;
   constants[kWide] = is_wide(p, a.k_cache) || is_wide(p, a.v_cache);
   constants[kAligned] =
       has_vectors(p, {c.k.buffer, c.k.offset}, {c.v.buffer, c.v.offset}, a.k_cache, a.v_cache, c.dtype);
@@ -143,7 +143,7 @@ Call make_call(const Problem& p) {
 }
 
 // Writes the new tokens; with a rotary table also puts the rotated queries into `rotated`.
-void encode_append(id<MTLComputeCommandEncoder> encoder, const Problem& p, Call call, Address<void> rotated) {
+void encode_append(id<MTLComputeCommandEncoder> encoder, const Problem& p, Call call, Optional<void> rotated) {
   const Append& append = p.append;
   const Arguments& a = call.arguments;
   call.bind(kQueryBuffer, p.q);
@@ -151,13 +151,13 @@ void encode_append(id<MTLComputeCommandEncoder> encoder, const Problem& p, Call 
   call.bind(kNewValuesBuffer, append.v);
   call.bind(kRotatedBuffer, rotated);
   call.bind(kSinBuffer, p.rotary.sin);
-  call.bind_optional(kCosBuffer, p.rotary.cos, kHasRotary);
-  call.bind_optional(kRotarySeqlensBuffer, p.rotary.seqlens, kHasRotarySeqlens);
-  call.bind_optional(kSlotMappingBuffer, append.slot_mapping, kHasSlotMapping);
+  call.bind(kCosBuffer, p.rotary.cos, kHasRotary);
+  call.bind(kRotarySeqlensBuffer, p.rotary.seqlens, kHasRotarySeqlens);
+  call.bind(kSlotMappingBuffer, append.slot_mapping, kHasSlotMapping);
   call.constants[kInterleaved] = p.rotary.interleaved;
   call.constants[kNewType] = static_cast<int32_t>(append.dtype);
   call.constants[kAligned] =
-      call.constants[kAligned] && has_vectors(p, append.k, append.v, a.new_k, a.new_v, append.dtype);
+      call.constants[kAligned] && has_vectors(p, append.k.data, append.v.data, a.new_k, a.new_v, append.dtype);
   const int64_t vectors_k = pd_ceil_div(p.head_dim, kVector), vectors_v = pd_ceil_div(p.head_dim_v, kVector);
   const int64_t vectors = pd_max(p.kv_heads * (vectors_k + vectors_v), rotated ? p.q_heads * vectors_k : 0);
   const int64_t tokens = append.total_new + (rotated ? p.total_q : 0);
@@ -285,16 +285,17 @@ void run_attention(const Problem& p) {
   call.constants[kHasSoftcap] = p.softcap != 0.f;
   call.constants[kSinksType] = static_cast<int32_t>(p.sinks_dtype);
   call.bind(kOutBuffer, p.out);
-  call.bind_optional(kLseBuffer, p.lse, kHasLse);
-  call.bind_optional(kQvBuffer, p.qv, kHasQv);
-  call.bind_optional(kSlopesBuffer, p.alibi_slopes, kHasSlopes);
-  call.bind_optional(kSinksBuffer, p.sinks, kHasSinks);
+  call.bind(kLseBuffer, p.lse, kHasLse);
+  call.bind(kQvBuffer, p.qv, kHasQv);
+  call.bind(kSlopesBuffer, p.alibi_slopes, kHasSlopes);
+  call.bind(kSinksBuffer, p.sinks, kHasSinks);
 
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
       id<MTLComputeCommandEncoder> encoder = stream->commandEncoder();
-      if (appends) encode_append(encoder, p, append_call, rotated ? rotated->address() : Address<void>{});
+      if (appends)
+        encode_append(encoder, p, append_call, rotated ? Optional<void>{rotated->address(), true} : Optional<void>{});
       if (!attends) return;
       if (prefills) {
         const int64_t threads = prefill_rows / 8 * kSimdWidth;
