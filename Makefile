@@ -22,7 +22,7 @@ BIN := $(VENV)/bin
 BUILD := $(BIN)/python tools/local_build.py --cxx $(CXX) --backend
 CXX_SOURCES = $(wildcard torch-ext/*.cpp torch-ext/*.h paged_decode_*/*.cpp paged_decode_*/*.h paged_decode_*/*.cu \
                          paged_decode_*/*.cuh paged_decode_*/*.mm \
-                         tests/metal/*/*.cpp tests/metal/*/*.h tests/metal/*/*.mm)
+                         $(addprefix tools/metal_emulator/*/*,.cpp .h .mm) tools/metal_emulator/tests/kernels/*.mm)
 
 # kernels.get_kernel takes this directory for the name. It names the variant itself: a torch with CUDA would otherwise
 # look for a CUDA variant, with or without a GPU.
@@ -55,12 +55,12 @@ run: build
 test: build
 	$(BIN)/python -m pytest tests $(PYTEST)
 ifeq ($(BACKEND),cpu)
-	$(BIN)/python tests/metal/run.py $(PYTEST)
+	$(BIN)/python tools/metal_emulator/run.py $(PYTEST)
 endif
 
-# Metal: on a Mac the tests run on its device, elsewhere on an emulated one (tests/metal/README.md).
+# Metal: on a Mac the tests run on its device, elsewhere on an emulated one (tools/metal_emulator/README.md).
 test-metal: $(if $(metal),build,$(STAMP))
-	$(BIN)/python tests/metal/run.py $(PYTEST)
+	$(BIN)/python tools/metal_emulator/run.py $(PYTEST)
 
 # A sanitizer's runtime must be in the process before Python loads the extension; libstdc++ comes along because the
 # runtime looks up its exception functions at start. Python's own leaks are not of interest.

@@ -1,4 +1,4 @@
-"""Counts what a call of the Metal backend does, on the emulated GPU of tests/metal: no Mac is needed, no time is taken.
+"""Counts what a call of the Metal backend does, on the emulated GPU of tools/metal_emulator: no Mac, no time taken.
 
     METAL_VARIANT=count OMP_NUM_THREADS=1 python benchmarks/count_metal.py [--ours] [PART ...]
 
@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "metal"))
+sys.path.insert(0, str(ROOT / "tools" / "metal_emulator"))
 
 import fake_mps  # noqa: E402
 import metal_build  # noqa: E402

@@ -20,14 +20,14 @@ if "PAGED_ATTN_BUILD" in os.environ:
 os.environ.setdefault("LOCAL_KERNELS", f"{KERNEL}={REPOSITORY}")
 
 
-# Without a Mac the mps device is the fake of tests/metal, whose own tests need it.
+# Without a Mac the mps device is the fake of tools/metal_emulator.
 if os.environ.get("PAGED_ATTN_TEST_DEVICE") == "mps" and not torch.backends.mps.is_built():
-    sys.path.insert(0, str(REPOSITORY / "tests" / "metal"))
+    sys.path.insert(0, str(REPOSITORY / "tools" / "metal_emulator"))
     import fake_mps
 
     fake_mps.load()
 else:
-    collect_ignore = ["metal"]
+    collect_ignore_glob = ["test_metal*.py"]
 
 
 def pytest_configure(config):

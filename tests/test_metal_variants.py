@@ -1,4 +1,4 @@
-"""Every feature once more with the kernels compiled in other ways, each in a process of its own."""
+"""Every feature once more with the kernels compiled in other ways, each in its own process; what they count."""
 
 import re
 import subprocess
@@ -8,8 +8,8 @@ from pathlib import Path
 import metal_build
 import pytest
 
-TESTS = Path(__file__).resolve().parent.parent
-
+TESTS = Path(__file__).resolve().parent
+COUNT = TESTS.parent / "benchmarks" / "count_metal.py"
 
 PICKED = {
     "fast": "",  # fast math, Metal's default
@@ -39,7 +39,23 @@ def test_every_feature(variant):
         TESTS,
     ]
     # Threads are the host's, which is compiled one way only.
-    command += [f"--ignore={TESTS / name}" for name in ("metal", "test_threads.py")]
+    command += [f"--ignore={TESTS / 'test_threads.py'}", f"--ignore={Path(__file__)}"]
     run = subprocess.run(command, env=metal_build.environment(variant), capture_output=True, text=True)
     assert run.returncode == 0, (run.stdout + run.stderr)[-6000:]
     assert int(re.search(r"(\d+) passed", run.stdout)[1]) > 50, run.stdout
+
+
+# Of the names of cases: a short context, groups of 1, 2, 4 and 8, 16 rows, an 8-bit cache.
+PARTS = ["B4", "B1 32/8 D128, 1024", "64/8", "4 tokens", "8192 keys, fp8"]
+
+
+def test_keys_and_values_are_loaded_once():
+    """No byte of K and V is loaded twice, and lanes exchange little."""
+    command = [sys.executable, COUNT, "--ours", *PARTS]
+    run = subprocess.run(command, env=metal_build.environment("count"), capture_output=True, text=True, check=True)
+    rows = [line.split("|")[1:-1] for line in run.stdout.splitlines()[2:]]
+    assert len(rows) >= len(PARTS)
+    for name, _, loaded, _, _, exchanges, _, _, _, dispatches in rows:
+        assert 0.99 < float(loaded) < 1.05, name
+        assert float(exchanges) < (1.5 if "50 keys" in name else 0.8), name
+        assert int(dispatches) <= 2, name

@@ -179,7 +179,7 @@ def test_sanitizers_find(variant, name, report):
     library, environment = str(metal_build.kernels(FAULTS, variant)), metal_build.environment(variant)
 
     def run(kernel):
-        code = RUN.format(folder=str(KERNELS.parent), library=library, name=kernel)
+        code = RUN.format(folder=str(Path(emulator.__file__).parent), library=library, name=kernel)
         process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
         return process.returncode, process.stdout + process.stderr
 
