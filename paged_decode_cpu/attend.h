@@ -536,6 +536,8 @@ inline void merge_partials(const Problem& p, const Block& block, int64_t num_spl
     }
 }
 
+inline Products products_f32(const Problem&) { return {"f32", OpsF32<DType::kFloat32>::kMinPackedRows}; }
+
 inline int64_t scratch_bytes_f32(const Problem& p, const Block& block) {
   return Scratch<OpsF32<DType::kFloat32>>(p, block, nullptr).bytes;
 }

@@ -34,8 +34,16 @@ struct TokenWrite {
   int64_t rotary_position;
 };
 
+struct Products {
+  const char* numbers;
+  int64_t min_packed_rows;
+};
+
 struct Kernel {
   const char* name;
+  // How the products of a problem hold numbers ("f32", or "bf16": pairs of bfloat16), and from how many rows of a
+  // kv_head on keys and values are laid out for the matrix product rather than read in place.
+  Products (*products)(const Problem& problem);
   // Bytes of scratch memory that attend() wants for a block; 64-byte aligned.
   int64_t (*scratch_bytes)(const Problem& problem, const Block& block);
   // Attends the rows of `block` to `keys`. With `partial` the result goes there, else it is final.

@@ -6,7 +6,7 @@
 
 namespace paged_attn {
 
-const Kernel kAvx2Kernel = {"avx2", scratch_bytes_f32, attend_f32, merge_partials, write_token};
+const Kernel kAvx2Kernel = {"avx2", products_f32, scratch_bytes_f32, attend_f32, merge_partials, write_token};
 
 }  // namespace paged_attn
 #endif

@@ -9,6 +9,12 @@
 namespace paged_attn {
 namespace {
 
+Products products(const Problem& p) {
+  if (p.q_dtype != DType::kBFloat16) return products_f32(p);
+  const bool fp8 = dtype_bytes(p.cache.dtype) == 1;
+  return {"bf16", fp8 ? OpsBf16<DType::kFloat8E4M3>::kMinPackedRows : OpsBf16<DType::kBFloat16>::kMinPackedRows};
+}
+
 int64_t scratch_bytes(const Problem& p, const Block& block) {
   // Chunks of an 8-bit cache are wider than a register of floats, its elements narrower.
   int64_t bf16 = Scratch<OpsBf16<DType::kFloat8E4M3>>(p, block, nullptr).bytes;
@@ -26,7 +32,7 @@ void attend(const Problem& p, const Block& block, KvRange keys, char* memory, fl
 
 }  // namespace
 
-const Kernel kAvx512Bf16Kernel = {"avx512_bf16", scratch_bytes, attend, merge_partials, write_token};
+const Kernel kAvx512Bf16Kernel = {"avx512_bf16", products, scratch_bytes, attend, merge_partials, write_token};
 
 }  // namespace paged_attn
 #endif

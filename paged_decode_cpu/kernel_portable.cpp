@@ -5,6 +5,6 @@
 
 namespace paged_attn {
 
-const Kernel kPortableKernel = {"portable", scratch_bytes_f32, attend_f32, merge_partials, write_token};
+const Kernel kPortableKernel = {"portable", products_f32, scratch_bytes_f32, attend_f32, merge_partials, write_token};
 
 }  // namespace paged_attn

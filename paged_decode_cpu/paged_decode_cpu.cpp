@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "backend.h"
+#include "explanation.h"
 #include "isa.h"
 #include "kv_write.h"
 #include "spec/check_tables.h"
@@ -123,6 +124,12 @@ Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
   return plan;
 }
 
+int64_t max_splits_of(const Plan& plan) {
+  int64_t splits = 0;
+  for (const Work& work : plan.works) splits = pd_max(splits, work.num_splits);
+  return splits;
+}
+
 // 64-byte aligned memory that a thread keeps from call to call: fresh pages would cost more than
 // the work of a short call.
 char* thread_scratch(int64_t bytes) {
@@ -194,6 +201,44 @@ void run_attention(const Problem& p) {
   clear_spare_tokens(p);
   const int64_t threads = torch::stable::get_num_threads();
   run_plan(p, kernel, make_plan(p, kernel, threads), threads);
+}
+
+// The ways to multiply, best first. A call is of the route in which it spends most of its work; blocks of few rows in a
+// batch with long prompts take the other.
+std::string explain_attention(const Problem& p) {
+  const Kernel& kernel = kernel_of_this_cpu();
+  check_values(p);
+  const int64_t threads = torch::stable::get_num_threads();
+  const Plan plan = make_plan(p, kernel, threads);
+  const Products products = kernel.products(p);
+  int64_t packed_blocks = 0, packed_cost = 0, cost = 0, most_rows = 0;
+  for (const Work& work : plan.works) {
+    const bool packed = work.block.rows() >= products.min_packed_rows;
+    packed_blocks += packed;
+    packed_cost += packed ? cost_of(work.block) : 0;
+    cost += cost_of(work.block);
+    most_rows = pd_max(most_rows, work.block.rows());
+  }
+  const std::string numbers = products.numbers;
+  Explanation e;
+  if (packed_blocks > 0 && 2 * packed_cost >= cost) {
+    e.route = "packed_" + numbers;
+  } else {
+    e.route = "in_place_" + numbers;
+    e.why_not.emplace_back("packed_" + numbers, packed_blocks > 0
+                                                    ? "most of the work is in blocks of fewer rows than it pays for"
+                                                    : "expected at least " + std::to_string(products.min_packed_rows) +
+                                                          " rows (q_len * group) of a kv_head in a block, got " +
+                                                          std::to_string(most_rows));
+  }
+  e.plan = {{"threads", threads},
+            {"blocks", static_cast<int64_t>(plan.works.size())},
+            {"packed_blocks", packed_blocks},
+            {"items", static_cast<int64_t>(plan.items.size())},
+            {"splits", max_splits_of(plan)},
+            {"heads_per_walk", plan.works.empty() ? 0 : plan.works[0].block.heads()},
+            {"scratch_bytes", plan.scratch_bytes}};
+  return e.json();
 }
 
 void run_kv_write(const Problem& p) {

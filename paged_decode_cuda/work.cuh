@@ -107,11 +107,9 @@ struct Item {
 };
 
 PD_DEVICE KvRange row_keys(const Problem& p, const Plan& plan, const Item& item, int token) {
-  const int q_pos = item.kv_len - item.q_len + token, chunk = static_cast<int>(p.attention_chunk);
-  // Before the first key there are only chunks without keys.
-  const int chunk_begin = q_pos < 0 ? -chunk : plan.chunk.divide(q_pos) * chunk;
-  return visible_keys(q_pos, item.kv_len, item.leftpad, static_cast<int>(p.window_left),
-                      static_cast<int>(p.window_right), chunk, chunk_begin);
+  const auto chunk_of = [&](int x) { return x < 0 ? -1 : static_cast<int>(plan.chunk.divide(x)); };
+  return visible_keys(item.kv_len - item.q_len + token, item.kv_len, item.leftpad, static_cast<int>(p.window_left),
+                      static_cast<int>(p.window_right), static_cast<int>(p.attention_chunk), chunk_of);
 }
 
 PD_DEVICE int plain_length(const Problem& p, const Plan& plan, int b) {

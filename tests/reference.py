@@ -25,7 +25,8 @@ def visible_keys(q_pos, kv_len, leftpad=0, window_left=-1, window_right=-1, atte
     if window_right >= 0:
         keys = [j for j in keys if j <= q_pos + window_right]
     if attention_chunk > 0:
-        keys = [j for j in keys if j // attention_chunk == q_pos // attention_chunk]
+        chunk = (q_pos - leftpad) // attention_chunk  # counted from the first key that exists
+        keys = [j for j in keys if (j - leftpad) // attention_chunk == chunk]
     return list(keys)
 
 

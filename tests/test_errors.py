@@ -228,6 +228,14 @@ VALUES = {
     "cu_seqlens_q starts late": (VARLEN, "cu_seqlens_q.*1", set_entry("cu_seqlens_q", 0, 1)),
     "cu_seqlens_q falls": (VARLEN, "cu_seqlens_q", set_entry("cu_seqlens_q", 1, 9)),
     "cu_seqlens_q ends too late": (VARLEN, "cu_seqlens_q", set_entry("cu_seqlens_q", 3, 99)),
+    "max_seqlen_q too small": (
+        VARLEN, r"^max_seqlen_q: expected at least the 4 tokens of batch entry 2, got 3$",
+        lambda a: a.update(max_seqlen_q=3),
+    ),
+    "max_seqlen_q 0": (
+        VARLEN, r"^max_seqlen_q: expected at least the \d tokens of batch entry \d, got 0$",
+        lambda a: a.update(max_seqlen_q=0),
+    ),
     "cu_seqlens_k_new starts late": (VARLEN, "cu_seqlens_k_new", set_entry("cu_seqlens_k_new", 0, 1)),
     "cu_seqlens_k_new falls": (VARLEN, "cu_seqlens_k_new", set_entry("cu_seqlens_k_new", 1, 9)),
     "cu_seqlens_k_new ends too late": (VARLEN, "cu_seqlens_k_new", set_entry("cu_seqlens_k_new", 3, 99)),
@@ -236,6 +244,9 @@ COMBINATIONS = {
     "softcap negative": (READ_ONLY, "softcap.*-1", lambda a: a.update(softcap=-1.0)),
     "softcap NaN": (READ_ONLY, "softcap.*nan", lambda a: a.update(softcap=float("nan"))),
     "num_splits negative": (READ_ONLY, "num_splits.*-1", lambda a: a.update(num_splits=-1)),
+    "max_seqlen_q negative": (
+        VARLEN, "^max_seqlen_q: expected at least 0, got -1$", lambda a: a.update(max_seqlen_q=-1),
+    ),
     "attention_chunk negative": (READ_ONLY, "attention_chunk.*-1", lambda a: a.update(attention_chunk=-1)),
     "window below -1": (READ_ONLY, "window_size.*-2", lambda a: a.update(window_size=(-2, 0))),
     "k alone": (PAGED, "k and v|v: ", lambda a: a.pop("v")),
@@ -244,13 +255,11 @@ COMBINATIONS = {
     "rotary_cos alone": (PAGED, "rotary_sin", lambda a: a.pop("rotary_sin")),
     "rotary_sin alone": (PAGED, "rotary_cos", lambda a: a.pop("rotary_cos")),
     "rotary without k": (PAGED, "rotary_cos", lambda a: (a.pop("k"), a.pop("v"))),
-    "rotary_seqlens alone": (PAGED, "rotary_seqlens", lambda a: (a.pop("rotary_cos"), a.pop("rotary_sin"))),
     "rotary_dim over head_dim": (
         PAGED, "rotary", lambda a: a.update({n: torch.zeros(100, 33).bfloat16() for n in ("rotary_cos", "rotary_sin")}),
     ),
     "q packed without cu_seqlens_q": (VARLEN, "q: ", lambda a: a.pop("cu_seqlens_q")),
     "k packed without cu_seqlens_k_new": (VARLEN, "k: ", lambda a: a.pop("cu_seqlens_k_new")),
-    "cu_seqlens_k_new without k": (VARLEN, "cu_seqlens_k_new", lambda a: (a.pop("k"), a.pop("v"))),
     "cu_seqlens_q empty": (VARLEN, "cu_seqlens_q", lambda a: a.update(cu_seqlens_q=a["cu_seqlens_q"][:0])),
     "block_table and page_table": (
         READ_ONLY, "block_table.*page_table", lambda a: a.update(page_table=a["block_table"]),
@@ -297,7 +306,7 @@ def test_heads_that_do_not_divide(paged_attn, device, q_heads):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "head_dim_v"), [(257, 257), (64, 512), (320, 320), (576, 576), (512, 512), (1, 257)]
+    ("head_dim", "head_dim_v"), [(257, 257), (64, 512), (320, 320), (576, 576), (512, 256), (1, 257)]
 )
 def test_head_dims_that_nobody_promised(paged_attn, device, head_dim, head_dim_v):
     case = Case(batch=2, lens=(5, 9), head_dim=head_dim, head_dim_v=head_dim_v)
@@ -390,7 +399,10 @@ VARLEN_FUNC = {
     "no cu_seqlens_k": ({"cu_seqlens_k": None}, "cu_seqlens_k"),
     "other batch": ({"cu_seqlens_k": int32(0, 5, 7, 10)}, "cu_seqlens_k"),
     "rank of q": ({"q": torch.zeros(2, 3, 4, 64)}, "q: "),
-    "table int64": ({"block_table": torch.zeros(2, 3, dtype=torch.int64)}, "block_table|k_cache"),
+    "table int64": (
+        {"block_table": torch.zeros(2, 3, dtype=torch.int64)},
+        "^k: expected float32 .num_pages, page_size, kv_heads, head_dim",
+    ),
 }
 VARLEN_VALUES = {
     "cu_seqlens_k falls": ({"cu_seqlens_k": int32(0, 10, 5)}, "cu_seqlens_k"),

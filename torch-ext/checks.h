@@ -57,9 +57,20 @@ struct Dim {
   }
 };
 
+// The tensor that fixes the device of a call (and the dtype of much of it).
+struct Like {
+  const Tensor& tensor;
+  const char* name;
+};
+
+inline void check_device(const Tensor& t, const char* name, const Like& like) {
+  if (t.device() != like.tensor.device())
+    fail(std::string(name) + ": expected a tensor on the device of " + like.name + ", got one on another device");
+}
+
 // Checks dtype, shape, a contiguous last dimension and the device. A stride-0 dimension is fine.
 inline void check(const Tensor& t, const char* name, std::initializer_list<ScalarType> dtypes,
-                  std::initializer_list<Dim*> shape, const Tensor& like) {
+                  std::initializer_list<Dim*> shape, const Like& like) {
   bool ok = false;
   for (ScalarType type : dtypes) ok |= t.scalar_type() == type;
   ok = ok && t.dim() == static_cast<int64_t>(shape.size());
@@ -83,8 +94,7 @@ inline void check(const Tensor& t, const char* name, std::initializer_list<Scala
   if (t.dim() > 0 && t.numel() > 0 && t.size(t.dim() - 1) > 1 && t.stride(t.dim() - 1) != 1)
     fail(std::string(name) + ": expected a contiguous last dimension (stride 1), got stride " +
          str(t.stride(t.dim() - 1)));
-  if (t.device() != like.device())
-    fail(std::string(name) + ": expected a tensor on the device of q, got one on another device");
+  check_device(t, name, like);
 }
 
 }  // namespace paged_attn

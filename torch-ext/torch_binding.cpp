@@ -2,33 +2,34 @@
 #include <torch/csrc/stable/library.h>
 
 #include "backend.h"
-#include "paged_attn_op.h"
+#include "ops.h"
 #include "registration.h"
 
-// One function under three schemas. Only with new keys and values does it change the caches, and only then may
-// torch.compile treat them as changed (it would copy a cache to be safe). And the dispatcher works 0.05 to 0.25 us for
-// each argument, which a decode step of a short context feels: hence the short one, and the order by use.
-#define PAGED_ATTN_ARGUMENTS(CACHES)                                                                         \
-  "(Tensor q, " CACHES                                                                                       \
-  ", Tensor(c!) out, Tensor(d!)? lse, Tensor? cache_seqlens, Tensor? block_table, float softmax_scale, "     \
-  "int window_right=-1, Tensor? k=None, Tensor? v=None, int window_left=-1, int max_seqlen_q=0, "            \
-  "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, float softcap=0.0, " \
-  "int num_splits=0, bool deterministic=False, Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None, "   \
-  "Tensor? alibi_slopes=None, Tensor? sinks=None, int attention_chunk=0, Tensor? qv=None, "                  \
-  "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, Tensor? rotary_cos=None, "        \
-  "Tensor? rotary_sin=None, bool rotary_interleaved=True, "                                                  \
-  "Tensor? rotary_seqlens=None) -> ()"
+namespace paged_attn {
 
+template <auto kFunction, size_t kCount = kAllArguments>
+using AttendOperator = Operator<kAttendArguments, kFunction, std::make_index_sequence<kCount>>;
+using Attend = AttendOperator<&flash_attn_with_kvcache>;
+using AttendPlainly = AttendOperator<&flash_attn_with_kvcache, kPlainArguments>;
+using Explain = AttendOperator<&explain_flash_attn_with_kvcache>;
+using Write =
+    Operator<kWriteArguments, &kv_paged_write, std::make_index_sequence<std::tuple_size_v<decltype(kWriteArguments)>>>;
+
+}  // namespace paged_attn
+
+// Attention under three schemas. Only with new keys and values does it change the caches, and only then may
+// torch.compile treat them as changed (it would copy a cache to be safe); the plain one ends after the arguments that
+// every call has.
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
-  ops.def("flash_attn_with_kvcache" PAGED_ATTN_ARGUMENTS("Tensor k_cache, Tensor v_cache"));
-  ops.def("flash_attn_with_kvcache_append" PAGED_ATTN_ARGUMENTS("Tensor(a!) k_cache, Tensor(b!) v_cache"));
-  ops.def(
-      "flash_attn_with_kvcache_plain(Tensor q, Tensor k_cache, Tensor v_cache, Tensor(c!) out, Tensor(d!)? lse, "
-      "Tensor? cache_seqlens, Tensor? block_table, float softmax_scale, int window_right) -> ()");
-  ops.def(
-      "kv_paged_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? block_table, "
-      "Tensor? cache_seqlens, Tensor? cu_seqlens_k_new=None, Tensor? slot_mapping=None, Tensor? k_descale=None, "
-      "Tensor? v_descale=None) -> ()");
+  using namespace paged_attn;
+  const auto attend = [&](const char* name, size_t count, Changes changes, const char* returned) {
+    ops.def(schema_of(name, kAttendArguments, count, changes, returned).c_str());
+  };
+  attend("flash_attn_with_kvcache", kAllArguments, Changes::kResults, "()");
+  attend("flash_attn_with_kvcache_append", kAllArguments, Changes::kAll, "()");
+  attend("flash_attn_with_kvcache_plain", kPlainArguments, Changes::kResults, "()");
+  attend("explain_flash_attn_with_kvcache", kAllArguments, Changes::kNothing, "str");
+  ops.def(schema_of("kv_paged_write", kWriteArguments, size_t(-1), Changes::kAll, "()").c_str());
   ops.def("instruction_set() -> str");
 }
 
@@ -43,10 +44,11 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
 #elif defined(METAL_KERNEL)
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, MPS, ops) {
 #endif
-  ops.impl("flash_attn_with_kvcache", TORCH_BOX(&paged_attn::flash_attn_with_kvcache));
-  ops.impl("flash_attn_with_kvcache_append", TORCH_BOX(&paged_attn::flash_attn_with_kvcache));
-  ops.impl("flash_attn_with_kvcache_plain", TORCH_BOX(&paged_attn::flash_attn_with_kvcache_plain));
-  ops.impl("kv_paged_write", TORCH_BOX(&paged_attn::kv_paged_write));
+  ops.impl("flash_attn_with_kvcache", TORCH_BOX(&paged_attn::Attend::call));
+  ops.impl("flash_attn_with_kvcache_append", TORCH_BOX(&paged_attn::Attend::call));
+  ops.impl("flash_attn_with_kvcache_plain", TORCH_BOX(&paged_attn::AttendPlainly::call));
+  ops.impl("explain_flash_attn_with_kvcache", TORCH_BOX(&paged_attn::Explain::call));
+  ops.impl("kv_paged_write", TORCH_BOX(&paged_attn::Write::call));
 }
 
 REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

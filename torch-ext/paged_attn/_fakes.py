@@ -2,18 +2,23 @@
 
 import torch
 
-from ._ops import add_op_namespace_prefix
+from ._ops import add_op_namespace_prefix, ops
 
 
-def _returns_nothing(*arguments, **keywords):
-    # A real tensor without data (device "meta") sends a call here whatever the device of the others.
-    tensors = [t for t in (*arguments, *keywords.values()) if isinstance(t, torch.Tensor)]
-    for tensor in tensors:
-        if tensor.device != tensors[0].device:
-            raise ValueError(
-                f"expected every tensor on the device of the first ({tensors[0].device}), got one of shape "
-                f"{tuple(tensor.shape)} on {tensor.device}"
-            )
+def _returns_nothing(names):
+    def fake(*arguments, **keywords):
+        # A real tensor without data (device "meta") sends a call here whatever the device of the others.
+        given = {**dict(zip(names, arguments)), **keywords}
+        tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+        first = next(iter(tensors))
+        for name, tensor in tensors.items():
+            if tensor.device != tensors[first].device:
+                raise ValueError(
+                    f"{name}: expected a tensor on the device of {first} ({tensors[first].device}), got one on "
+                    f"{tensor.device}"
+                )
+
+    return fake
 
 
 for _name in (
@@ -22,4 +27,5 @@ for _name in (
     "flash_attn_with_kvcache_plain",
     "kv_paged_write",
 ):
-    torch.library.register_fake(add_op_namespace_prefix(_name))(_returns_nothing)
+    _arguments = [argument.name for argument in getattr(ops, _name).default._schema.arguments]
+    torch.library.register_fake(add_op_namespace_prefix(_name))(_returns_nothing(_arguments))

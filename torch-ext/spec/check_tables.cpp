@@ -28,6 +28,9 @@ int64_t capacity_of(const Cache& c, int64_t b) {
 void check_request(const Problem& p, int64_t b) {
   const Cache& c = p.cache;
   const Request r = request_of(p, b);
+  if (p.cu_seqlens_q && r.q_len > p.max_q_len)
+    throw std::runtime_error("max_seqlen_q: expected at least the " + std::to_string(r.q_len) +
+                             " tokens of batch entry " + std::to_string(b) + ", got " + std::to_string(p.max_q_len));
   if (r.old_len < 0) bad_value("cache_seqlens", b, r.old_len, "at least 0");
   if (r.leftpad < 0) bad_value("cache_leftpad", b, r.leftpad, "at least 0");
 

@@ -6,17 +6,7 @@
 // Optional, and every scalar has a neutral value, so "off" is no special path.
 #pragma once
 
-#include <stdint.h>
-
-#ifndef PD_FN
-#define PD_FN static inline
-#endif
-
-#ifdef __CUDACC__
-#define PD_METHOD __host__ __device__ __forceinline__
-#else
-#define PD_METHOD inline
-#endif
+#include "qualifiers.h"
 
 namespace paged_attn {
 

@@ -2,20 +2,10 @@
 // start of the request's keys. Plain integers only: this file is compiled for every device.
 #pragma once
 
-#ifndef __METAL_VERSION__  // which has these types built in
-#include <stdint.h>
-#endif
-
-#ifndef PD_FN
-#define PD_FN static inline
-#endif
+#include "qualifiers.h"
 
 namespace paged_attn {
 
-// Positions of keys. A device where 64-bit integers are slow sets a narrower type.
-#ifndef PD_POSITION
-#define PD_POSITION int64_t
-#endif
 typedef PD_POSITION position_t;
 
 struct KvRange {
@@ -26,19 +16,27 @@ PD_FN int64_t pd_min(int64_t a, int64_t b) { return a < b ? a : b; }
 PD_FN int64_t pd_max(int64_t a, int64_t b) { return a > b ? a : b; }
 PD_FN int64_t pd_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Largest multiple of `step` that is not above `x`; x may be negative (a query before the first key).
-PD_FN position_t pd_round_down(position_t x, position_t step) { return (x >= 0 ? x : x - step + 1) / step * step; }
-
 PD_FN position_t pd_later(position_t a, position_t b) { return a > b ? a : b; }
 PD_FN position_t pd_earlier(position_t a, position_t b) { return a < b ? a : b; }
 
-// q_pos = kv_len - q_len + token: the bottom-right aligned position of the row. chunk_begin: where its chunk begins.
+// Which chunk a position lies in: the quotient rounded down. A device that divides in a way of its own passes that.
+struct ChunkOf {
+  position_t attention_chunk;
+  PD_METHOD position_t operator()(position_t x) const {
+    return (x >= 0 ? x : x - attention_chunk + 1) / attention_chunk;
+  }
+};
+
+// q_pos = kv_len - q_len + token: the bottom-right aligned position of the row. Chunks are counted from leftpad, the
+// first key that exists; a row before it (chunk -1 or lower) shares its chunk with no key.
+template <class Divide>
 PD_FN KvRange visible_keys(position_t q_pos, position_t kv_len, position_t leftpad, position_t window_left,
-                           position_t window_right, position_t attention_chunk, position_t chunk_begin) {
+                           position_t window_right, position_t attention_chunk, Divide chunk_of) {
   KvRange r = {leftpad, kv_len};
   if (window_left >= 0) r.begin = pd_later(r.begin, q_pos - window_left);
   if (window_right >= 0) r.end = pd_earlier(r.end, q_pos + window_right + 1);
   if (attention_chunk > 0) {
+    const position_t chunk_begin = leftpad + chunk_of(q_pos - leftpad) * attention_chunk;
     r.begin = pd_later(r.begin, chunk_begin);
     r.end = pd_earlier(r.end, chunk_begin + attention_chunk);
   }
@@ -49,8 +47,7 @@ PD_FN KvRange visible_keys(position_t q_pos, position_t kv_len, position_t leftp
 
 PD_FN KvRange visible_keys(position_t q_pos, position_t kv_len, position_t leftpad, position_t window_left,
                            position_t window_right, position_t attention_chunk) {
-  const position_t chunk_begin = attention_chunk > 0 ? pd_round_down(q_pos, attention_chunk) : 0;
-  return visible_keys(q_pos, kv_len, leftpad, window_left, window_right, attention_chunk, chunk_begin);
+  return visible_keys(q_pos, kv_len, leftpad, window_left, window_right, attention_chunk, ChunkOf{attention_chunk});
 }
 
 // The share of `r` that belongs to one split. Cuts fall on multiples of `align` keys, counted from

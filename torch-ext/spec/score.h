@@ -2,9 +2,7 @@
 // F is float or a type of several lanes with + and *, for which pd_tanh is overloaded.
 #pragma once
 
-#ifndef PD_FN
-#define PD_FN static inline
-#endif
+#include "qualifiers.h"
 
 namespace paged_attn {
 

@@ -6,17 +6,7 @@
 // whose compiler assumes finite numbers one below all scores.
 #pragma once
 
-#ifndef PD_EMPTY
-#include <math.h>
-#define PD_EMPTY -INFINITY
-#define PD_EXP2 exp2f
-#define PD_LOG2 log2f
-#define PD_THREAD  // the address space of local variables
-#endif
-
-#ifndef PD_FN
-#define PD_FN static inline
-#endif
+#include "qualifiers.h"
 
 namespace paged_attn {
 

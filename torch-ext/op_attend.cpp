@@ -1,0 +1,207 @@
+// flash_attn_with_kvcache: checks, then the problem, then the backend. The only place where the semantics of the
+// arguments are decided; every device shares it. The functions below check one group of arguments each and fill its
+// part of the problem.
+#include "backend.h"
+#include "op_parts.h"
+#include "ops.h"
+
+namespace paged_attn {
+namespace {
+
+constexpr std::initializer_list<ScalarType> kQueryTypes = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16,
+                                                           ScalarType::Float8_e4m3fn, ScalarType::Float8_e5m2};
+
+// The sizes of the queries besides Sizes: [batch, seqlen_q, ...], or [total_q, ...] with cu_seqlens_q.
+struct QuerySizes {
+  Dim seqlen_q{"seqlen_q"}, total_q{"total_q"};
+};
+
+void check_padded_queries(const AttendArguments& a, const Like& q, Sizes& s, QuerySizes& n, ScalarType out_type,
+                          Problem* p) {
+  check(*a.q, "q", kQueryTypes, {&s.batch, &n.seqlen_q, &s.q_heads, &s.head_dim}, q);
+  check(*a.out, "out", {out_type}, {&s.batch, &n.seqlen_q, &s.q_heads, &s.head_dim_v}, q);
+  if (a.lse) check(*a.lse, "softmax_lse", kFloat32, {&s.batch, &s.q_heads, &n.seqlen_q}, q);
+  p->max_q_len = n.seqlen_q.size;
+  p->total_q = s.batch.size * n.seqlen_q.size;
+  p->q_stride_batch = a.q->stride(0);
+  p->out_stride_batch = a.out->stride(0);
+  p->lse_stride_batch = a.lse ? a.lse->stride(0) : 0;
+}
+
+void check_packed_queries(const AttendArguments& a, const Like& q, Sizes& s, QuerySizes& n, ScalarType out_type,
+                          Problem* p) {
+  if (a.cu_seqlens_q->dim() != 1 || a.cu_seqlens_q->size(0) < 1)
+    fail("cu_seqlens_q: expected int32 [batch + 1], got " + shape_str(*a.cu_seqlens_q));
+  s.batch = Dim("batch", a.cu_seqlens_q->size(0) - 1, "cu_seqlens_q");
+  Dim entries("batch + 1");
+  check(*a.q, "q", kQueryTypes, {&n.total_q, &s.q_heads, &s.head_dim}, q);
+  check(*a.cu_seqlens_q, "cu_seqlens_q", kInt32, {&entries}, q);
+  check(*a.out, "out", {out_type}, {&n.total_q, &s.q_heads, &s.head_dim_v}, q);
+  if (a.lse) check(*a.lse, "softmax_lse", kFloat32, {&s.q_heads, &n.total_q}, q);
+  if (a.max_seqlen_q < 0) fail("max_seqlen_q: expected at least 0, got " + str(a.max_seqlen_q));
+  p->total_q = n.total_q.size;
+  p->max_q_len = a.max_seqlen_q < p->total_q ? a.max_seqlen_q : p->total_q;  // no request has more than all tokens
+  p->cu_seqlens_q = if_given<int32_t>(a.cu_seqlens_q);
+}
+
+void check_queries(const AttendArguments& a, const Like& q, Sizes& s, QuerySizes& n, Problem* p) {
+  const ScalarType type = a.q->scalar_type(), out_type = is_8bit(type) ? ScalarType::BFloat16 : type;
+  if (a.cu_seqlens_q) {
+    check_packed_queries(a, q, s, n, out_type, p);
+  } else {
+    check_padded_queries(a, q, s, n, out_type, p);
+  }
+  const int64_t token = a.cu_seqlens_q ? 0 : 1;
+  p->q = address<const void>(*a.q);
+  p->out = address<void>(*a.out);
+  if (a.lse) p->lse = given<float>(*a.lse);
+  p->q_stride_token = a.q->stride(token);
+  p->q_stride_head = a.q->stride(token + 1);
+  p->out_stride_token = a.out->stride(token);
+  p->out_stride_head = a.out->stride(token + 1);
+  p->lse_stride_head = a.lse ? a.lse->stride(token) : 0;
+  p->q_dtype = dtype_of(type);
+}
+
+// The queries of multi-head latent attention that meet the values.
+void check_qv(const AttendArguments& a, const Like& q, Sizes& s, QuerySizes& n, Problem* p) {
+  if (!a.qv) return;
+  const ScalarType type = a.q->scalar_type();
+  if (a.cu_seqlens_q) {
+    check(*a.qv, "qv", {type}, {&n.total_q, &s.q_heads, &s.head_dim_v}, q);
+  } else {
+    check(*a.qv, "qv", {type}, {&s.batch, &n.seqlen_q, &s.q_heads, &s.head_dim_v}, q);
+    p->qv_stride_batch = a.qv->stride(0);
+  }
+  const int64_t token = a.cu_seqlens_q ? 0 : 1;
+  p->qv = given<const void>(*a.qv);
+  p->qv_stride_token = a.qv->stride(token);
+  p->qv_stride_head = a.qv->stride(token + 1);
+}
+
+void check_new_tokens(const AttendArguments& a, const Like& q, Sizes& s, Problem* p) {
+  if (!a.k != !a.v) fail("k and v: expected both or neither, got only one of them");
+  if (!a.k) return;
+  if (a.cu_seqlens_k_new && a.k->dim() != 3)
+    fail("k: expected [total_new, kv_heads, head_dim] with cu_seqlens_k_new, got " + shape_str(*a.k));
+  if (!a.cu_seqlens_k_new && a.k->dim() != 4)
+    fail("k: expected [batch, seqlen_new, kv_heads, head_dim] (or cu_seqlens_k_new with it), got " + shape_str(*a.k));
+  if (!a.cache_seqlens) fail("cache_seqlens: expected where to append k and v, got None");
+  p->append = check_append(*a.k, *a.v, a.cu_seqlens_k_new, q, s);
+}
+
+void check_heads(const AttendArguments& a, const Sizes& s, Problem* p) {
+  const int64_t q_heads = s.q_heads.size, kv_heads = s.kv_heads.size;
+  if (kv_heads == 0 ? q_heads != 0 : q_heads % kv_heads != 0)
+    fail("q_heads: expected a multiple of kv_heads = " + str(kv_heads) + " (from " + s.kv_heads.origin + "), got " +
+         str(q_heads));
+  p->batch = s.batch.size;
+  p->q_heads = q_heads;
+  p->kv_heads = kv_heads;
+  p->group = kv_heads ? q_heads / kv_heads : 1;
+  p->head_dim = s.head_dim.size;
+  p->head_dim_v = s.head_dim_v.size;
+  check_head_dims(s, a.qv != nullptr);
+}
+
+void check_lengths(const AttendArguments& a, const Like& q, Sizes& s, Problem* p) {
+  if (a.cache_seqlens) check(*a.cache_seqlens, "cache_seqlens", kInt32, {&s.batch}, q);
+  if (a.cache_leftpad) check(*a.cache_leftpad, "cache_leftpad", kInt32, {&s.batch}, q);
+  p->cache_seqlens = if_given<int32_t>(a.cache_seqlens);
+  p->cache_leftpad = if_given<int32_t>(a.cache_leftpad);
+  if (a.block_table && !a.cache_seqlens)
+    fail("cache_seqlens: expected int32 [batch] or an int with block_table, got None");
+  if (!a.block_table && !a.cu_seqlens_k && !a.cache_batch_idx && a.k_cache->size(0) < s.batch.size)
+    fail("k_cache: expected at least " + s.batch.describe() + " rows, got " + shape_str(*a.k_cache));
+  p->seqlen_k = p->cache.page_size;
+}
+
+void check_rotary(const AttendArguments& a, const Like& q, Sizes& s, Problem* p) {
+  if (!a.rotary_cos && !a.rotary_sin) return;
+  if (!a.rotary_cos || !a.rotary_sin) fail("rotary_cos and rotary_sin: expected both or neither, got only one of them");
+  if (!a.k) fail("rotary_cos: expected new keys (k and v) to rotate, got k = None");
+  Dim rotary_len("rotary_len"), half("rotary_dim / 2");
+  const ScalarType type = a.q->scalar_type();
+  check(*a.rotary_cos, "rotary_cos", {type}, {&rotary_len, &half}, q);
+  check(*a.rotary_sin, "rotary_sin", {type}, {&rotary_len, &half}, q);
+  Rotary& r = p->rotary;
+  r.rotary_len = rotary_len.size;
+  r.rotary_dim = 2 * half.size;
+  if (r.rotary_dim > p->head_dim)
+    fail("rotary_cos: expected rotary_dim of at most head_dim = " + str(p->head_dim) + ", got " + str(r.rotary_dim));
+  r.cos = given<const void>(*a.rotary_cos);
+  r.sin = given<const void>(*a.rotary_sin);
+  r.cos_stride = a.rotary_cos->stride(0);
+  r.sin_stride = a.rotary_sin->stride(0);
+  r.interleaved = a.rotary_interleaved;
+  if (a.rotary_seqlens) check(*a.rotary_seqlens, "rotary_seqlens", kInt32, {&s.batch}, q);
+  r.seqlens = if_given<int32_t>(a.rotary_seqlens);
+}
+
+void check_scores(const AttendArguments& a, const Like& q, Sizes& s, Problem* p) {
+  if (!(a.softcap >= 0.0)) fail("softcap: expected at least 0 (0 is off), got " + std::to_string(a.softcap));
+  if (a.window_left < -1 || a.window_right < -1)
+    fail("window_size: expected -1 (unlimited) or at least 0, got (" + str(a.window_left) + ", " + str(a.window_right) +
+         ")");
+  if (a.attention_chunk < 0) fail("attention_chunk: expected at least 0 (0 is off), got " + str(a.attention_chunk));
+  p->scale = static_cast<float>(a.softmax_scale);
+  p->softcap = static_cast<float>(a.softcap);
+  p->window_left = a.window_left;
+  p->window_right = a.window_right;
+  p->attention_chunk = a.attention_chunk;
+  if (a.alibi_slopes) {
+    if (a.alibi_slopes->dim() == 1) {
+      check(*a.alibi_slopes, "alibi_slopes", kFloat32, {&s.q_heads}, q);
+    } else {
+      check(*a.alibi_slopes, "alibi_slopes", kFloat32, {&s.batch, &s.q_heads}, q);
+      p->alibi_stride_batch = a.alibi_slopes->stride(0);
+    }
+    p->alibi_slopes = if_given<float>(a.alibi_slopes);
+  }
+  if (a.sinks) {
+    check(*a.sinks, "s_aux", kFloatTypes, {&s.q_heads}, q);
+    p->sinks = given<const void>(*a.sinks);
+    p->sinks_dtype = dtype_of(a.sinks->scalar_type());
+  }
+  const DescaleTable descale = check_descale(a.q_descale, "q_descale", s, q);
+  p->q_descale = descale.table;
+  p->q_descale_stride_batch = descale.stride_batch;
+  p->q_descale_stride_head = descale.stride_head;
+}
+
+// Checks everything but what only the values of tensors tell.
+Problem problem_of(const AttendArguments& a) {
+  const Like q = {*a.q, "q"};
+  Sizes sizes;
+  QuerySizes queries;
+  Problem p = {};
+  check_queries(a, q, sizes, queries, &p);
+  p.cache = check_cache(
+      {*a.k_cache, *a.v_cache, a.block_table, a.cu_seqlens_k, a.cache_batch_idx, a.k_descale, a.v_descale}, q, sizes);
+  check_new_tokens(a, q, sizes, &p);
+  check_heads(a, sizes, &p);
+  check_lengths(a, q, sizes, &p);
+  check_rotary(a, q, sizes, &p);
+  check_qv(a, q, sizes, queries, &p);
+  check_scores(a, q, sizes, &p);
+  if (a.num_splits < 0) fail("num_splits: expected at least 0 (0 chooses), got " + str(a.num_splits));
+  p.num_splits = a.num_splits;
+  p.deterministic = a.deterministic;
+  const std::string reason = unsupported_reason(p);
+  if (!reason.empty()) fail(reason);
+  return p;
+}
+
+}  // namespace
+
+void flash_attn_with_kvcache(const AttendArguments& a) {
+  const OnDeviceOf guard(*a.q);
+  run_attention(problem_of(a));
+}
+
+std::string explain_flash_attn_with_kvcache(const AttendArguments& a) {
+  const OnDeviceOf guard(*a.q);
+  return explain_attention(problem_of(a));
+}
+
+}  // namespace paged_attn

@@ -1,0 +1,80 @@
+// The parts of a problem that attention and plain writes share: the cache and the new tokens.
+#pragma once
+
+#ifdef CUDA_KERNEL
+#include <torch/csrc/stable/accelerator.h>
+#endif
+
+#include "arguments.h"
+#include "checks.h"
+#include "spec/problem.h"
+
+namespace paged_attn {
+
+constexpr std::initializer_list<ScalarType> kFloatTypes = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16};
+constexpr std::initializer_list<ScalarType> kInt32 = {ScalarType::Int};
+constexpr std::initializer_list<ScalarType> kFloat32 = {ScalarType::Float};
+
+// While it lives, the device of a tensor is the current one.
+#ifdef CUDA_KERNEL
+struct OnDeviceOf {
+  torch::stable::accelerator::DeviceGuard guard;
+  explicit OnDeviceOf(const Tensor& t) : guard(t.get_device_index()) {}
+};
+#else
+struct OnDeviceOf {
+  explicit OnDeviceOf(const Tensor&) {}
+};
+#endif
+
+inline bool is_8bit(ScalarType type) { return type == ScalarType::Float8_e4m3fn || type == ScalarType::Float8_e5m2; }
+
+DType dtype_of(ScalarType type);
+
+template <typename T>
+Address<T> address(const Tensor& t) {
+#ifdef METAL_KERNEL
+  // data_ptr() is the buffer plus the offset; an empty tensor has neither.
+  char* data = static_cast<char*>(t.data_ptr());
+  const int64_t offset = data ? t.storage_offset() * t.element_size() : 0;
+  return {data - offset, offset};
+#else
+  return static_cast<T*>(t.data_ptr());
+#endif
+}
+
+template <typename T>
+Optional<T> given(const Tensor& t) {
+  return {address<T>(t), true};
+}
+
+template <typename T>
+Optional<const T> if_given(const Tensor* t) {
+  return t ? given<const T>(*t) : Optional<const T>{};
+}
+
+// The sizes that several tensors share.
+struct Sizes {
+  Dim batch{"batch"}, q_heads{"q_heads"}, kv_heads{"kv_heads"}, head_dim{"head_dim"}, head_dim_v{"head_dim_v"};
+};
+
+// A (batch, kv_heads) table of scales; a size of 1, or a stride of 0, serves all.
+struct DescaleTable {
+  Optional<const float> table = {};
+  int64_t stride_batch = 0, stride_head = 0;
+};
+DescaleTable check_descale(const Tensor* t, const char* name, const Sizes& sizes, const Like& like);
+
+// The cache, and how requests find their keys in it. Without a table and without cu_seqlens_k it is contiguous.
+struct CacheArguments {
+  const Tensor &k_cache, &v_cache;
+  const Tensor *block_table, *cu_seqlens_k, *cache_batch_idx, *k_descale, *v_descale;
+};
+Cache check_cache(const CacheArguments& arguments, const Like& like, Sizes& sizes);
+
+// New keys and values: [batch, seqlen_new, kv_heads, .], or [total_new, kv_heads, .] with cu_seqlens_k_new.
+Append check_append(const Tensor& k, const Tensor& v, const Tensor* cu_seqlens_k_new, const Like& like, Sizes& sizes);
+
+void check_head_dims(const Sizes& sizes, bool with_qv);
+
+}  // namespace paged_attn

@@ -1,0 +1,19 @@
+// The operators that torch_binding.cpp registers.
+#pragma once
+
+#include <string>
+
+#include "arguments.h"
+
+namespace paged_attn {
+
+// Attention of q to a paged, contiguous (no block_table) or ragged (cu_seqlens_k) cache into `out` and `lse`. With k
+// and v these are written into the cache first.
+void flash_attn_with_kvcache(const AttendArguments& arguments);
+
+// How the same call would run; nothing does. See explain_attention in backend.h.
+std::string explain_flash_attn_with_kvcache(const AttendArguments& arguments);
+
+void kv_paged_write(const WriteArguments& arguments);
+
+}  // namespace paged_attn

@@ -1,0 +1,156 @@
+"""From the arguments of a public function to the call of an operator.
+
+A decode step of a short context feels every call, every argument and every keyword on the host, so a plain call takes
+the shortest way: an operator of its own with nine arguments, all by position.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import torch
+
+from ._ops import ops
+
+_attend = ops.flash_attn_with_kvcache.default
+_attend_plainly = ops.flash_attn_with_kvcache_plain.default
+_append_and_attend = ops.flash_attn_with_kvcache_append.default
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Features(NamedTuple):
+    """The last arguments of the operators, in their order: what a plain call does not ask for."""
+
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    cu_seqlens_k_new: torch.Tensor | None = None
+    softcap: float = 0.0
+    num_splits: int = 0
+    deterministic: bool = False
+    cache_batch_idx: torch.Tensor | None = None
+    cache_leftpad: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    s_aux: torch.Tensor | None = None
+    attention_chunk: int = 0
+    qv: torch.Tensor | None = None
+    q_descale: torch.Tensor | None = None
+    k_descale: torch.Tensor | None = None
+    v_descale: torch.Tensor | None = None
+    rotary_cos: torch.Tensor | None = None
+    rotary_sin: torch.Tensor | None = None
+    rotary_interleaved: bool = True
+    rotary_seqlens: torch.Tensor | None = None
+
+
+_NO_FEATURES = Features()
+
+# The schemas fix the order (torch-ext/arguments.h); the one copy of it here is checked.
+assert tuple(argument.name for argument in _attend._schema.arguments)[-len(_NO_FEATURES) :] == Features._fields
+
+# Keywords of other kernels that callers pass as a matter of course. Hints never change a result, so any value is fine;
+# of the rest we have nothing, so they may only say that nothing is asked for.
+_HINTS = frozenset(("fa_version", "ver", "pack_gqa", "sm_margin", "scheduler_metadata", "max_seqlen_k"))
+_NEUTRAL_ONLY = frozenset((
+    "only_qv", "seqused_q", "score_mod", "mask_mod", "aux_tensors", "block_sparse_tensors", "dynamic_causal",
+    "output_scale", "learnable_sink", "cp_world_size", "cp_rank", "cp_tot_seqused_k", "sfq", "sfk", "sfv", "rel_bias",
+    "rel_bias_k", "rel_bias_q", "rel_extra_h", "q_v", "softmax_offset",
+))  # fmt: skip
+
+
+def run(
+    q, k_cache, v_cache, out, return_lse, cache_seqlens, block_table, softmax_scale, causal, window_size,
+    features=None, k=None, v=None, max_seqlen_q=None,
+):  # fmt: skip
+    """Fills defaults, allocates the results and calls the operator; every check of a tensor is there. `features`:
+    None where none is asked for."""
+    qv = None if features is None else features.qv
+    if torch.is_grad_enabled():
+        s_aux = None if features is None else features.s_aux
+        refuse_grad("q k_cache v_cache k v qv s_aux", q, k_cache, v_cache, k, v, qv, s_aux)
+    q_shape, v_shape = q.shape, v_cache.shape
+    if len(q_shape) < 3 or len(v_shape) < 3:
+        name, shape = ("q", q_shape) if len(q_shape) < 3 else ("v_cache", v_shape)
+        raise ValueError(f"{name}: expected a tensor of 3 or 4 dimensions, got shape {tuple(shape)}")
+    head_dim, head_dim_v = q_shape[-1], v_shape[-1]
+    if isinstance(cache_seqlens, int):
+        packed = features is not None and features.cu_seqlens_q is not None
+        batch = features.cu_seqlens_q.shape[0] - 1 if packed else q_shape[0]
+        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    if softmax_scale is None:
+        softmax_scale = (head_dim if qv is None else head_dim + head_dim_v) ** -0.5
+    window_left, window_right = (-1, -1) if window_size is None else window_size
+    if causal:
+        window_right = 0
+    if out is None:
+        out = _empty_out(q, head_dim, head_dim_v)
+    lse = None
+    if return_lse:
+        # (batch, seqlen_q, q_heads) -> (batch, q_heads, seqlen_q), or (total_q, q_heads) -> (q_heads, total_q)
+        lse = torch.empty((*q_shape[:-3], q_shape[-2], q_shape[-3]), dtype=torch.float32, device=q.device)
+    append = k is not None or v is not None
+    if features is None and window_left == -1:
+        if append:
+            _append_and_attend(
+                q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right, k, v
+            )
+        else:
+            _attend_plainly(q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right)
+    else:
+        operator = _append_and_attend if append else _attend
+        # Only a bound: a tensor is not read, for that would wait for the device.
+        max_seqlen_q = max_seqlen_q if isinstance(max_seqlen_q, int) else q_shape[0]
+        operator(
+            q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right, k, v, window_left,
+            max_seqlen_q, *(_NO_FEATURES if features is None else features),
+        )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def _empty_out(q, head_dim, head_dim_v):
+    fp8 = q.dtype in _FP8
+    if head_dim == head_dim_v and not fp8:
+        # Naming the memory format takes a fifth of the time.
+        return torch.empty_like(q) if q.is_contiguous() else torch.empty_like(q, memory_format=torch.contiguous_format)
+    return torch.empty((*q.shape[:-1], head_dim_v), dtype=torch.bfloat16 if fp8 else q.dtype, device=q.device)
+
+
+def one_of(name, value, other_name, other):
+    """The value of an argument that has two names."""
+    if value is not None and other is not None:
+        raise ValueError(f"{name} and {other_name} are two names of one argument: expected one of them, got both")
+    return other if value is None else value
+
+
+def refuse_others(function, others):
+    """Keywords that a function does not have: fine if they ask for nothing, else refused by name."""
+    for name, value in others.items():
+        if name in _HINTS or (name in _NEUTRAL_ONLY and (value is None or value is False)):
+            continue
+        if name in _NEUTRAL_ONLY:
+            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise ValueError(f"{name}: expected None or False (not supported by paged_attn), got {what}")
+        raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
+
+
+def refuse_dropout(dropout_p):
+    if dropout_p:
+        raise ValueError(f"dropout_p: expected 0.0 (forward only, for inference), got {dropout_p}")
+
+
+def refuse_grad(names, *tensors):
+    for i, tensor in enumerate(tensors):
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(
+                f"{names.split()[i]}: expected a tensor that asks for no gradient (forward only, for inference), "
+                "got requires_grad=True; use torch.no_grad() or detach()"
+            )
+
+
+def reworded(error, names):
+    """The error with arguments under the names that the caller used; `names` maps those of flash_attn_with_kvcache."""
+    if type(error) not in (ValueError, RuntimeError):
+        return error
+    words = re.compile(r"\b(?:" + "|".join(names) + r")\b")
+    return type(error)(words.sub(lambda word: names[word[0]], str(error)))

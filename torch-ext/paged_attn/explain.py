@@ -1,0 +1,49 @@
+"""Which kernel a call takes, and why not a faster one."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ._ops import ops
+from .attention import flash_attn_with_kvcache
+
+_OPERATORS = (
+    ops.flash_attn_with_kvcache.default,
+    ops.flash_attn_with_kvcache_append.default,
+    ops.flash_attn_with_kvcache_plain.default,
+)
+
+
+class Explanation(NamedTuple):
+    """How a call would run."""
+
+    route: str
+    """The kernel that the call takes."""
+    why_not: dict[str, str]
+    """For every route that the device tries before that one, why it does not fit."""
+    plan: dict[str, int]
+    """The numbers of the plan, under the names of the backend: splits, blocks, threads, ..."""
+
+
+def explain(*arguments, function=flash_attn_with_kvcache, **keywords) -> Explanation:
+    """How `flash_attn_with_kvcache`, or another attention function of this package, would run with these arguments.
+
+    Nothing runs and nothing is written. The arguments are checked as the call would check them, and refused with the
+    same errors.
+    """
+    with _Explain() as explained:
+        function(*arguments, **keywords)
+    return Explanation(**json.loads(explained.text))
+
+
+class _Explain(TorchDispatchMode):
+    """Asks the operator's twin that explains, with the arguments that the operator would get."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func not in _OPERATORS:
+            return func(*args, **(kwargs or {}))
+        self.text = ops.explain_flash_attn_with_kvcache.default(*args, **(kwargs or {}))
+        return None

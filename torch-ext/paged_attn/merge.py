@@ -1,0 +1,39 @@
+"""Merging the results of attention to parts of the keys."""
+
+from __future__ import annotations
+
+import torch
+
+
+def merge_attn_states(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merges the results of the same queries over two disjoint sets of keys.
+
+    Args:
+        out_a, out_b: (batch, seqlen_q, q_heads, head_dim_v) or (total_q, q_heads, head_dim_v).
+        lse_a, lse_b: float32 (batch, q_heads, seqlen_q) or (q_heads, total_q), as the attention functions return them.
+            A sink belongs to one of the two only.
+
+    Returns:
+        (out, lse) of the union, in out_a's dtype and float32. With w = exp(lse): out = (w_a out_a + w_b out_b) /
+        (w_a + w_b) and lse = log(w_a + w_b), computed relative to the larger lse.
+    """
+    for name, t in (("out_b", out_b), ("lse_b", lse_b)):
+        expected = out_a.shape if name == "out_b" else lse_a.shape
+        if t.shape != expected:
+            raise ValueError(f"{name}: expected shape {tuple(expected)} like {name[:-1]}a, got {tuple(t.shape)}")
+    if lse_a.transpose(-1, -2).shape != out_a.shape[:-1]:
+        raise ValueError(
+            f"lse_a: expected (batch, q_heads, seqlen_q) or (q_heads, total_q) for out_a {tuple(out_a.shape)}, "
+            f"got {tuple(lse_a.shape)}"
+        )
+    larger = torch.maximum(lse_a, lse_b)
+    # The comparison covers two empty parts, where the difference of two -inf would be NaN.
+    weight_a = torch.where(lse_a == larger, 1.0, torch.exp(lse_a - larger))
+    weight_b = torch.where(lse_b == larger, 1.0, torch.exp(lse_b - larger))
+    total = weight_a + weight_b
+    share_a = (weight_a / total).transpose(-1, -2).unsqueeze(-1)
+    share_b = (weight_b / total).transpose(-1, -2).unsqueeze(-1)
+    out = (out_a.float() * share_a + out_b.float() * share_b).to(out_a.dtype)
+    return out, larger + torch.log(total)

@@ -1,0 +1,34 @@
+// What the language of a device needs before functions and locals. A device whose compiler wants other words, or other
+// numbers, sets them before it includes a file of this folder.
+#pragma once
+
+#ifndef __METAL_VERSION__  // which has these types built in
+#include <stdint.h>
+#endif
+
+#ifndef PD_FN
+#define PD_FN static inline
+#endif
+
+// Of a method. Inlined always: of a copy compiled for several instruction sets of the CPU the linker keeps only one.
+#if defined(__CUDACC__)
+#define PD_METHOD __host__ __device__ __forceinline__
+#elif defined(__METAL_VERSION__)
+#define PD_METHOD inline
+#else
+#define PD_METHOD [[gnu::always_inline]] inline
+#endif
+
+// Positions of keys. A device where 64-bit integers are slow sets a narrower type.
+#ifndef PD_POSITION
+#define PD_POSITION int64_t
+#endif
+
+// Exponentials, and the m of a partial result that has seen no key (state.h).
+#ifndef PD_EMPTY
+#include <math.h>
+#define PD_EMPTY -INFINITY
+#define PD_EXP2 exp2f
+#define PD_LOG2 log2f
+#define PD_THREAD  // the address space of local variables
+#endif
