@@ -19,7 +19,7 @@ from . import _fakes, integrations  # noqa: F401  (registers the fakes)
 from ._ops import ops
 from .attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, get_scheduler_metadata
 from .cache import empty_paged_cache
-from .explain import explain
+from .explanation import explain
 from .merge import merge_attn_states
 from .write import kv_paged_write
 
