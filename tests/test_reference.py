@@ -14,13 +14,14 @@ def test_visible_keys_is_the_contract():
     """The inequalities of the contract, key by key."""
     options = itertools.product(range(-6, 8), range(8), (0, 2), (-1, 0, 3), (-1, 0, 2), (0, 1, 3))
     for q_pos, kv_len, leftpad, left, right, chunk in options:
+        p = q_pos - leftpad  # chunks count from the first key that exists
         expected = [
             j
             for j in range(kv_len)
             if j >= leftpad
             and (left == -1 or j >= q_pos - left)
             and (right == -1 or j <= q_pos + right)
-            and (chunk == 0 or (q_pos // chunk) * chunk <= j < (q_pos // chunk + 1) * chunk)
+            and (chunk == 0 or leftpad + (p // chunk) * chunk <= j < leftpad + (p // chunk + 1) * chunk)
         ]
         assert reference.visible_keys(q_pos, kv_len, leftpad, left, right, chunk) == expected
 
