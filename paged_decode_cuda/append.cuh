@@ -5,7 +5,7 @@
 // reads those.
 #pragma once
 
-#include "work.cuh"
+#include "balance.cuh"
 
 namespace paged_attn {
 

@@ -7,7 +7,11 @@
 #endif
 
 #ifndef PD_FN
+#ifdef __CUDACC__
+#define PD_FN static __host__ __device__ __forceinline__
+#else
 #define PD_FN static inline
+#endif
 #endif
 
 // Of a method. Inlined always: of a copy compiled for several instruction sets of the CPU the linker keeps only one.
@@ -19,9 +23,13 @@
 #define PD_METHOD [[gnu::always_inline]] inline
 #endif
 
-// Positions of keys. A device where 64-bit integers are slow sets a narrower type.
+// Positions of keys. Narrower where 64-bit integers are slow or cost registers: CUDA refuses requests of 2^30 keys.
 #ifndef PD_POSITION
+#ifdef __CUDACC__
+#define PD_POSITION int32_t
+#else
 #define PD_POSITION int64_t
+#endif
 #endif
 
 // Exponentials, and the m of a partial result that has seen no key (state.h).

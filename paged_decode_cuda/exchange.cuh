@@ -7,7 +7,7 @@
 // for, so that the replay of a graph, in the same workspace and with the same number, finds nothing old.
 #pragma once
 
-#include "work.cuh"
+#include "balance.cuh"
 
 namespace paged_attn {
 
@@ -18,14 +18,14 @@ PD_DEVICE unsigned long long launch_number() {
   return (number + 1) * 0x9e3779b97f4a7c15ull;
 }
 
-PD_DEVICE void store_word(uint4* word, float x, float y, unsigned long long number) {
+PD_DEVICE void store_word(TaggedWord* word, float x, float y, unsigned long long number) {
   const unsigned long long payload = static_cast<unsigned long long>(__float_as_uint(y)) << 32 | __float_as_uint(x);
   asm volatile("{ .reg .b128 w; mov.b128 w, {%0, %1}; st.relaxed.gpu.global.b128 [%2], w; }" ::"l"(payload),
                "l"(number), "l"(word)
                : "memory");
 }
 
-PD_DEVICE void load_word(const uint4* word, unsigned long long& payload, unsigned long long& number) {
+PD_DEVICE void load_word(const TaggedWord* word, unsigned long long& payload, unsigned long long& number) {
   asm volatile("{ .reg .b128 w; ld.relaxed.gpu.global.b128 w, [%2]; mov.b128 {%0, %1}, w; }"
                : "=l"(payload), "=l"(number)
                : "l"(word)
@@ -64,20 +64,15 @@ struct RowSum {
   }
 };
 
-constexpr int kTeam = 16;  // lanes that hold consecutive quads of a row
-
-// Words of a row of a partial: the first two sums of each quad, the last two, and (m, l) for every team.
-PD_FN int row_words(int quads) { return 2 * quads + (quads + kTeam - 1) / kTeam; }
-
 // Where a row of the partial of a block begins. A block leaves one partial at most, for the (item, kv_head) whose first
 // keys are not its own.
-PD_DEVICE uint4* partial_row(const Plan& plan, int block, int row) {
+PD_DEVICE TaggedWord* partial_row(const Plan& plan, int block, int row) {
   return plan.partials + static_cast<uint32_t>(block * plan.rows_per_tile + row) * row_words(plan.partial_quads);
 }
 
 PD_DEVICE void write_partial(const Plan& plan, int row, int quad, const RowSum& sum) {
   const unsigned long long number = launch_number();
-  uint4* const words = partial_row(plan, blockIdx.x, row);
+  TaggedWord* const words = partial_row(plan, blockIdx.x, row);
   if (quad % kTeam == 0) store_word(words + 2 * plan.partial_quads + quad / kTeam, sum.m, sum.l, number);
   store_word(words + quad, sum.acc[0], sum.acc[1], number);
   store_word(words + plan.partial_quads + quad, sum.acc[2], sum.acc[3], number);
@@ -100,13 +95,13 @@ PD_DEVICE void add_batch(const Plan& plan, int first, int step, const Parts& par
   const int lane = threadIdx.x % kTeam;
   const unsigned long long number = launch_number();
   unsigned long long payload[kBatch][2], found[kBatch][2], ml_payload, ml_found;
-  uint4* const nearest = partial_row(plan, static_cast<int>(blockIdx.x) - 1 - first * parts.spacing, row);
+  TaggedWord* const nearest = partial_row(plan, static_cast<int>(blockIdx.x) - 1 - first * parts.spacing, row);
   const int stride = step * parts.spacing * plan.rows_per_tile * row_words(plan.partial_quads);
   // The nearest stands in for those past the end.
   const int existing = min((parts.count - first + step - 1) / step, kBatch);
   const bool own = quad < plan.partial_quads;
-  uint4* const sums = nearest + min(quad, plan.partial_quads - 1);
-  uint4* const ml_word = nearest - min(lane, existing - 1) * stride + 2 * plan.partial_quads + quad / kTeam;
+  TaggedWord* const sums = nearest + min(quad, plan.partial_quads - 1);
+  TaggedWord* const ml_word = nearest - min(lane, existing - 1) * stride + 2 * plan.partial_quads + quad / kTeam;
   auto word_of = [&](int j, int w) { return sums - (j < existing ? j * stride : 0) + w * plan.partial_quads; };
   unsigned long long stale;
   do {

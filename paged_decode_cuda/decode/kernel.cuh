@@ -14,35 +14,15 @@
 // l), and sums of groups of threads.
 #pragma once
 
-#include "merge.cuh"
-#include "plain.cuh"
+#include "../exchange.cuh"
+#include "basic_call.cuh"
+#include "sizes.h"
 
 namespace paged_attn {
 
 template <typename Kv, int kHeadDim, int kRowTiles>
-struct DecodeShape {
-  static constexpr int kRows = 8 * kRowTiles;
-  static constexpr int kQuads = kHeadDim / 4;  // of dimensions of a row
-  // Elements of a 16-byte piece; of values a lane takes fewer when 8 lanes share a short row.
-  static constexpr int kVecK = 16 / Kv::kBytes;
-  static constexpr int kVecV = kVecK < kHeadDim / 8 ? kVecK : kHeadDim / 8;
-  static constexpr int kChunksK = kHeadDim / (4 * kVecK);
-  static constexpr int kChunksV = kHeadDim / (8 * kVecV);
-  static constexpr int kPieces = kHeadDim * Kv::kBytes / 16;  // of a row
-  // K and V of 16 keys are a tile, or of 32 when a row is short: 8 KiB mostly.
-  static constexpr int kTileShift = kHeadDim * Kv::kBytes <= 128 ? 5 : 4;
-  static constexpr int kTileKeys = 1 << kTileShift;
-  static constexpr int kSubTiles = kTileKeys / 16;
-  static constexpr int kStageBytesK = kTileKeys * kPieces * 16;
-  static constexpr int kStageBytes = 2 * kStageBytesK;
-  // What fits beside each other on a multiprocessor: the registers of 16 rows or wide heads allow two blocks, else
-  // three.
-  static constexpr int kWarps = kStageBytes > 8192 ? 3 : 4;
-  static constexpr int kBlocks = kHeadDim > 128 || kRowTiles > 1 ? 2 : 3;
-  // The same warps as one block have fewer partials to merge, but all of them meet at the end of a segment.
-  static constexpr int kMostWarps = kWarps * kBlocks;
-  static constexpr int kStagesThatFit = 227 * 1024 / kBlocks / (kWarps * kStageBytes);
-  static constexpr int kStages = kStagesThatFit < 4 ? kStagesThatFit : 4;
+struct DecodeShape : DecodeSizes<Kv::kBytes, kHeadDim, kRowTiles> {
+  using DecodeSizes<Kv::kBytes, kHeadDim, kRowTiles>::kPieces;
   static constexpr bool kBf16 = IsBf16<Kv>::value;
   static constexpr bool kFp8 = Kv::kBytes == 1;
 
@@ -50,13 +30,8 @@ struct DecodeShape {
   // of keys, 4 pieces of rows g and g + 1; of values, 2 pieces of rows 2t. Rows of 64 bytes have too few for that.
   static PD_MEMBER int place_k(int row, int piece) { return kPieces < 8 ? piece : piece ^ (row % 2 * 4); }
   static PD_MEMBER int place_v(int row, int piece) { return kPieces < 8 ? piece : piece ^ (row / 2 % 4 * 2); }
-
-  // Queues of the warps, then (m, l) of their rows, then a sum per thread.
-  static constexpr int kQueueBytes = kStages * kStageBytes;
-  static constexpr int kSharedBytesPerWarp =
-      kQueueBytes + static_cast<int>(kRows * sizeof(float2) + kWarp * sizeof(RowSum));
-  static_assert(kStages >= 2 && kRows * kHeadDim * 4 <= kStageBytes, "a stage also holds the accumulators of a warp");
 };
+static_assert(sizeof(RowSum) == DecodeSizes<2, 64, 1>::kSumBytes, "what a thread leaves");
 
 // Copies tiles into the queue of its warp, up to kStages - 1 tiles ahead of their use.
 template <typename Kv, int kHeadDim, int kRowTiles>
@@ -100,7 +75,7 @@ struct TileLoader {
       const int b = item.b;
       key_begin = item.key_begin;
       key_end = item.key_end;
-      if (plan.plain) {
+      if (plan.basic) {
         pages = cache.block_table + static_cast<int64_t>(b) * plan.table_stride;
       } else if (cache.block_table) {
         pages = cache.block_table + table_row(p, b) * cache.block_table_stride;
@@ -114,7 +89,7 @@ struct TileLoader {
     const int key = own & -run;
     page = -1;
     if (key + run <= key_begin || key >= key_end) return;
-    if (plan.plain || cache.block_table) {
+    if (plan.basic || cache.block_table) {
       const int index = plan.page_size.divide(key);
       slot = key - index * static_cast<int>(plan.page_size.divisor);
       if (index < plan.max_pages) page = pages[index];
@@ -558,12 +533,16 @@ PD_DEVICE RowSum sum_batches(char* queues, const int* free_stages, const float2*
   return sum;
 }
 
-// All warps of the biggest block at once: a batch takes 0.14 us. Between the sizes, kWarps divides their number.
+// All warps of the biggest block at once: a batch takes 0.14 us. Between the sizes, kWarps divides their number; it may
+// be any number where shared memory is scarce.
 template <typename Shape, typename Rows>
 PD_DEVICE RowSum sum_warps(char* queues, const int* free_stages, const float2* shared_ml, int row, int quad) {
-  return blockDim.x == Shape::kMostWarps * kWarp
-             ? sum_batches<Shape, Rows, Shape::kMostWarps>(queues, free_stages, shared_ml, row, quad)
-             : sum_batches<Shape, Rows, Shape::kWarps>(queues, free_stages, shared_ml, row, quad);
+  if (blockDim.x == Shape::kMostWarps * kWarp) {
+    return sum_batches<Shape, Rows, Shape::kMostWarps>(queues, free_stages, shared_ml, row, quad);
+  }
+  return blockDim.x % (Shape::kWarps * kWarp) == 0
+             ? sum_batches<Shape, Rows, Shape::kWarps>(queues, free_stages, shared_ml, row, quad)
+             : sum_batches<Shape, Rows, 1>(queues, free_stages, shared_ml, row, quad);
 }
 
 // How the threads of a block share the merge of a segment: each takes four dimensions of a row at a time; where threads
@@ -723,17 +702,17 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWar
   touch(p);
   touch(given);
   Plan plan = given;
-  plan.plain = false;  // as the host sees to, but now the compiler knows
+  plan.basic = false;  // as the host sees to, but now the compiler knows
   decode<Kv, kHeadDim, kRowTiles>(p, plan);
 }
 
 template <typename Kv, int kHeadDim, int kRowTiles>
 __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWarps* kWarp, 1)
-    plain_decode_kernel(const __grid_constant__ PlainCall call) {
+    basic_decode_kernel(const __grid_constant__ BasicCall call) {
   using Shape = DecodeShape<Kv, kHeadDim, kRowTiles>;
   touch(call);
-  decode<Kv, kHeadDim, kRowTiles>(plain_problem(call, Kv::kDType, kHeadDim),
-                                  plain_plan(call, Shape::kRows, Shape::kTileShift, kHeadDim));
+  decode<Kv, kHeadDim, kRowTiles>(basic_problem(call, Kv::kDType, kHeadDim),
+                                  basic_plan(call, Shape::kRows, Shape::kTileShift, kHeadDim));
 }
 
 }  // namespace paged_attn

@@ -1,14 +1,15 @@
-// Plain calls: pages, the lengths, a head_dim with a kernel of its own, sinks at most. They are the common ones and
+// Basic calls: pages, the lengths, a head_dim with a kernel of its own, sinks at most. They are the common ones and
 // have a kernel of their own, for which the rest of the problem is known when it is compiled: two thirds of the code,
 // less than half of the arguments, and 0.5 to 1 us less for every call.
 #pragma once
 
-#include "work.cuh"
+#include "../balance.cuh"
+#include "plan.h"
 
 namespace paged_attn {
 
 // Fields have the names of Problem and Cache.
-struct PlainCall {
+struct BasicCall {
   int64_t kv_heads, group, max_q_len;
   const void* q;
   void* out;
@@ -33,9 +34,9 @@ struct PlainCall {
   CommonPlan plan;
 };
 
-// Between a Problem and a PlainCall, either way.
+// Between a Problem and a BasicCall, either way.
 template <typename To, typename From>
-PD_FN void copy_plain_problem(To& to, const From& from) {
+PD_FN void copy_basic_problem(To& to, const From& from) {
   to.kv_heads = from.kv_heads;
   to.group = from.group;
   to.max_q_len = from.max_q_len;
@@ -66,46 +67,32 @@ PD_FN void copy_plain_problem(To& to, const From& from) {
   to.cache.v_descale_stride_head = from.cache.v_descale_stride_head;
 }
 
-// The dtype of the queries, the output and the sinks of plain calls.
-PD_FN DType plain_dtype(DType cache) { return cache == DType::kFloat16 ? DType::kFloat16 : DType::kBFloat16; }
-
-// Whether a call is plain, if there is one item per request and the line is balanced.
-inline bool is_plain(const Problem& p, int kernel_head_dim) {
-  const Cache& c = p.cache;
-  const bool fp8 = dtype_bytes(c.dtype) == 1;
-  return c.block_table && p.cache_seqlens && !p.cu_seqlens_q && !c.cache_batch_idx && !p.cache_leftpad &&
-         !p.append.cu_seqlens_k_new && p.window_left < 0 && p.attention_chunk == 0 && p.softcap == 0.f &&
-         !p.alibi_slopes && (!p.sinks || p.sinks_dtype == p.q_dtype) && !p.q_descale &&
-         (fp8 || (!c.k_descale && !c.v_descale)) && p.q_dtype == plain_dtype(c.dtype) &&
-         p.head_dim == kernel_head_dim && p.head_dim_v == kernel_head_dim && c.block_table_stride <= INT32_MAX;
-}
-
-inline PlainCall plain_call(const Problem& p, const Plan& plan) {
-  PlainCall call;
-  copy_plain_problem(call, p);
+inline BasicCall basic_call(const Problem& p, const Plan& plan) {
+  BasicCall call;
+  copy_basic_problem(call, p);
   call.plan = plan;
   return call;
 }
 
 // Back to the problem and the plan, in a kernel for caches of `dtype`.
-PD_DEVICE Problem plain_problem(const PlainCall& call, DType dtype, int head_dim) {
+PD_DEVICE Problem basic_problem(const BasicCall& call, DType dtype, int head_dim) {
   Problem p = {};
-  copy_plain_problem(p, call);
+  copy_basic_problem(p, call);
   if (dtype_bytes(dtype) > 1) p.cache.k_descale = p.cache.v_descale = {};
   p.cache.dtype = dtype;
-  p.q_dtype = p.sinks_dtype = plain_dtype(dtype);
+  p.q_dtype = p.sinks_dtype = basic_dtype(dtype);
   p.head_dim = p.head_dim_v = head_dim;
   p.window_left = -1;
   return p;
 }
 
-PD_DEVICE Plan plain_plan(const PlainCall& call, int rows, int tile_shift, int head_dim) {
+PD_DEVICE Plan basic_plan(const BasicCall& call, int rows, int tile_shift, int head_dim) {
   Plan plan = {};
   static_cast<CommonPlan&>(plan) = call.plan;
   plan.rows_per_tile = rows;
   plan.tile_shift = tile_shift;
   plan.partial_quads = head_dim / 4;
-  plan.balanced = plan.plain = true;
+  plan.balanced = plan.basic = true;
   return plan;
 }
 

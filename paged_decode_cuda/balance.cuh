@@ -21,46 +21,10 @@
 // last.
 #pragma once
 
-#include "device.cuh"
+#include "plan.h"
+#include "ptx.cuh"
 
 namespace paged_attn {
-
-// What every kernel needs to know of the plan.
-struct CommonPlan {
-  FastDivisor page_size, group, kv_heads;
-  FastDivisor blocks;  // of the grid
-  // Dealt evenly: blocks of an (item, kv_head), divisor 0: there are not enough; or the whole (item, kv_head) of every
-  // block, 0: none, and how many are left for the line.
-  FastDivisor blocks_each;
-  int32_t whole_pairs, line_pairs;
-  int32_t items;
-  int32_t min_units;  // balanced: a shorter stretch is not worth a block
-  int32_t pair_cost;  // balanced: units of time that an (item, kv_head) takes besides its own
-  uint32_t k_page_pieces, k_slot_pieces, k_head_pieces;  // strides of the cache in pieces of 16 bytes
-  uint32_t v_page_pieces, v_slot_pieces, v_head_pieces;
-  int32_t max_keys;                 // that the cache can hold for one request
-  int32_t max_pages, table_stride;  // of the block table
-  int32_t q_lines, table_lines;     // to prefetch of q and of the block table
-  int32_t new_keys, hidden_keys;    // plain: keys that an append has added; keys that the first token does not see
-  bool whole_runs;                  // every page holds whole runs of kRunKeys
-  // Workspace; nothing of it is set before the launch. nullptr when nothing is ever cut.
-  uint4* partials;  // [blocks, rows_per_tile, row_words(partial_quads)]
-};
-
-struct Plan : CommonPlan {
-  FastDivisor row_tiles, max_splits, chunk;
-  int32_t rows_per_tile;
-  int32_t tile_shift;  // log2 of the keys of a unit
-  int32_t num_splits;  // fixed: parts asked for; 0: one for every split_tiles, at most max_splits
-  int32_t split_tiles;
-  int32_t partial_quads;  // of head_dim_v, rounded up
-  bool balanced;
-  bool plain;  // an item is a request and its length says which keys it sees; see plain.cuh
-};
-
-constexpr int kMaxBalancedItems = 1024;
-constexpr int kLine = 128;  // bytes
-constexpr int kRunKeys = 16;
 
 // Never outside of q and out, whatever the entry.
 PD_DEVICE int query_begin(const Problem& p, int b) {
@@ -112,24 +76,24 @@ PD_DEVICE KvRange row_keys(const Problem& p, const Plan& plan, const Item& item,
                       static_cast<int>(p.window_right), static_cast<int>(p.attention_chunk), chunk_of);
 }
 
-PD_DEVICE int plain_length(const Problem& p, const Plan& plan, int b) {
+PD_DEVICE int basic_length(const Problem& p, const Plan& plan, int b) {
   return min(max(p.cache_seqlens[b] + plan.new_keys, 0), plan.max_keys);
 }
 
 // At least one, so that someone writes the rows.
-PD_DEVICE int plain_tiles(const Plan& plan, int kv_len) {
+PD_DEVICE int basic_tiles(const Plan& plan, int kv_len) {
   return max((kv_len + (1 << plan.tile_shift) - 1) >> plan.tile_shift, 1);
 }
 
 PD_DEVICE Item load_item(const Problem& p, const Plan& plan, int index) {
   Item item = {};
-  if (plan.plain) {
+  if (plan.basic) {
     item.b = index;
     item.q_len = static_cast<int>(p.max_q_len);
     item.rows = item.q_len * static_cast<int>(p.group);
-    item.kv_len = item.key_end = plain_length(p, plan, index);
+    item.kv_len = item.key_end = basic_length(p, plan, index);
     item.inner_end = max(item.kv_len - plan.hidden_keys, 0);
-    item.tiles = plain_tiles(plan, item.kv_len);
+    item.tiles = basic_tiles(plan, item.kv_len);
     return item;
   }
   item.b = plan.row_tiles.divide(index);
@@ -222,16 +186,16 @@ struct TileCount {
 
 PD_DEVICE TileCount count_tiles(const Problem& p, const Plan& plan, int begin, int end) {
   TileCount count;
-  if (plan.plain) {
+  if (plan.basic) {
     constexpr int kBatch = 4;
 #pragma unroll 1
     for (; begin < end; begin += kBatch) {
       int lengths[kBatch];
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) lengths[j] = begin + j < end ? plain_length(p, plan, begin + j) : 0;
+      for (int j = 0; j < kBatch; ++j) lengths[j] = begin + j < end ? basic_length(p, plan, begin + j) : 0;
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        if (begin + j < end) count.add(plain_tiles(plan, lengths[j]));
+        if (begin + j < end) count.add(basic_tiles(plan, lengths[j]));
       }
     }
   } else {

@@ -5,12 +5,10 @@
 // Grid: one block per (item, kv_head, split); the warps of a block are the rows of an item and share its keys in L1.
 #pragma once
 
-#include "merge.cuh"
+#include "exchange.cuh"
+#include "fallback_plan.h"
 
 namespace paged_attn {
-
-constexpr int kSimtWarps = 4;
-constexpr int kSimtTileShift = 4;
 
 PD_DEVICE float widen(float x) { return x; }
 PD_DEVICE float widen(__half x) { return __half2float(x); }
@@ -26,10 +24,10 @@ PD_DEVICE float warp_sum(float x) {
 
 // kDims and kDimsV: dimensions per lane. kQv: the score has a second part, qv.v.
 template <typename T, int kDims, int kDimsV, bool kQv>
-__global__ void __launch_bounds__(kSimtWarps* kWarp, 1)
-    simt_kernel(const __grid_constant__ Problem p, const __grid_constant__ Plan plan) {
+__global__ void __launch_bounds__(kFallbackWarps* kWarp, 1)
+    fallback_kernel(const __grid_constant__ Problem p, const __grid_constant__ Plan plan) {
   constexpr int kBatch = 4;  // keys in flight
-  __shared__ float4 row_acc[kSimtWarps][kDimsV * kWarp / 4];
+  __shared__ float4 row_acc[kFallbackWarps][kDimsV * kWarp / 4];
   const int lane = threadIdx.x % kWarp, row = threadIdx.x / kWarp;
 
   wait_for_predecessor();
@@ -49,8 +47,8 @@ __global__ void __launch_bounds__(kSimtWarps* kWarp, 1)
   const int token = plan.group.divide(item.first_row + (exists ? row : 0));
   const RowTarget target = row_target(p, plan, item, head, exists ? row : 0);
   const KvRange seen = row_keys(p, plan, item, token);
-  const int begin = max(static_cast<int>(seen.begin), segment.tile << kSimtTileShift);
-  const int end = exists ? min(static_cast<int>(seen.end), segment.tile_end << kSimtTileShift) : begin;
+  const int begin = max(static_cast<int>(seen.begin), segment.tile << kFallbackTileShift);
+  const int end = exists ? min(static_cast<int>(seen.end), segment.tile_end << kFallbackTileShift) : begin;
   const int q_pos = item.kv_len - item.q_len + token;
   const float slope = row_slope(p, item.b, target.q_head);
   const float scale_all = score_scale(p, item.b, head);

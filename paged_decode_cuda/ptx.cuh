@@ -7,8 +7,7 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-#define PD_FN static __host__ __device__ __forceinline__
-#define PD_POSITION int32_t  // 64-bit positions cost registers; the backend refuses requests of 2^30 keys
+#include "decode/sizes.h"
 #include "spec/problem.h"
 #include "spec/ranges.h"
 #include "spec/state.h"
@@ -27,8 +26,6 @@ PD_DEVICE float pd_tanh(float x) { return 1.f - 2.f / (exp2f(2.f * PD_LOG2E * x)
 #include "spec/score.h"
 
 namespace paged_attn {
-
-constexpr int kWarp = 32;
 
 PD_DEVICE float fast_exp2(float x) {
   float y;
@@ -193,23 +190,6 @@ PD_DEVICE void store_float(void* base, DType dtype, int64_t index, float value) 
     default: static_cast<__nv_fp8_storage_t*>(base)[index] = __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E5M2);
   }
 }
-
-// Division of a non-negative int by a number that the host knows: a multiplication and a shift.
-struct FastDivisor {
-  uint32_t divisor = 1, multiplier = 0;
-  int32_t shift = -1;
-
-  FastDivisor() = default;
-  explicit FastDivisor(int64_t value) : divisor(static_cast<uint32_t>(value)) {
-    if (value == 1) return;
-    while ((int64_t{1} << (shift + 1)) < value) ++shift;  // 2^(shift + 1) >= value
-    multiplier = static_cast<uint32_t>((uint64_t{1} << (32 + shift)) / static_cast<uint64_t>(value) + 1);
-  }
-
-  __device__ __forceinline__ int divide(int n) const {
-    return shift < 0 ? n : static_cast<int>(__umulhi(static_cast<uint32_t>(n), multiplier) >> shift);
-  }
-};
 
 // n / d and the rest, for quotients far below 2^20: the approximation is off by one at most.
 PD_DEVICE void divide_small(int n, int d, int& quotient, int& rest) {

@@ -1,0 +1,62 @@
+#include "append.h"
+
+#include "append.cuh"
+#include "layout.h"
+
+namespace paged_attn {
+namespace {
+
+// Whether rows move in 16-byte pieces, with no arithmetic but the conversion to fp8.
+bool fits_copy_kernel(const Problem& p) {
+  const Append& a = p.append;
+  const Cache& c = p.cache;
+  const int64_t from = dtype_bytes(a.dtype), to = dtype_bytes(c.dtype);
+  if (p.rotary.cos || (a.dtype != c.dtype && from != 2)) return false;
+  if (p.head_dim * from % 16 != 0 || p.head_dim_v * from % 16 != 0) return false;
+  if (!aligned(a.k) || !aligned(a.v) || !aligned(c.k) || !aligned(c.v)) return false;
+  for (int64_t stride :
+       {a.k_stride_batch, a.k_stride_token, a.k_stride_head, a.v_stride_batch, a.v_stride_token, a.v_stride_head}) {
+    if (!aligned(stride, from)) return false;
+  }
+  for (int64_t stride :
+       {c.k_stride_page, c.k_stride_slot, c.k_stride_head, c.v_stride_page, c.v_stride_slot, c.v_stride_head}) {
+    if (stride * to % (to == 1 ? 8 : 16) != 0) return false;
+  }
+  return true;
+}
+
+template <int kTokens>
+const void* copy_kernel_of(bool fp8) {
+  return fp8 ? reinterpret_cast<const void*>(&copy_kernel<kTokens, true>)
+             : reinterpret_cast<const void*>(&copy_kernel<kTokens, false>);
+}
+
+}  // namespace
+
+void append_tokens(const Problem& p, bool rotates, void* rotated_q, const Context& context) {
+  AppendPlan plan = {};
+  plan.page_size = FastDivisor(pd_max(p.cache.page_size, 1));
+  plan.seqlen_new = FastDivisor(pd_max(p.append.seqlen_new, 1));
+  plan.total_new = p.append.total_new;
+  plan.rotated_q = rotated_q;
+  plan.moving_queries = p.window_left >= 0 || p.window_right >= 0 || p.attention_chunk > 0;
+  const int64_t tokens = p.append.total_new + (rotates ? p.total_q : 0);
+  if (tokens == 0) return;
+  if (rotates || !fits_copy_kernel(p)) {
+    launch(reinterpret_cast<const void*>(&append_kernel), {tokens, kAppendThreads, 0}, context, p, plan);
+    return;
+  }
+  const int64_t bytes = dtype_bytes(p.append.dtype);
+  plan.vectors_k = FastDivisor(p.head_dim * bytes / 16);
+  plan.vectors_v = FastDivisor(p.head_dim_v * bytes / 16);
+  const int64_t pieces = p.kv_heads * (p.head_dim + p.head_dim_v) * bytes / 16;
+  plan.width = FastDivisor(pd_max(pd_min(pieces, kAppendThreads), 1));
+  plan.rows = static_cast<int32_t>(kAppendThreads / plan.width.divisor);
+  // Several pieces per thread keep more of the memory busy, once there are tokens for every multiprocessor.
+  const bool many = tokens > 8 * int64_t{context.limits.processors};
+  const bool fp8 = p.append.dtype != p.cache.dtype;
+  const void* kernel = many ? copy_kernel_of<kManyTokens>(fp8) : copy_kernel_of<1>(fp8);
+  launch(kernel, {pd_ceil_div(tokens, many ? kManyTokens : 1), kAppendThreads, 0}, context, p, plan);
+}
+
+}  // namespace paged_attn

@@ -1,0 +1,220 @@
+#include "plan.h"
+
+#include <initializer_list>
+
+#include "../layout.h"
+
+namespace paged_attn {
+namespace {
+
+constexpr int kSplitKeys = 2048;  // of a request whose splits must not depend on the batch
+constexpr int kDeterministicSplits = 16;
+// Tiles that a multiprocessor reads while one of its blocks ends one (item, kv_head) and begins another.
+constexpr int kPairCost = 12;
+
+// Requests, and tiles of rows that each of them may have.
+struct Items {
+  DecodeInstance instance;
+  int64_t row_tiles, items;
+};
+
+Items count_items(const Problem& p) {
+  Items n;
+  n.instance = find_decode_instance(static_cast<int>(dtype_bytes(p.cache.dtype)), pd_max(p.head_dim, p.head_dim_v),
+                                    p.max_q_len * p.group <= 8 ? 1 : 2);
+  n.row_tiles = pd_ceil_div(p.max_q_len * p.group, n.instance.rows);
+  n.items = p.batch * n.row_tiles;
+  return n;
+}
+
+// "" or why the cuts of a request may not depend on the lengths of the others.
+const char* balanced_why_not(const Problem& p, const Items& n) {
+  if (p.num_splits != 0) return "num_splits fixes the cuts";
+  if (p.deterministic) return "deterministic fixes the cuts";
+  if (n.items > kMaxBalancedItems) return "there are more than 1024 tiles of rows";
+  const int64_t units = n.items * p.kv_heads * ((capacity(p) >> n.instance.tile_shift) + 2 + kPairCost);
+  if (units > INT32_MAX) return "there are more tiles of keys than 32 bits count";
+  return "";
+}
+
+// Places of keys count pieces of 16 bytes in 32 bits.
+bool fits_32_bits(const Problem& p) {
+  const Cache& c = p.cache;
+  const int64_t pages = pd_max(c.num_pages, 1) - 1, slots = pd_max(c.page_size, 1) - 1, heads = p.kv_heads - 1;
+  const int64_t last = pd_max(pages * c.k_stride_page + slots * c.k_stride_slot + heads * c.k_stride_head,
+                              pages * c.v_stride_page + slots * c.v_stride_slot + heads * c.v_stride_head);
+  return last * dtype_bytes(c.dtype) / 16 < int64_t{UINT32_MAX};
+}
+
+// Bytes of shared memory that `warps` warps take as a block.
+int shared_bytes(const DecodeInstance& instance, int warps) { return warps * instance.warp_bytes; }
+
+// How many such blocks a multiprocessor holds.
+int blocks_beside(const DecodeInstance& instance, int warps, const DeviceLimits& limits) {
+  const int block = shared_bytes(instance, warps) + instance.block_bytes + kSharedCostOfBlock;
+  return limits.shared_per_processor / block;
+}
+
+// Warps of one block, if it may have all of the multiprocessor.
+int most_warps(const DecodeInstance& instance, const DeviceLimits& limits) {
+  const int64_t fitting = (limits.shared_per_block - instance.block_bytes) / instance.warp_bytes;
+  return static_cast<int>(pd_min(fitting, instance.most_warps));
+}
+
+// Several blocks on a multiprocessor; one of all warps that fit where its shared memory is too small for that, or where
+// `few` asks for it: then most (item, kv_head) are cut, and big blocks make fewer parts. Where there is hardly a tile
+// for every warp a block between the two sizes does.
+void plan_block(const DeviceLimits& limits, bool few, int64_t tiles, DecodePlan& plan) {
+  const DecodeInstance& instance = plan.instance;
+  const int beside = blocks_beside(instance, instance.warps, limits), most = most_warps(instance, limits);
+  plan.warps = instance.warps;
+  if (few && most > instance.warps) {
+    // The warps of a block are summed in batches of instance.warps.
+    const int whole = most / instance.warps * instance.warps;
+    const bool short_keys = tiles <= int64_t{instance.warps} * limits.processors;
+    plan.warps = short_keys ? static_cast<int>(pd_min(2 * instance.warps, whole)) : whole;
+  } else if (beside < 2) {
+    plan.warps = most;
+  }
+  const int by_registers = static_cast<int>(pd_max(instance.most_warps / plan.warps, 1));
+  plan.blocks_per_processor =
+      static_cast<int>(pd_max(pd_min(blocks_beside(instance, plan.warps, limits), by_registers), 1));
+  plan.shared_bytes = shared_bytes(instance, plan.warps);
+}
+
+// What is fetched before it is known which part of it a block needs. Of a large table most may be unused.
+void plan_prefetch(const Problem& p, Plan& plan) {
+  constexpr int64_t kMostBytes = 1 << 20;
+  const Cache& c = p.cache;
+  auto lines = [](int64_t bytes) { return bytes > kMostBytes ? 0 : static_cast<int32_t>(bytes / kLine); };
+  const int64_t q_token = p.q_heads * p.head_dim;
+  const bool contiguous = p.q_stride_head == p.head_dim && p.q_stride_token == q_token &&
+                          (p.cu_seqlens_q || p.q_stride_batch == p.max_q_len * q_token);
+  if (contiguous) plan.q_lines = lines(p.total_q * q_token * dtype_bytes(p.q_dtype));
+  if (c.block_table && c.table_rows > 0) {
+    plan.table_lines = lines(((c.table_rows - 1) * c.block_table_stride + c.max_pages) * sizeof(int32_t));
+  }
+}
+
+// Strides of the cache in pieces of 16 bytes.
+void plan_pieces(const Problem& p, Plan& plan) {
+  const Cache& c = p.cache;
+  const int64_t elements = 16 / dtype_bytes(c.dtype);
+  plan.k_page_pieces = static_cast<uint32_t>(c.k_stride_page / elements);
+  plan.k_slot_pieces = static_cast<uint32_t>(c.k_stride_slot / elements);
+  plan.k_head_pieces = static_cast<uint32_t>(c.k_stride_head / elements);
+  plan.v_page_pieces = static_cast<uint32_t>(c.v_stride_page / elements);
+  plan.v_slot_pieces = static_cast<uint32_t>(c.v_stride_slot / elements);
+  plan.v_head_pieces = static_cast<uint32_t>(c.v_stride_head / elements);
+}
+
+// How the kernel for basic calls finds the keys of an item.
+void plan_basic(const Problem& p, Plan& plan) {
+  plan.basic = true;
+  plan.table_stride = static_cast<int32_t>(p.cache.block_table_stride);
+  plan.new_keys = p.append.k ? static_cast<int32_t>(p.append.seqlen_new) : 0;
+  plan.hidden_keys = p.window_right < 0 ? 0 : static_cast<int32_t>(pd_max(p.max_q_len - 1 - p.window_right, 0));
+}
+
+// Deals by the lengths that the kernel finds; `pairs` counts (item, kv_head).
+void plan_balanced(const DeviceLimits& limits, int64_t pairs, bool few, DecodePlan& plan) {
+  Plan& work = plan.work;
+  plan.blocks = int64_t{limits.processors} * plan.blocks_per_processor;
+  work.blocks = FastDivisor(plan.blocks);
+  work.balanced = true;
+  work.max_splits = FastDivisor(1);
+  work.pair_cost = kPairCost / plan.blocks_per_processor;
+  work.min_units = (few ? 1 : 2) * plan.warps;
+  // Should the lengths hardly differ
+  const int64_t each = plan.blocks / pd_max(pairs, 1);
+  work.whole_pairs = static_cast<int32_t>(pairs / plan.blocks);
+  work.line_pairs = static_cast<int32_t>(pairs % plan.blocks);
+  // Hardly a block idle, or the line is better.
+  if (10 * each * pairs >= 9 * plan.blocks) work.blocks_each = FastDivisor(each);
+}
+
+DecodePlan plan_decode(const Problem& p, const DeviceLimits& limits, bool basic) {
+  const Items n = count_items(p);
+  DecodePlan plan = {};
+  plan.instance = n.instance;
+  plan.basic = basic;
+  Plan& work = plan.work;
+  plan_rows(p, n.instance.rows, n.instance.tile_shift, n.row_tiles, work);
+  plan_prefetch(p, work);
+  plan_pieces(p, work);
+  if (basic) plan_basic(p, work);
+
+  const int64_t pairs = n.items * p.kv_heads, tiles = pd_ceil_div(capacity(p), int64_t{1} << n.instance.tile_shift);
+  if (*balanced_why_not(p, n) == '\0') {
+    // No more (item, kv_head) than multiprocessors: most are cut. With more of them, all warps of a big block would
+    // meet too often. Only where results may depend on the batch, as the number of warps decides the order of sums.
+    const bool few = pairs <= limits.processors && most_warps(n.instance, limits) > n.instance.warps;
+    plan_block(limits, few, pairs * tiles, plan);
+    plan_balanced(limits, pairs, few, plan);
+  } else {
+    plan_block(limits, false, 0, plan);
+    plan_fixed_splits(p, kSplitKeys, p.deterministic ? kDeterministicSplits : 1, work);
+    plan.blocks = pairs * work.max_splits.divisor;
+  }
+  const bool cut = work.balanced || work.max_splits.divisor > 1;
+  plan.workspace_bytes = cut ? partial_bytes(work, plan.blocks) : 0;
+  return plan;
+}
+
+}  // namespace
+
+const char* decode_why_not(const Problem& p, const DeviceLimits&) {
+  const Cache& c = p.cache;
+  const int64_t bytes = dtype_bytes(c.dtype), q_bytes = dtype_bytes(p.q_dtype);
+  if (bytes == 4 || q_bytes == 4) return "float32";
+  if (q_bytes == 1 && bytes != 1) return "8-bit q with a 16-bit cache";
+  if (p.qv) return "qv";
+  if (p.head_dim > 256 || p.head_dim_v > 256) return "head_dim or head_dim_v above 256";
+  const int64_t piece = 16 / bytes;
+  if (p.head_dim % piece != 0 || p.head_dim_v % piece != 0) return "rows of the cache are not whole pieces of 16 bytes";
+  if (!aligned(c.k) || !aligned(c.v)) return "k_cache or v_cache does not begin at a multiple of 16 bytes";
+  if (!aligned(p.q) || !aligned(p.out)) return "q or out does not begin at a multiple of 16 bytes";
+  for (int64_t stride :
+       {c.k_stride_page, c.k_stride_slot, c.k_stride_head, c.v_stride_page, c.v_stride_slot, c.v_stride_head}) {
+    if (!aligned(stride, bytes)) return "a stride of k_cache or v_cache is no multiple of 16 bytes";
+    if (stride < 0) return "a stride of k_cache or v_cache is negative";
+  }
+  for (int64_t stride : {p.q_stride_batch, p.q_stride_token, p.q_stride_head}) {
+    if (!aligned(stride, q_bytes)) return "a stride of q is no multiple of 16 bytes";
+  }
+  for (int64_t stride : {p.out_stride_batch, p.out_stride_token, p.out_stride_head}) {
+    if (!aligned(stride, 2)) return "a stride of out is no multiple of 16 bytes";
+  }
+  return fits_32_bits(p) ? "" : "the cache has 64 GiB or more";
+}
+
+const char* decode_basic_why_not(const Problem& p, const DeviceLimits& limits) {
+  const Cache& c = p.cache;
+  if (!c.block_table) return "no block_table";
+  if (!p.cache_seqlens) return "no cache_seqlens";
+  if (p.cu_seqlens_q) return "cu_seqlens_q";
+  if (c.cache_batch_idx) return "cache_batch_idx";
+  if (p.cache_leftpad) return "cache_leftpad";
+  if (p.append.cu_seqlens_k_new) return "cu_seqlens_k_new";
+  if (p.window_left >= 0) return "a left window";
+  if (p.attention_chunk != 0) return "attention_chunk";
+  if (p.softcap != 0.f) return "softcap";
+  if (p.alibi_slopes) return "alibi_slopes";
+  if (p.sinks && p.sinks_dtype != p.q_dtype) return "sinks that are not of q's dtype";
+  if (p.q_descale) return "q_descale";
+  if (dtype_bytes(c.dtype) > 1 && (c.k_descale || c.v_descale)) return "descales of a 16-bit cache";
+  if (p.q_dtype != basic_dtype(c.dtype)) return "another dtype of q than the usual one";
+  if (p.head_dim != p.head_dim_v) return "head_dim and head_dim_v differ";
+  if (p.head_dim != 64 && p.head_dim != 128 && p.head_dim != 256) return "a head_dim other than 64, 128 and 256";
+  if (c.block_table_stride > INT32_MAX) return "rows of block_table are 2^31 entries apart";
+  const char* const reason = decode_why_not(p, limits);
+  if (*reason != '\0') return reason;
+  const Items n = count_items(p);
+  if (n.row_tiles > 1) return "more rows of a request than one tile holds";
+  return balanced_why_not(p, n);
+}
+
+DecodePlan plan_decode(const Problem& p, const DeviceLimits& limits) { return plan_decode(p, limits, false); }
+DecodePlan plan_decode_basic(const Problem& p, const DeviceLimits& limits) { return plan_decode(p, limits, true); }
+
+}  // namespace paged_attn

@@ -1,0 +1,36 @@
+// Plans of the two routes on the matrix unit. Arithmetic only: it compiles for the host without CUDA, and plans can be
+// made for a GPU that is not here.
+#pragma once
+
+#include <stdint.h>
+
+#include "../limits.h"
+#include "../plan.h"
+#include "sizes.h"
+
+namespace paged_attn {
+
+struct DecodePlan {
+  Plan work;                // what the kernel reads
+  DecodeInstance instance;  // which kernel
+  bool basic;               // the one for basic calls
+  int64_t blocks;
+  int warps, blocks_per_processor;  // of a block; blocks beside each other
+  int shared_bytes;                 // of a block, as a launch asks for them
+  int64_t workspace_bytes;          // 0: nothing is ever cut
+};
+
+// The dtype of the queries, the output and the sinks of basic calls.
+PD_METHOD DType basic_dtype(DType cache) { return cache == DType::kFloat16 ? DType::kFloat16 : DType::kBFloat16; }
+
+// "" or why the kernel on the matrix unit cannot run this.
+const char* decode_why_not(const Problem& p, const DeviceLimits& limits);
+
+// "" or why the kernel for basic calls cannot.
+const char* decode_basic_why_not(const Problem& p, const DeviceLimits& limits);
+
+// For problems that fit.
+DecodePlan plan_decode(const Problem& p, const DeviceLimits& limits);
+DecodePlan plan_decode_basic(const Problem& p, const DeviceLimits& limits);
+
+}  // namespace paged_attn

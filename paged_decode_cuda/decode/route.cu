@@ -1,0 +1,51 @@
+#include "route.h"
+
+#include <optional>
+
+#include "basic_call.cuh"
+#include "instances.h"
+
+namespace paged_attn {
+namespace {
+
+const void* kernel_of(const Problem& p, const DecodePlan& plan) {
+  const int head_dim = plan.instance.head_dim, row_tiles = plan.instance.row_tiles;
+  switch (p.cache.dtype) {
+    case DType::kFloat16: return decode_kernel_fp16(head_dim, row_tiles, plan.basic);
+    case DType::kBFloat16: return decode_kernel_bf16(head_dim, row_tiles, plan.basic);
+    case DType::kFloat8E4M3: return decode_kernel_e4m3(head_dim, row_tiles, plan.basic);
+    default: return decode_kernel_e5m2(head_dim, row_tiles, plan.basic);
+  }
+}
+
+}  // namespace
+
+Numbers decode_numbers(const DecodePlan& plan) {
+  return {{"rows_per_tile", plan.instance.rows},
+          {"tile_keys", int64_t{1} << plan.instance.tile_shift},
+          {"items", plan.work.items},
+          {"balanced", plan.work.balanced},
+          {"splits", plan.work.max_splits.divisor},
+          {"blocks", plan.blocks},
+          {"blocks_per_processor", plan.blocks_per_processor},
+          {"warps", plan.warps},
+          {"shared_bytes", plan.shared_bytes + plan.instance.block_bytes},
+          {"workspace_bytes", plan.workspace_bytes}};
+}
+
+void launch_decode(const Problem& p, const DecodePlan& plan, const Context& context) {
+  Plan work = plan.work;
+  std::optional<Workspace> workspace;
+  if (plan.workspace_bytes > 0) {
+    workspace.emplace(plan.workspace_bytes);
+    work.partials = static_cast<TaggedWord*>(workspace->data());
+  }
+  const Grid grid = {plan.blocks, plan.warps * kWarp, plan.shared_bytes};
+  if (plan.basic) {
+    launch(kernel_of(p, plan), grid, context, basic_call(p, work));
+  } else {
+    launch(kernel_of(p, plan), grid, context, p, work);
+  }
+}
+
+}  // namespace paged_attn

@@ -1,0 +1,74 @@
+// The sizes of an instance of the decode kernel, for the host and for the device. Nothing here needs CUDA.
+#pragma once
+
+#include <stdint.h>
+
+namespace paged_attn {
+
+constexpr int kWarp = 32;
+
+// kBytes: of an element of the cache. kHeadDim: the class of head_dim, 64, 128 or 256. kRowTiles: tiles of 8 rows.
+template <int kBytes, int kHeadDim, int kRowTiles>
+struct DecodeSizes {
+  static constexpr int kRows = 8 * kRowTiles;
+  static constexpr int kQuads = kHeadDim / 4;  // of dimensions of a row
+  // Elements of a 16-byte piece; of values a lane takes fewer when 8 lanes share a short row.
+  static constexpr int kVecK = 16 / kBytes;
+  static constexpr int kVecV = kVecK < kHeadDim / 8 ? kVecK : kHeadDim / 8;
+  static constexpr int kChunksK = kHeadDim / (4 * kVecK);
+  static constexpr int kChunksV = kHeadDim / (8 * kVecV);
+  static constexpr int kPieces = kHeadDim * kBytes / 16;  // of a row
+  // K and V of 16 keys are a tile, or of 32 when a row is short: 8 KiB mostly.
+  static constexpr int kTileShift = kHeadDim * kBytes <= 128 ? 5 : 4;
+  static constexpr int kTileKeys = 1 << kTileShift;
+  static constexpr int kSubTiles = kTileKeys / 16;
+  static constexpr int kStageBytesK = kTileKeys * kPieces * 16;
+  static constexpr int kStageBytes = 2 * kStageBytesK;
+  // What fits beside each other on a multiprocessor: the registers of 16 rows or wide heads allow two blocks, else
+  // three, as with the shortest rows.
+  static constexpr int kWarps = kStageBytes > 8192 ? 3 : 4;
+  static constexpr int kBlocks = kHeadDim > 128 || (kRowTiles > 1 && kHeadDim * kBytes > 64) ? 2 : 3;
+  // The same warps as one block have fewer partials to merge, but all of them meet at the end of a segment.
+  static constexpr int kMostWarps = kWarps * kBlocks;
+  // As many as the largest multiprocessor holds. A smaller one gets fewer warps, see plan_block().
+  static constexpr int kStagesThatFit = 227 * 1024 / kBlocks / (kWarps * kStageBytes);
+  static constexpr int kStages = kStagesThatFit < 4 ? kStagesThatFit : 4;
+
+  // Shared memory of a warp: its queue, (m, l) of its rows, a sum per thread. And of a block: what every warp has free.
+  static constexpr int kQueueBytes = kStages * kStageBytes;
+  static constexpr int kSumBytes = 6 * sizeof(float);
+  static constexpr int kWarpBytes = kQueueBytes + kRows * 2 * static_cast<int>(sizeof(float)) + kWarp * kSumBytes;
+  static constexpr int kBlockBytes = 128;
+  static_assert(kStages >= 2 && kRows * kHeadDim * 4 <= kStageBytes, "a stage also holds the accumulators of a warp");
+  static_assert(kMostWarps * static_cast<int>(sizeof(int)) <= kBlockBytes, "the free stages fit");
+};
+
+// The same as numbers, for the planner.
+struct DecodeInstance {
+  int bytes, head_dim, row_tiles;  // which it is
+  int rows, tile_shift;
+  int warps, blocks, most_warps;  // beside each other on a large multiprocessor, and of a single block
+  int warp_bytes, block_bytes;    // of shared memory
+};
+
+template <int kBytes, int kHeadDim, int kRowTiles>
+constexpr DecodeInstance decode_instance() {
+  using Sizes = DecodeSizes<kBytes, kHeadDim, kRowTiles>;
+  return {kBytes,        kHeadDim,       kRowTiles,         Sizes::kRows,      Sizes::kTileShift,
+          Sizes::kWarps, Sizes::kBlocks, Sizes::kMostWarps, Sizes::kWarpBytes, Sizes::kBlockBytes};
+}
+
+// The instance for a cache of `bytes` per element. `head_dim` is the larger of head_dim and head_dim_v, up to 256; two
+// row tiles of 256 would not fit into the registers.
+inline DecodeInstance find_decode_instance(int bytes, int64_t head_dim, int row_tiles) {
+  if (bytes == 1) {
+    if (head_dim <= 64) return row_tiles == 1 ? decode_instance<1, 64, 1>() : decode_instance<1, 64, 2>();
+    if (head_dim <= 128) return row_tiles == 1 ? decode_instance<1, 128, 1>() : decode_instance<1, 128, 2>();
+    return decode_instance<1, 256, 1>();
+  }
+  if (head_dim <= 64) return row_tiles == 1 ? decode_instance<2, 64, 1>() : decode_instance<2, 64, 2>();
+  if (head_dim <= 128) return row_tiles == 1 ? decode_instance<2, 128, 1>() : decode_instance<2, 128, 2>();
+  return decode_instance<2, 256, 1>();
+}
+
+}  // namespace paged_attn

@@ -1,0 +1,25 @@
+// From sizes to the instance of the decode kernel for one cache dtype.
+#pragma once
+
+#include "instances.h"
+#include "kernel.cuh"
+
+namespace paged_attn {
+
+template <typename Kv, int kHeadDim, int kRowTiles>
+const void* decode_kernel_of(bool basic) {
+  return basic ? reinterpret_cast<const void*>(&basic_decode_kernel<Kv, kHeadDim, kRowTiles>)
+               : reinterpret_cast<const void*>(&decode_kernel<Kv, kHeadDim, kRowTiles>);
+}
+
+template <typename Kv>
+const void* find_decode_kernel(int head_dim, int row_tiles, bool basic) {
+  const bool one = row_tiles == 1;
+  switch (head_dim) {
+    case 64: return one ? decode_kernel_of<Kv, 64, 1>(basic) : decode_kernel_of<Kv, 64, 2>(basic);
+    case 128: return one ? decode_kernel_of<Kv, 128, 1>(basic) : decode_kernel_of<Kv, 128, 2>(basic);
+    default: return decode_kernel_of<Kv, 256, 1>(basic);
+  }
+}
+
+}  // namespace paged_attn

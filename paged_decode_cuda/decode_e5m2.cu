@@ -1,8 +1,0 @@
-#include "decode.cuh"
-#include "decode_table.h"
-
-namespace paged_attn {
-
-DecodeKernel decode_kernel_e5m2(int head_dim, int row_tiles) { return find_decode_kernel<E5m2>(head_dim, row_tiles); }
-
-}  // namespace paged_attn

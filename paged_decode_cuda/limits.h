@@ -1,0 +1,14 @@
+// What a plan needs to know of a GPU. A value, so that plans can be made for GPUs that are not here.
+#pragma once
+
+namespace paged_attn {
+
+struct DeviceLimits {
+  int processors;            // multiprocessors
+  int shared_per_block;      // bytes that one block may have
+  int shared_per_processor;  // bytes that all blocks on a multiprocessor share, with what each block costs besides
+};
+
+constexpr int kSharedCostOfBlock = 1024;  // bytes that the system takes for every block
+
+}  // namespace paged_attn

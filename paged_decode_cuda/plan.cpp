@@ -1,0 +1,41 @@
+#include "plan.h"
+
+#include "layout.h"
+
+namespace paged_attn {
+
+constexpr int kMaxSplits = 256;
+
+void plan_rows(const Problem& p, int rows_per_tile, int tile_shift, int64_t row_tiles, Plan& plan) {
+  plan.rows_per_tile = rows_per_tile;
+  plan.tile_shift = tile_shift;
+  plan.row_tiles = FastDivisor(row_tiles);
+  plan.items = static_cast<int32_t>(p.batch * row_tiles);
+  plan.page_size = FastDivisor(p.cache.block_table ? p.cache.page_size : 1);
+  plan.group = FastDivisor(p.group);
+  plan.kv_heads = FastDivisor(p.kv_heads);
+  plan.chunk = FastDivisor(pd_max(p.attention_chunk, 1));
+  plan.blocks_each.divisor = 0;
+  plan.partial_quads = static_cast<int32_t>(output_quads(p));
+  plan.max_keys = static_cast<int32_t>(capacity(p));
+  plan.max_pages = p.cache.block_table ? static_cast<int32_t>(p.cache.max_pages) : 0;
+  plan.whole_runs = p.cache.block_table && p.cache.page_size % kRunKeys == 0;
+}
+
+void plan_fixed_splits(const Problem& p, int split_keys, int64_t limit, Plan& plan) {
+  const int64_t keys = pd_max(capacity(p), 1);
+  int64_t splits = pd_min(pd_ceil_div(keys, split_keys), limit);
+  if (p.num_splits > 0) {
+    splits = pd_min(pd_min(p.num_splits, kMaxSplits), pd_ceil_div(keys, int64_t{1} << plan.tile_shift));
+    plan.num_splits = static_cast<int32_t>(splits);
+  }
+  plan.split_tiles = split_keys >> plan.tile_shift;
+  plan.max_splits = FastDivisor(splits);
+  plan.blocks = FastDivisor(int64_t{plan.items} * p.kv_heads * splits);
+}
+
+int64_t partial_bytes(const Plan& plan, int64_t blocks) {
+  return blocks * plan.rows_per_tile * row_words(plan.partial_quads) * static_cast<int64_t>(sizeof(TaggedWord));
+}
+
+}  // namespace paged_attn

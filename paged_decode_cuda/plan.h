@@ -1,0 +1,63 @@
+// How the work of a call is cut: what the attention kernels read beside the problem. balance.cuh tells what it means.
+#pragma once
+
+#include "fast_divisor.h"
+
+namespace paged_attn {
+
+constexpr int kMaxBalancedItems = 1024;
+constexpr int kLine = 128;  // bytes
+constexpr int kRunKeys = 16;
+constexpr int kTeam = 16;  // lanes that hold consecutive quads of a row
+
+// A word of a partial on its way from block to block, see exchange.cuh.
+struct alignas(16) TaggedWord {
+  uint64_t payload, tag;
+};
+
+// Words of a row of a partial: the first two sums of each quad, the last two, and (m, l) for every team.
+PD_METHOD int row_words(int quads) { return 2 * quads + (quads + kTeam - 1) / kTeam; }
+
+// What every kernel needs to know of the plan.
+struct CommonPlan {
+  FastDivisor page_size, group, kv_heads;
+  FastDivisor blocks;  // of the grid
+  // Dealt evenly: blocks of an (item, kv_head), divisor 0: there are not enough; or the whole (item, kv_head) of every
+  // block, 0: none, and how many are left for the line.
+  FastDivisor blocks_each;
+  int32_t whole_pairs, line_pairs;
+  int32_t items;
+  int32_t min_units;  // balanced: a shorter stretch is not worth a block
+  int32_t pair_cost;  // balanced: units of time that an (item, kv_head) takes besides its own
+  uint32_t k_page_pieces, k_slot_pieces, k_head_pieces;  // strides of the cache in pieces of 16 bytes
+  uint32_t v_page_pieces, v_slot_pieces, v_head_pieces;
+  int32_t max_keys;                 // that the cache can hold for one request
+  int32_t max_pages, table_stride;  // of the block table
+  int32_t q_lines, table_lines;     // to prefetch of q and of the block table
+  int32_t new_keys, hidden_keys;    // basic: keys that an append has added; keys that the first token does not see
+  bool whole_runs;                  // every page holds whole runs of kRunKeys
+  // Workspace; nothing of it is set before the launch. nullptr when nothing is ever cut.
+  TaggedWord* partials;  // [blocks, rows_per_tile, row_words(partial_quads)]
+};
+
+struct Plan : CommonPlan {
+  FastDivisor row_tiles, max_splits, chunk;
+  int32_t rows_per_tile;
+  int32_t tile_shift;  // log2 of the keys of a unit
+  int32_t num_splits;  // fixed: parts asked for; 0: one for every split_tiles, at most max_splits
+  int32_t split_tiles;
+  int32_t partial_quads;  // of head_dim_v, rounded up
+  bool balanced;
+  bool basic;  // an item is a request and its length says which keys it sees; see decode/basic_call.cuh
+};
+
+// What every route plans alike: rows of requests in tiles of `rows_per_tile`, keys in tiles of 2^tile_shift.
+void plan_rows(const Problem& p, int rows_per_tile, int tile_shift, int64_t row_tiles, Plan& plan);
+
+// Cuts that do not depend on the batch: num_splits of them, or one for every `split_keys` keys, `limit` at most.
+void plan_fixed_splits(const Problem& p, int split_keys, int64_t limit, Plan& plan);
+
+// Bytes of the workspace: a partial for every block.
+int64_t partial_bytes(const Plan& plan, int64_t blocks);
+
+}  // namespace paged_attn

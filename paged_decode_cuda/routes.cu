@@ -1,0 +1,21 @@
+#include "routes.h"
+
+#include "decode/route.h"
+#include "fallback.h"
+
+namespace paged_attn {
+
+const Route kRoutes[] = {
+    make_route<decode_basic_why_not, plan_decode_basic, decode_numbers, launch_decode>("decode_basic"),
+    make_route<decode_why_not, plan_decode, decode_numbers, launch_decode>("decode"),
+    make_route<fallback_why_not, plan_fallback, fallback_numbers, launch_fallback>("fallback"),
+    {},
+};
+
+const Route& find_route(const Problem& p, const DeviceLimits& limits) {
+  const Route* route = kRoutes;
+  while (*route->why_not(p, limits) != '\0') ++route;
+  return *route;
+}
+
+}  // namespace paged_attn

@@ -1,0 +1,105 @@
+#include "runtime.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+// The header above declares them only where USE_CUDA is defined, which not every build does.
+extern "C" {
+AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+AOTITorchError aoti_torch_cuda_caching_allocator_raw_alloc(uint64_t nbytes, void** ret_ptr);
+AOTITorchError aoti_torch_cuda_caching_allocator_raw_delete(void* ptr);
+}
+
+namespace paged_attn {
+namespace {
+
+int attribute(cudaDeviceAttr which, int device) {
+  int value;
+  check_cuda(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
+  return value;
+}
+
+const DeviceLimits& limits_of(int device) {
+  static std::mutex mutex;
+  static std::map<int, DeviceLimits> known;
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto found = known.find(device);
+  if (found != known.end()) return found->second;
+  DeviceLimits limits;
+  limits.processors = attribute(cudaDevAttrMultiProcessorCount, device);
+  limits.shared_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  limits.shared_per_processor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  return known[device] = limits;
+}
+
+// What is known of a kernel on a device.
+struct Kernel {
+  bool waits;        // has the instruction that waits for its predecessor, so that it may be launched early
+  int shared_bytes;  // that a launch may ask for
+};
+
+// Whether the kernel waits. Asks the driver on the first launch, and when a launch needs more shared memory than any
+// before.
+bool prepare(const void* kernel, int shared_bytes, int device) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, Kernel> known;
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto [found, fresh] = known.try_emplace(std::make_pair(kernel, device));
+  Kernel& k = found->second;
+  if (fresh) {
+    cudaFuncAttributes attributes;
+    check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+    // Code for older devices, which a newer one may compile for itself, lacks the instruction.
+    k = {attributes.ptxVersion >= 90, attributes.maxDynamicSharedSizeBytes};
+  }
+  if (shared_bytes > k.shared_bytes) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+               "cudaFuncSetAttribute");
+    k.shared_bytes = shared_bytes;
+  }
+  return k.waits;
+}
+
+}  // namespace
+
+void check_cuda(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+Context current_context() {
+  Context context;
+  check_cuda(cudaGetDevice(&context.device), "cudaGetDevice");
+  context.limits = limits_of(context.device);
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(context.device, &stream));
+  context.stream = static_cast<cudaStream_t>(stream);
+  return context;
+}
+
+void launch_kernel(const void* kernel, const Grid& grid, const Context& context, void** arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
+  config.blockDim = dim3(grid.threads);
+  config.dynamicSmemBytes = grid.shared_bytes;
+  config.stream = context.stream;
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = prepare(kernel, grid.shared_bytes, context.device) ? 1 : 0;
+  check_cuda(cudaLaunchKernelExC(&config, kernel, arguments), "launch");
+}
+
+Workspace::Workspace(int64_t bytes) {
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(static_cast<uint64_t>(bytes), &data_));
+}
+
+Workspace::~Workspace() { aoti_torch_cuda_caching_allocator_raw_delete(data_); }
+
+}  // namespace paged_attn
