@@ -20,9 +20,7 @@ BACKEND := $(BACKEND)
 STAMP := $(VENV)/.requirements
 BIN := $(VENV)/bin
 BUILD := $(BIN)/python tools/local_build.py --cxx $(CXX) --backend
-CXX_SOURCES = $(wildcard torch-ext/*.cpp torch-ext/*.h paged_decode_*/*.cpp paged_decode_*/*.h paged_decode_*/*.cu \
-                         paged_decode_*/*.cuh paged_decode_*/*.mm $(addprefix paged_decode_*/*/*,.cpp .h .cu .cuh) \
-                         $(addprefix tools/metal_emulator/*/*,.cpp .h .mm) tools/metal_emulator/tests/kernels/*.mm)
+CXX_SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu' '*.cuh' '*.mm')
 
 # kernels.get_kernel takes this directory for the name. It names the variant itself: a torch with CUDA would otherwise
 # look for a CUDA variant, with or without a GPU.

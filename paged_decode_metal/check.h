@@ -3,7 +3,7 @@
 
 #include "spec/problem.h"
 
-namespace paged_attn {
+namespace [[gnu::visibility("hidden")]] paged_attn {
 
 // Throws when a length, a row, a slot or a page number is out of range. Copies the tables to the host and waits for it.
 void check_values_on_device(const Problem& problem);

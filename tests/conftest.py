@@ -1,9 +1,11 @@
 """Loads the built package the way a user does, through `kernels`.
 
 PAGED_ATTN_BUILD       a build directory instead of the repository's own
-PAGED_ATTN_TEST_DEVICE the device of the tensors; default cpu
+PAGED_ATTN_TEST_DEVICE the device of the tensors; default: the first of cuda, mps and cpu that torch has and that a
+                       variant was built for
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -19,9 +21,26 @@ if "PAGED_ATTN_BUILD" in os.environ:
     os.environ["LOCAL_KERNELS"] = f"{KERNEL}={os.environ['PAGED_ATTN_BUILD']}"
 os.environ.setdefault("LOCAL_KERNELS", f"{KERNEL}={REPOSITORY}")
 
+BACKENDS = {"cuda": "cuda", "mps": "metal", "cpu": "cpu"}
+
+
+def detect_device() -> str:
+    """The first device that torch has and that LOCAL_KERNELS has a build for."""
+    folder = Path(dict(entry.split("=", 1) for entry in os.environ["LOCAL_KERNELS"].split(":"))[KERNEL])
+    found = [path for pattern in ("", "*/", "build/*/") for path in folder.glob(f"{pattern}metadata.json")]
+    built = {json.loads(path.read_text())["backend"]["type"] for path in found}
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    devices = [device for device in available if available[device] and BACKENDS[device] in built]
+    if not devices:
+        raise pytest.UsageError(f"{folder}: expected a build for this machine, found {sorted(built) or 'none'}")
+    return devices[0]
+
+
+if "PAGED_ATTN_TEST_DEVICE" not in os.environ:
+    os.environ["PAGED_ATTN_TEST_DEVICE"] = detect_device()
 
 # Without a Mac the mps device is the fake of tools/metal_emulator.
-if os.environ.get("PAGED_ATTN_TEST_DEVICE") == "mps" and not torch.backends.mps.is_built():
+if os.environ["PAGED_ATTN_TEST_DEVICE"] == "mps" and not torch.backends.mps.is_built():
     sys.path.insert(0, str(REPOSITORY / "tools" / "metal_emulator"))
     import fake_mps
 
@@ -37,12 +56,12 @@ def pytest_configure(config):
 
 @pytest.fixture(scope="session")
 def device():
-    return os.environ.get("PAGED_ATTN_TEST_DEVICE", "cpu")
+    return os.environ["PAGED_ATTN_TEST_DEVICE"]
 
 
 @pytest.fixture(scope="session")
 def paged_attn(device):
     import kernels
 
-    backend = {"cpu": "cpu", "cuda": "cuda", "mps": "metal"}[torch.device(device).type]
+    backend = BACKENDS[torch.device(device).type]
     return kernels.get_kernel(KERNEL, version=1, backend=backend, trust_remote_code=True)

@@ -5,8 +5,10 @@ from collections import Counter
 
 import pytest
 import torch
-import transformers
-from transformers.generation.continuous_batching import initialization
+
+# Not in the environment of kernel-builder's ci-test, which collects this file too.
+transformers = pytest.importorskip("transformers")
+initialization = pytest.importorskip("transformers.generation.continuous_batching.initialization")
 
 KERNEL = "org/paged-attn"
 KERNEL_FLASH = f"{KERNEL}:flash_attn_2"

@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -32,12 +33,12 @@ ROOT = Path(__file__).resolve().parent.parent
 NINJA = Path(ninja.BIN_DIR) / "ninja"
 
 COMMON_FLAGS = "-std=c++17 -O3 -DNDEBUG -g1 -fPIC -Wall -Wextra -DPy_LIMITED_API=0x03090000"
-CUDA_FLAGS = (
-    "-std=c++17 -O3 -DNDEBUG -lineinfo -Xcompiler=-fPIC,-fvisibility=hidden,-Wall -Xptxas=--warn-on-spills,-Werror"
-)
+CUDA_FLAGS = "-std=c++17 -O3 -DNDEBUG -lineinfo -Xcompiler=-fPIC,-Wall -Xptxas=--warn-on-spills,-Werror"
 # As kernel-builder compiles: torch's headers behind MPS want C++20, the shaders get fast math, Metal's default.
 METAL_HOST_STANDARD = "-std=c++20"
 METAL_FLAGS = "-std=metal4.0 -O2"
+# The oldest `kernels` that the package was loaded with.
+KERNELS_MINVER = "0.17.0"
 SANITIZE_FLAGS = "-O1 -fno-omit-frame-pointer -fno-sanitize-recover=all"
 
 # A section of build.toml cannot be tied to a processor, but its flags reach CMake, which expands this expression.
@@ -96,7 +97,7 @@ METALLIB_H = """\
 namespace paged_attn_metal {
 
 @DATA@
-inline id<MTLLibrary> createLibrary(id<MTLDevice> device, NSError** error = nullptr) {
+static inline id<MTLLibrary> createLibrary(id<MTLDevice> device, NSError** error = nullptr) {
   dispatch_data_t data = dispatch_data_create(metallib_data, metallib_data_len, dispatch_get_main_queue(), ^{
   });
   return [device newLibraryWithData:data error:error];
@@ -199,6 +200,13 @@ def cuda_libraries() -> str:
     return f"-L{toolkit}/lib64 -L{toolkit}/lib -lcudart_static -ldl -lrt -lpthread"
 
 
+def without_unique_symbols(cxx: str) -> str:
+    """GCC's flag against symbols that are shared in the whole process, so by two builds of one kernel; "" for clang."""
+    flag = "-fno-gnu-unique"
+    command = [*shlex.split(cxx), flag, "-E", "-x", "c++", os.devnull]
+    return "" if subprocess.run(command, capture_output=True).returncode else flag
+
+
 def flags_for(flags: list[str], arch: str) -> list[str]:
     """The flags that apply to this processor."""
     result = []
@@ -233,7 +241,8 @@ def ninja_file(cxx: str, sections: list[Section], namespace: str, flags: dict[st
     for section in sections:
         # Only the binding needs the namespace, so the kernels stay compiled when it changes.
         define = [f"-DTORCH_EXTENSION_NAME={namespace}"] if section.name == "torch" else []
-        own = {".cpp": [*section.flags, *define], ".mm": section.flags}
+        # As with kernel-builder, cxx-flags are for C++ alone.
+        own = {".cpp": [*section.flags, *define], ".mm": section.includes}
         own |= {".cu": section.cuda_flags, ".metal": section.includes}
         for source in section.sources:
             suffix = Path(source).suffix
@@ -262,6 +271,31 @@ def check_headers_are_named(work: Path, sections: list[Section]) -> None:
     unnamed = sorted(str(path.relative_to(ROOT)) for path in used - named if path.parent in folders)
     if unnamed:
         sys.exit(f"build.toml does not name these included files: {', '.join(unnamed)}")
+
+
+def package_files(config: dict, backend: str, namespace: str, extension: Path) -> dict[str, bytes]:
+    """Everything of a variant, by its name in the directory."""
+    general = config["general"]
+    optional = {name: general[name] for name in ("upstream", "source") if name in general}
+    kernels = [table for table in config["kernel"].values() if table["backend"] == backend]
+    archs = sorted({arch for table in kernels for arch in table.get("cuda-capabilities", [])})
+    metadata = {
+        "name": general["name"],
+        "id": namespace,
+        "version": general["version"],
+        "kernels-minver": KERNELS_MINVER,
+        "license": general["license"],
+        **optional,
+        "python-depends": [],
+        "kernel-depends": [],
+        "backend": {"type": backend, **({"archs": archs} if archs else {})},
+    }
+    python = ROOT / "torch-ext" / general["name"].replace("-", "_")
+    files = {str(path.relative_to(python)): path.read_bytes() for path in python.rglob("*.py")}
+    files["_ops.py"] = OPS_PY.format(namespace=namespace).encode()
+    files["metadata.json"] = (json.dumps(metadata, indent=2) + "\n").encode()
+    files[f"{namespace}.abi3.so"] = extension.read_bytes()
+    return files
 
 
 def install(variant_dir: Path, files: dict[str, bytes]) -> None:
@@ -304,8 +338,7 @@ def main() -> None:
             f"--backend: expected {' or '.join(possible) or 'Linux or macOS'} on {args.system}, got {args.backend}"
         )
     config = tomlkit.parse((ROOT / "build.toml").read_text()).unwrap()
-    general = config["general"]
-    module = general["name"].replace("-", "_")
+    module = config["general"]["name"].replace("-", "_")
     cuda, metal = args.backend == "cuda", args.backend == "metal"
     variant = f"{args.arch}-{args.system.lower()}"
     defines = f"-D{args.backend.upper()}_KERNEL"
@@ -319,7 +352,7 @@ def main() -> None:
         defines += f" -DTORCH_TARGET_VERSION={major << 56 | minor << 48:#018x}"
     work = args.out / ".ninja" / variant
 
-    flags = f"{COMMON_FLAGS} {METAL_HOST_STANDARD if metal else ''} {defines}"
+    flags = f"{COMMON_FLAGS} {without_unique_symbols(args.cxx)} {METAL_HOST_STANDARD if metal else ''} {defines}"
     sanitize = f"-fsanitize={args.sanitize} {SANITIZE_FLAGS}" if args.sanitize else ""
     sections = read_sections(config, args.backend, args.arch)
     namespace = f"_{module}_{args.backend}_{source_digest(sections, ' '.join([args.cxx, flags, sanitize]))}"
@@ -346,20 +379,7 @@ def main() -> None:
         sys.exit(result.returncode)
     check_headers_are_named(work, sections)
 
-    metadata = {
-        "name": general["name"],
-        "id": namespace,
-        "version": general["version"],
-        "license": general["license"],
-        "python-depends": [],
-        "backend": {"type": args.backend},
-    }
-    python = ROOT / "torch-ext" / module
-    files = {str(path.relative_to(python)): path.read_bytes() for path in python.rglob("*.py")}
-    files["_ops.py"] = OPS_PY.format(namespace=namespace).encode()
-    files["metadata.json"] = (json.dumps(metadata, indent=2) + "\n").encode()
-    files[f"{namespace}.abi3.so"] = (work / "extension.so").read_bytes()
-    install(args.out / variant, files)
+    install(args.out / variant, package_files(config, args.backend, namespace, work / "extension.so"))
     print(args.out / variant)
 
 

@@ -5,7 +5,7 @@
 
 #include "spec/problem.h"
 
-namespace paged_attn {
+namespace [[gnu::visibility("hidden")]] paged_attn {
 
 // "" when this backend can run the problem, else one sentence with what it supports and what it got.
 std::string unsupported_reason(const Problem& problem);

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-namespace paged_attn {
+namespace [[gnu::visibility("hidden")]] paged_attn {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-namespace paged_attn {
+namespace [[gnu::visibility("hidden")]] paged_attn {
 
 struct Explanation {
   std::string route;

@@ -1,9 +1,9 @@
 // Schemas and registration, on torch's stable ABI.
+#include <registration.h>  // kernel-builder's, or tools/local_build.py's: not this folder's before theirs
 #include <torch/csrc/stable/library.h>
 
 #include "backend.h"
 #include "ops.h"
-#include "registration.h"
 
 namespace paged_attn {
 

@@ -251,11 +251,11 @@ def extension(variants: list[str] = ("plain",)) -> Path:
             if not source.endswith((".cpp", ".mm")):
                 continue
             # Also the C++ files see Metal's headers.
-            language = "" if source.endswith(".mm") else "-x c++"
+            own = section.includes if source.endswith(".mm") else ["-x c++", *section.flags]
             objects.append(work / f"{source}.o")
             lines.append(f"build {objects[-1]}: cxx {ROOT / source}")
             lines.append(
-                f"  flags = {host_flags()} {language} {' '.join(section.flags)} -DMETAL_KERNEL {define} -I{work} "
+                f"  flags = {host_flags()} -I{work} {' '.join(own)} -DMETAL_KERNEL {define} "
                 f"-DEMBEDDED_METALLIB_HEADER='\"metallib.h\"' -DEMBEDDED_METALLIB_NAMESPACE=paged_attn_metal "
                 f"-DPy_LIMITED_API=0x03090000"
             )
@@ -264,17 +264,10 @@ def extension(variants: list[str] = ("plain",)) -> Path:
     lines.append(f"  flags = -Wl,-rpath,{fake.parent} {link_flags()}")
     run_ninja(built, lines)
 
-    general = tomlkit.parse((ROOT / "build.toml").read_text()).unwrap()["general"]
-    metadata = {key: general[key] for key in ("name", "version", "license")}
-    metadata |= {"id": namespace, "python-depends": [], "backend": {"type": "metal"}}
-    python = ROOT / "torch-ext" / "paged_attn"
-    files = {str(path.relative_to(python)): path.read_bytes() for path in python.rglob("*.py")}
-    files["_ops.py"] = local_build.OPS_PY.format(namespace=namespace).encode()
-    files["metadata.json"] = (json.dumps(metadata, indent=2) + "\n").encode()
-    files[f"{namespace}.abi3.so"] = built.read_bytes()
     version = re.match(r"(\d+)\.(\d+)", torch.__version__)
     folder = OUT / f"torch{version[1]}{version[2]}-metal-aarch64-darwin"
-    local_build.install(folder, files)
+    config = tomlkit.parse((ROOT / "build.toml").read_text()).unwrap()
+    local_build.install(folder, local_build.package_files(config, "metal", namespace, built))
     return folder
 
 

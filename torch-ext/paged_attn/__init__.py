@@ -31,6 +31,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
+    "integrations",
     "kv_paged_write",
     "merge_attn_states",
 ]

@@ -7,7 +7,7 @@
 
 #include "problem.h"
 
-namespace paged_attn {
+namespace [[gnu::visibility("hidden")]] paged_attn {
 
 [[noreturn]] inline void bad_value(const char* name, int64_t index, int64_t value, const std::string& expected) {
   throw std::runtime_error(std::string(name) + "[" + std::to_string(index) + "]: expected " + expected + ", got " +

@@ -8,7 +8,7 @@
 
 #include "qualifiers.h"
 
-namespace paged_attn {
+namespace [[gnu::visibility("hidden")]] paged_attn {
 
 // The widest head_dim and head_dim_v of any supported pair (576 for MLA's joined keys).
 constexpr int64_t kMaxHeadDim = 576;
