@@ -145,9 +145,7 @@ class Engine:
         self.weights = Weights(model, max_length)
         w = self.weights
         self.caches = [
-            kernel.empty_paged_cache(
-                num_pages, PAGE_SIZE, w.kv_heads, w.head_dim, dtype=self.dtype, device=self.device
-            )
+            kernel.empty_paged_cache(num_pages, PAGE_SIZE, w.kv_heads, w.head_dim, dtype=self.dtype, device=self.device)
             for _ in w.layers
         ]
         self.pool = PagePool(num_pages)

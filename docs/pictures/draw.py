@@ -45,7 +45,11 @@ def pages():
         for slot in range(PAGE_SIZE):
             name, key, new = owner.get((page, slot), ("empty", "", False))
             p.box(x + cell * slot, 224, cell, cell, "new" if new else name, str(key))
-    p.text(20, 278, "One call writes each new token (red) into its slot, then lets the new query attend to every key of its request.")
+    p.text(
+        20,
+        278,
+        "One call writes each new token (red) into its slot, then lets the new query attend to every key of its request.",
+    )
     p.text(20, 298, "Slots without a number, and table entries marked “any”, are never read: they may hold anything.")
     p.text(20, 318, "Key j lies in page block_table[request][j // page_size], slot j % page_size.", role="faint")
     return p

@@ -54,7 +54,9 @@ class Picture:
             rules = []
             for role, pair in COLOURS.items():
                 colour = pair[dark]
-                rules.append(f".fill-{role}{{fill:{colour}}}.line-{role}{{stroke:{colour}}}.text-{role}{{fill:{colour}}}")
+                rules.append(
+                    f".fill-{role}{{fill:{colour}}}.line-{role}{{stroke:{colour}}}.text-{role}{{fill:{colour}}}"
+                )
                 rules.append(f".arrow-{role}{{stroke:{colour};fill:none;stroke-width:1.3}}")
             rules.append(f"#head path{{fill:{COLOURS['faint'][dark]}}}")
             return "".join(rules)
