@@ -77,7 +77,7 @@ class PagePool:
             self.free[page] = None
 
     def find(self, tokens: list[int]) -> list[int]:
-        """The pages that hold the beginning of a prompt. Its last token is left out: somebody must compute its logits."""
+        """The pages that hold the beginning of a prompt, without its last token: its logits must be computed."""
         pages, name = [], 0
         for begin in range(0, len(tokens) - PAGE_SIZE, PAGE_SIZE):
             page, name = self.page_of_text.get((name, tuple(tokens[begin : begin + PAGE_SIZE])), (None, 0))
@@ -315,11 +315,11 @@ def load_model(args: argparse.Namespace) -> LlamaForCausalLM:
     dtype = getattr(torch, args.dtype)
     if args.model and args.model != "8b":
         return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(args.device)
-    shape = dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
-                 num_key_value_heads=2, vocab_size=1000)  # fmt: skip
+    shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
+                 "num_key_value_heads": 2, "vocab_size": 1000}  # fmt: skip
     if args.model == "8b":
-        shape = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-                     num_key_value_heads=8, vocab_size=128256)  # fmt: skip
+        shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+                     "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
     # A larger spread than usual, so that tokens depend on what attention returns.
     config = LlamaConfig(**shape, max_position_embeddings=1 << 17, rope_theta=5e5, initializer_range=0.06)
     torch.manual_seed(0)

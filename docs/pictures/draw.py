@@ -37,7 +37,7 @@ def pages():
             owner[page, slot] = (name, key, key == length)
         p.text(545, y + 16, f"cache_seqlens[{i}] = {length}")
     width = PAGE_SIZE * cell + 16
-    p.text(20, 190, f"k_cache and v_cache: {NUM_PAGES} pages of {PAGE_SIZE} slots, each slot one token for all kv_heads",
+    p.text(20, 190, f"k_cache, v_cache: {NUM_PAGES} pages of {PAGE_SIZE} slots; each slot is one token, all heads",
            bold=True)  # fmt: skip
     for page in range(NUM_PAGES):
         x = 20 + page * (width + 4)
@@ -48,7 +48,7 @@ def pages():
     p.text(
         20,
         278,
-        "One call writes each new token (red) into its slot, then lets the new query attend to every key of its request.",
+        "One call writes each new token (red) into its slot, then attends: its query sees all keys of its request.",
     )
     p.text(20, 298, "Slots without a number, and table entries marked “any”, are never read: they may hold anything.")
     p.text(20, 318, "Key j lies in page block_table[request][j // page_size], slot j % page_size.", role="faint")
@@ -56,12 +56,12 @@ def pages():
 
 
 MASKS = [
-    ("causal=True", dict(window_right=0)),
-    ("causal=True, cache_leftpad=3", dict(window_right=0, leftpad=3)),
-    ("causal=True, window_size=(2, 0)", dict(window_left=2, window_right=0)),
-    ("window_size=(2, 1)", dict(window_left=2, window_right=1)),
-    ("causal=True, attention_chunk=4", dict(window_right=0, attention_chunk=4)),
-    ("causal=True, attention_chunk=4,\ncache_leftpad=3", dict(window_right=0, attention_chunk=4, leftpad=3)),
+    ("causal=True", {"window_right": 0}),
+    ("causal=True, cache_leftpad=3", {"window_right": 0, "leftpad": 3}),
+    ("causal=True, window_size=(2, 0)", {"window_left": 2, "window_right": 0}),
+    ("window_size=(2, 1)", {"window_left": 2, "window_right": 1}),
+    ("causal=True, attention_chunk=4", {"window_right": 0, "attention_chunk": 4}),
+    ("causal=True, attention_chunk=4,\ncache_leftpad=3", {"window_right": 0, "attention_chunk": 4, "leftpad": 3}),
 ]
 
 
@@ -69,7 +69,7 @@ def masks():
     """Which keys the 5 queries of a request with 9 keys see."""
     kv_len, q_len, cell = 9, 5, 24
     p = Picture(900, 520, "The position rule and the masks: which keys each query sees")
-    p.text(20, 26, f"A request with kv_len = {kv_len} keys and q_len = {q_len} queries: token t is at q_pos = kv_len - q_len + t",
+    p.text(20, 26, f"kv_len = {kv_len} keys, q_len = {q_len} queries: token t is at q_pos = kv_len - q_len + t",
            bold=True)  # fmt: skip
     for i, (label, mask) in enumerate(MASKS):
         x, y = 60 + i % 3 * 285, 100 + i // 3 * 215

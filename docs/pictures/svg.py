@@ -24,7 +24,8 @@ class Picture:
 
     def box(self, x, y, width, height, fill="empty", label="", line="line", bold=False, radius=3):
         self.parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius}" class="fill-{fill} line-{line}"/>'
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius}" '
+            f'class="fill-{fill} line-{line}"/>'
         )
         if label:
             rows = label.split("\n")
