@@ -53,10 +53,13 @@ assert tuple(argument.name for argument in _attend._schema.arguments)[-len(_NO_F
 # of the rest we have nothing, so they may only say that nothing is asked for.
 _HINTS = frozenset(("fa_version", "ver", "pack_gqa", "sm_margin", "scheduler_metadata", "max_seqlen_k"))
 _NEUTRAL_ONLY = frozenset((
-    "only_qv", "seqused_q", "score_mod", "mask_mod", "aux_tensors", "block_sparse_tensors", "dynamic_causal",
-    "output_scale", "learnable_sink", "cp_world_size", "cp_rank", "cp_tot_seqused_k", "sfq", "sfk", "sfv", "rel_bias",
-    "rel_bias_k", "rel_bias_q", "rel_extra_h", "q_v", "softmax_offset",
+    "only_qv", "seqused_q", "score_mod", "mask_mod", "aux_tensors", "aux_tensor_leading_dims", "block_sparse_tensors",
+    "dynamic_causal", "output_scale", "learnable_sink", "leftpad_k", "cp_world_size", "cp_rank", "cp_tot_seqused_k",
+    "sfq", "sfk", "sfv", "rel_bias", "rel_bias_k", "rel_bias_q", "rel_bias_prep_cache", "rel_extra_h", "q_v",
+    "softmax_offset",
 ))  # fmt: skip
+# One rank of one: vLLM says so with every call.
+_ALSO_NEUTRAL = (("cp_world_size", 1), ("cp_rank", 0))
 
 
 def run(
@@ -127,6 +130,8 @@ def refuse_others(function, others):
     """Keywords that a function does not have: fine if they ask for nothing, else refused by name."""
     for name, value in others.items():
         if name in _HINTS or (name in _NEUTRAL_ONLY and (value is None or value is False)):
+            continue
+        if isinstance(value, int) and (name, value) in _ALSO_NEUTRAL:
             continue
         if name in _NEUTRAL_ONLY:
             what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

@@ -1,0 +1,295 @@
+"""The functions of `paged_attn` in FlashAttention 3's positional order, for engines that call by position.
+
+What an argument means is written at the functions of `paged_attn` itself. Nothing is copied here: arguments are put
+in another order, and the call goes straight to the operator. SGLang's FlashAttention backend runs on these functions
+unchanged (docs/engines.md).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import attention
+from ._call import Features, one_of, refuse_others, reworded, run
+from .merge import merge_attn_states
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+    "merge_state_v2",
+]
+
+# How errors name arguments here.
+_NAMES = {"block_table": "page_table", "s_aux": "sinks"}
+_NAMES_OF_KEYS = {"k_cache": "k", "v_cache": "v", "cache_seqlens": "seqused_k", "seqlen_cache": "seqlen_k"}
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor | None,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: torch.Tensor | int | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] | None = (-1, -1),
+    attention_chunk: int | None = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: torch.Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    block_table: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+    only_qv: bool = False,
+    deterministic: bool = False,
+    out: torch.Tensor | None = None,
+    ver: int | None = None,
+    **others,
+):
+    """`paged_attn.flash_attn_with_kvcache` in FlashAttention 3's order.
+
+    Without `k` and `v`, `cu_seqlens_k_new` and `rotary_seqlens` ask for nothing. With `only_qv`, or a q of head_dim 0,
+    the score is qv . v alone (multi-head latent attention without a rotary part); k_cache may be None then.
+    """
+    if others:
+        refuse_others("flash_attn_with_kvcache", others)
+    if block_table is not None:
+        page_table = one_of("block_table", block_table, "page_table", page_table)
+    if s_aux is not None:
+        sinks = one_of("s_aux", s_aux, "sinks", sinks)
+    if only_qv or q.shape[-1] == 0:
+        q, k_cache, qv, k_descale = _latent_alone(q, v_cache, qv, k, v_descale)
+    plain = (
+        cu_seqlens_q is cache_batch_idx is cache_leftpad is sinks is qv is q_descale is k_descale is v_descale
+        is rotary_cos is rotary_sin is None
+        and (cu_seqlens_k_new is None or k is None)
+        and not (softcap or num_splits or attention_chunk or deterministic)
+    )  # fmt: skip
+    features = None if plain else Features(
+        cu_seqlens_q, None, None if k is None else cu_seqlens_k_new, softcap or 0.0, num_splits or 0, deterministic,
+        cache_batch_idx, cache_leftpad, None, sinks, attention_chunk or 0, qv, q_descale, k_descale, v_descale,
+        rotary_cos, rotary_sin, rotary_interleaved, None if k is None else rotary_seqlens,
+    )  # fmt: skip
+    try:
+        return run(
+            q, k_cache, v_cache, out, return_softmax_lse, cache_seqlens, page_table, softmax_scale, causal, window_size,
+            features, k, v, max_seqlen_q,
+        )  # fmt: skip
+    except (ValueError, RuntimeError) as error:
+        raise reworded(error, _NAMES) from None
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: tuple[int, int] | None = (-1, -1),
+    attention_chunk: int | None = 0,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    return_softmax_lse: bool = False,
+    sinks: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+    only_qv: bool = False,
+    out: torch.Tensor | None = None,
+    **others,
+):
+    """`paged_attn.flash_attn_func` in FlashAttention 3's order."""
+    if others:
+        refuse_others("flash_attn_func", others)
+    if s_aux is not None:
+        sinks = one_of("s_aux", s_aux, "sinks", sinks)
+    if only_qv or q.shape[-1] == 0:
+        q, k, qv, k_descale = _latent_alone(q, v, qv, None, v_descale)
+    plain = (
+        sinks is qv is q_descale is k_descale is v_descale is None
+        and not (softcap or num_splits or attention_chunk or deterministic)
+    )  # fmt: skip
+    features = None if plain else Features(
+        None, None, None, softcap or 0.0, num_splits or 0, deterministic, None, None, None, sinks, attention_chunk or 0,
+        qv, q_descale, k_descale, v_descale,
+    )  # fmt: skip
+    return_lse = return_softmax_lse or return_attn_probs
+    try:
+        return run(q, k, v, out, return_lse, None, None, softmax_scale, causal, window_size, features)
+    except (ValueError, RuntimeError) as error:
+        raise reworded(error, _NAMES | _NAMES_OF_KEYS) from None
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: tuple[int, int] | None = (-1, -1),
+    attention_chunk: int | None = 0,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    page_table: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    return_softmax_lse: bool = False,
+    sinks: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+    only_qv: bool = False,
+    out: torch.Tensor | None = None,
+    **others,
+):
+    """`paged_attn.flash_attn_varlen_func` in FlashAttention 3's order.
+
+    Without `cu_seqlens_q` and `cu_seqlens_k`, q, k and v are (batch, seqlen, heads, head_dim), as FlashAttention 3 has
+    it.
+    """
+    if others or seqused_q is not None:
+        refuse_others("flash_attn_varlen_func", others | {"seqused_q": seqused_q})
+    if block_table is not None:
+        page_table = one_of("block_table", block_table, "page_table", page_table)
+    if s_aux is not None:
+        sinks = one_of("s_aux", s_aux, "sinks", sinks)
+    if only_qv or q.shape[-1] == 0:
+        q, k, qv, k_descale = _latent_alone(q, v, qv, None, v_descale)
+    if page_table is not None:
+        if seqused_k is None:
+            if cu_seqlens_k is None:
+                raise ValueError("seqused_k: expected int32 [batch] (or cu_seqlens_k) with page_table, got None")
+            seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+        cu_seqlens_k = None
+    elif (cu_seqlens_q is None) != (cu_seqlens_k is None):
+        missing, given = ("q", "k") if cu_seqlens_q is None else ("k", "q")
+        raise ValueError(f"cu_seqlens_{missing}: expected int32 [batch + 1] beside cu_seqlens_{given}, got None")
+    features = Features(
+        cu_seqlens_q, cu_seqlens_k, None, softcap or 0.0, num_splits or 0, deterministic, None, None, None, sinks,
+        attention_chunk or 0, qv, q_descale, k_descale, v_descale,
+    )  # fmt: skip
+    return_lse = return_softmax_lse or return_attn_probs
+    try:
+        return run(
+            q, k, v, out, return_lse, seqused_k, page_table, softmax_scale, causal, window_size, features,
+            max_seqlen_q=max_seqlen_q,
+        )  # fmt: skip
+    except (ValueError, RuntimeError) as error:
+        raise reworded(error, _NAMES | _NAMES_OF_KEYS) from None
+
+
+def merge_state_v2(
+    v_a: torch.Tensor,
+    s_a: torch.Tensor,
+    v_b: torch.Tensor,
+    s_b: torch.Tensor,
+    v_merged: torch.Tensor | None = None,
+    s_merged: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`paged_attn.merge_attn_states` as sgl_kernel names it, with lse as (tokens, heads).
+
+    Args:
+        v_a, v_b: (tokens, heads, head_dim_v).
+        s_a, s_b: float32 (tokens, heads).
+        v_merged, s_merged: written where they are given; they may be v_a and s_a.
+
+    Returns:
+        (v_merged, s_merged).
+    """
+    for name, lse, values in (("s_a", s_a, v_a), ("s_b", s_b, v_b)):
+        if lse.shape != values.shape[:2] or values.dim() != 3:
+            raise ValueError(
+                f"{name}: expected (tokens, heads) for values (tokens, heads, head_dim_v), got {tuple(lse.shape)} for "
+                f"{tuple(values.shape)}"
+            )
+    merged, lse = merge_attn_states(v_a, s_a.T, v_b, s_b.T)
+    v_merged = merged if v_merged is None else v_merged.copy_(merged)
+    s_merged = lse.T if s_merged is None else s_merged.copy_(lse.T)
+    return v_merged, s_merged
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads: int | None = None,
+    num_heads_k: int | None = None,
+    headdim: int | None = None,
+    cache_seqlens: torch.Tensor | None = None,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: tuple[int, int] | None = (-1, -1),
+    attention_chunk: int | None = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    *,
+    num_heads_q: int | None = None,
+    num_heads_kv: int | None = None,
+) -> torch.Tensor:
+    """`paged_attn.get_scheduler_metadata` in FlashAttention 3's order, by SGLang's names or FlashAttention 3's."""
+    num_heads = one_of("num_heads", num_heads, "num_heads_q", num_heads_q)
+    num_heads_k = one_of("num_heads_k", num_heads_k, "num_heads_kv", num_heads_kv)
+    if cache_seqlens is None:
+        raise ValueError("cache_seqlens: expected int32 [batch], got None")
+    return attention.get_scheduler_metadata(
+        batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, cache_seqlens
+    )
+
+
+def _latent_alone(q, v_cache, qv, k, v_descale):
+    """(q, k_cache, qv, k_descale) of a call whose score is qv . v: attention with the values as the keys."""
+    if qv is None:
+        raise ValueError("qv: expected a tensor with a q of head_dim 0 (or only_qv=True), got None")
+    if q is not None and q.shape[-1] != 0:
+        raise ValueError(f"q: expected head_dim 0 (or None) with only_qv=True, got {q.shape[-1]}")
+    if k is not None:
+        raise ValueError("k: expected None with a q of head_dim 0: append with kv_paged_write first")
+    return qv, v_cache, None, v_descale
