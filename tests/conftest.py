@@ -47,6 +47,8 @@ if os.environ["PAGED_ATTN_TEST_DEVICE"] == "mps" and not torch.backends.mps.is_b
     fake_mps.load()
 else:
     collect_ignore_glob = ["test_metal*.py"]
+# Each engine has an environment of its own (make test-engines).
+collect_ignore = [] if "PAGED_ATTN_ENGINE" in os.environ else ["engines"]
 
 
 def pytest_configure(config):

@@ -1,0 +1,71 @@
+"""SGLang's FlashAttention backend from its wheel, unmodified, on a machine without a GPU.
+
+What is missing there is replaced before SGLang is imported:
+
+    sgl_kernel       a wheel of CUDA code. The backend takes `merge_state_v2` and `get_scheduler_metadata` from it; here
+                     they come from paged_attn.fa3, as the attention functions do.
+    flashinfer,      CUDA code that modules on the way import and never call here.
+    torchvision
+    the GPU itself   SGLang asks for its generation before it calls the kernel.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+
+from transformers.utils import is_torchvision_available
+
+ABSENT = ("flashinfer", "sgl_kernel", "torchvision")
+
+
+class _AnyName(type):
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _AnyName(name, (), {})
+
+
+class _Absent(types.ModuleType):
+    """A module that has every name; whoever calls one gets an error or an empty object, never a result."""
+
+    __path__ = ()
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _AnyName(name, (), {})
+
+
+class _AbsentModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in ABSENT:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return _Absent(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+def import_backend(fa3):
+    """SGLang's module with its FlashAttention backend. `fa3` stands in for what sgl_kernel has of CUDA."""
+    # transformers must remember that there is no torchvision before an empty module takes its name.
+    is_torchvision_available()
+    sys.meta_path.insert(0, _AbsentModules())
+    import sgl_kernel
+    import sgl_kernel.flash_attn
+
+    sgl_kernel.merge_state_v2 = fa3.merge_state_v2
+    # The backend imports all three; the attention functions that it calls come from `kernels`.
+    for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata"):
+        setattr(sgl_kernel.flash_attn, name, getattr(fa3, name))
+
+    from sglang.kernels.ops.attention import flash_attention_v3
+    from sglang.srt.layers.attention import flashattention_backend
+
+    flash_attention_v3._is_fa3_supported = lambda device=None: True
+    flashattention_backend.get_device_capability = lambda: (9, 0)
+    return flashattention_backend
