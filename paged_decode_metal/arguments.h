@@ -65,16 +65,19 @@ enum ConstantIndex {
   kHasRotarySeqlens,
   // bool: how
   kHasSoftcap,
-  kHasSplits,   // a request may be cut
-  kHasPrefill,  // requests with more than kVectorRows rows are left to prefill
-  kWide,        // the cache has offsets of more than 31 bits
-  kAligned,     // rows of the caches (when writing: also of the new tokens) are whole vectors of 8 elements
+  kHasSplits,       // a request may be cut
+  kHasPrefill,      // requests with more than kVectorRows rows are left to prefill
+  kRotatesQueries,  // on the way of the append
+  kWide,            // the cache has offsets of more than 31 bits
+  kAligned,         // rows of the caches (when writing: also of the new tokens) are whole vectors of 8 elements
   kInterleaved,
   // int
   kHeadDim,
   kHeadDimV,
-  kPageSize,  // with a block table
-  kQueryType,
+  kPageSize,   // with a block table
+  kQueryType,  // of q as the kernel reads it: after a rotation that of out
+  kQvType,
+  kOutType,
   kCacheType,
   kNewType,
   kSinksType,
@@ -100,18 +103,21 @@ struct Strides {
   int64_t outer, middle, head;  // of (page, slot, head) in caches, of (batch, token, head) elsewhere
 };
 
+struct DescaleStrides {
+  int64_t batch, head;
+};
+
 struct Arguments {
   Strides q, qv, out, k_cache, v_cache, new_k, new_v;
   int64_t lse_stride_batch, lse_stride_head;
   int64_t block_table_stride;
-  int64_t q_descale_stride_batch, q_descale_stride_head;
-  int64_t k_descale_stride_batch, k_descale_stride_head;
-  int64_t v_descale_stride_batch, v_descale_stride_head;
+  DescaleStrides q_descale, k_descale, v_descale;
   int64_t slopes_stride_batch;
   int64_t cos_stride, sin_stride;
   int64_t cache_slots;  // of a page; of all keys when they are packed
   int32_t batch, q_heads, kv_heads, group;
-  int32_t max_q_len, total_q;
+  int32_t q_len;  // of every request without cu_seqlens_q
+  int32_t total_q;
   int32_t seqlen_k, capacity;  // keys of every request when no length is given; keys that a request can have
   int32_t num_pages, max_pages, table_rows;
   int32_t window_left, window_right, attention_chunk;
@@ -119,6 +125,7 @@ struct Arguments {
   int32_t split_keys;              // kSplitKeys or kBusySplitKeys
   int32_t wanted_splits;           // of an item, for enough threadgroups
   int32_t split_rows;              // a request with more rows is not cut
+  int32_t packed_tiles;            // tiles of rows of all requests in the grid of attend, 0: a row of it per request
   int32_t seqlen_new, total_new;
   int64_t total_words;  // of a table that the host fetches
   int32_t rotary_dim, rotary_len;

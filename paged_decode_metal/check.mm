@@ -34,7 +34,7 @@ class HostCopies {
     call.bind(kCopyBuffer, Address<void>{copy, 0});
     const int64_t words = count * sizeof(T) / sizeof(int32_t);
     call.arguments.total_words = words;
-    encode(encoder, "fetch", call, MTLSizeMake(pd_ceil_div(words, kSimdWidth), 1, 1), kSimdWidth, kSimdWidth);
+    encode(encoder, {"fetch", MTLSizeMake(pd_ceil_div(words, kSimdWidth), 1, 1), kSimdWidth, kSimdWidth}, call);
     table = {copy.contents, 0};
   }
 

@@ -51,6 +51,7 @@ constant bool has_rotary_seqlens [[function_constant(kHasRotarySeqlens)]];
 constant bool has_softcap [[function_constant(kHasSoftcap)]];
 constant bool has_splits [[function_constant(kHasSplits)]];
 constant bool has_prefill [[function_constant(kHasPrefill)]];
+constant bool rotates_queries [[function_constant(kRotatesQueries)]];
 constant bool wide [[function_constant(kWide)]];
 constant bool aligned [[function_constant(kAligned)]];
 constant bool interleaved [[function_constant(kInterleaved)]];
@@ -58,11 +59,16 @@ constant int head_dim [[function_constant(kHeadDim)]];
 constant int head_dim_v [[function_constant(kHeadDimV)]];
 constant int page_size [[function_constant(kPageSize)]];
 constant int query_type [[function_constant(kQueryType)]];
+constant int qv_type [[function_constant(kQvType)]];
+constant int out_type [[function_constant(kOutType)]];
 constant int cache_type [[function_constant(kCacheType)]];
 constant int new_type [[function_constant(kNewType)]];
 constant int sinks_type [[function_constant(kSinksType)]];
 
-constant uint kMinusInfinity = 0xff800000u;
+constant uint kInfinity = 0x7f800000u, kMinusInfinity = 0xff800000u;
+
+// By its bits, as fast math knows neither infinity nor NaN.
+PD_FN bool is_finite(float x) { return (as_type<uint>(x) & kInfinity) != kInfinity; }
 
 PD_FN int dtype_bytes(int type) { return type == kFloat32 ? 4 : type <= kBFloat16 ? 2 : 1; }
 

@@ -48,20 +48,19 @@ id<MTLComputePipelineState> pipeline_for(const std::string& name, const Constant
   return known[key] = pipeline;
 }
 
-int64_t threads_of(id<MTLComputePipelineState> pipeline, const std::string& name, int64_t wanted, int64_t least) {
+int64_t threads_of(id<MTLComputePipelineState> pipeline, const Dispatch& dispatch) {
   const int64_t limit = static_cast<int64_t>(pipeline.maxTotalThreadsPerThreadgroup) / kSimdWidth * kSimdWidth;
-  if (limit < least)
-    throw std::runtime_error("metal: " + name + ": expected a device with threadgroups of at least " +
-                             std::to_string(least) + " threads for it, got " + std::to_string(limit));
-  return pd_min(wanted, limit);
+  if (limit < dispatch.least_threads)
+    throw std::runtime_error("metal: " + dispatch.kernel + ": expected a device with threadgroups of at least " +
+                             std::to_string(dispatch.least_threads) + " threads for it, got " + std::to_string(limit));
+  return pd_min(dispatch.threads, limit);
 }
 
 }  // namespace
 
-void encode(id<MTLComputeCommandEncoder> encoder, const std::string& name, const Call& call, MTLSize groups,
-            int64_t threads, int64_t least_threads) {
-  id<MTLComputePipelineState> pipeline = pipeline_for(name, call.constants);
-  threads = threads_of(pipeline, name, threads, least_threads);
+void encode(id<MTLComputeCommandEncoder> encoder, const Dispatch& dispatch, const Call& call) {
+  id<MTLComputePipelineState> pipeline = pipeline_for(dispatch.kernel, call.constants);
+  const int64_t threads = threads_of(pipeline, dispatch);
   [encoder setComputePipelineState:pipeline];
   [encoder setBytes:&call.arguments length:sizeof(Arguments) atIndex:kArgumentsBuffer];
   for (int i = 0; i < kNumBuffers; ++i) {
@@ -69,7 +68,7 @@ void encode(id<MTLComputeCommandEncoder> encoder, const std::string& name, const
     if (!tensor) continue;
     [encoder setBuffer:__builtin_bit_cast(id<MTLBuffer>, tensor.data.buffer) offset:tensor.data.offset atIndex:i];
   }
-  [encoder dispatchThreadgroups:groups threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
+  [encoder dispatchThreadgroups:dispatch.threadgroups threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
 }
 
 }  // namespace paged_attn

@@ -17,7 +17,7 @@ namespace paged_attn {
   const Tables tables = PD_TABLES;
   const Output output = {out, lse, sinks, v_descale};
   const int rows = group_size.x / kSimdWidth;
-  const Item item = load_item(a, tables, position.x, position.y, position.z, rows);
+  const Item item = load_item(a, tables, {int(position.z), int(position.x), 0}, position.y, rows);
   if (int(simdgroup) >= item.rows || item.splits == 1) return;
   const long first = partial_of(a, item, simdgroup);
 
@@ -38,7 +38,7 @@ namespace paged_attn {
     for (int split = 0; split < item.splits; ++split) {
       x += partial_acc[(first + split) * head_dim_v + dim] * pd_rescale(partial_sums[first + split].x, m);
     }
-    store_float(out, query_type, target + dim, x * normalizer);
+    store_float(out, out_type, target + dim, x * normalizer);
   }
 }
 

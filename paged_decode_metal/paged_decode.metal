@@ -1,5 +1,5 @@
 // The shaders of the Metal backend. Which dimensions and rows have a kernel of their own stands here and in
-// kernel_for() of paged_decode_metal.mm; everything else, dtypes too, is a function constant.
+// the plans of routes.mm; everything else, dtypes too, is a function constant.
 #include "append.h"
 #include "attend.h"
 #include "fetch.h"
@@ -26,6 +26,7 @@ ATTEND(256, 256, 8, 1, false)
 ATTEND(256, 256, 8, 2, false)
 ATTEND(256, 256, 16, 4, false)
 ATTEND(256, 256, 32, 8, false)
+ATTEND(512, 512, 32, 4, false)
 ATTEND(768, 512, 32, 4, true)
 
 #define PREFILL(type, T, dims, rows)                                      \

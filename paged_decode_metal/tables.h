@@ -44,7 +44,7 @@ PD_FN int length_of(const device int* cu_seqlens, int b) { return bounded(long(c
 PD_FN Request load_request(constant Arguments& a, Tables tables, int b) {
   Request r;
   r.q_begin = 0;
-  r.q_len = a.max_q_len;
+  r.q_len = a.q_len;
   if (has_cu_seqlens_q) {
     // Wrong entries may not lead out of q and out.
     r.q_begin = clamp(tables.cu_seqlens_q[b], 0, a.total_q);
@@ -89,14 +89,30 @@ PD_FN Place find_place(constant Arguments& a, Tables tables, int b, int key) {
   return place.page < 0 || place.page >= a.num_pages || place.slot >= a.cache_slots ? nowhere : place;
 }
 
+// Largest b with begin_of(b) <= index, 0 if there is none; begin_of never falls.
+template <typename Begin>
+PD_FN int find_request(int batch, int index, Begin begin_of) {
+  int low = 0, high = batch;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (begin_of(middle) <= index) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
 // Offset in elements; 64-bit products are slow, and few caches need them.
 PD_FN long cache_offset(constant Strides& strides, Place place) {
   if (wide) return place.page * strides.outer + place.slot * strides.middle;
   return uint(place.page) * uint(strides.outer) + uint(place.slot) * uint(strides.middle);
 }
 
-PD_FN float descale_at(const device float* table, long stride_batch, long stride_head, int b, int kv_head) {
-  return table[b * stride_batch + kv_head * stride_head];
+// Of a table that is given.
+PD_FN float descale_at(const device float* table, constant DescaleStrides& strides, int b, int kv_head) {
+  return table[b * strides.batch + kv_head * strides.head];
 }
 
 }  // namespace paged_attn

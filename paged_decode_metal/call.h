@@ -1,0 +1,57 @@
+// What the dispatches of a call need beside their kernels: sizes, function constants, tensors.
+#pragma once
+
+#import <Metal/Metal.h>
+
+#include <array>
+
+#include "arguments.h"
+#include "spec/problem.h"
+
+namespace paged_attn {
+
+using Constants = std::array<int32_t, kNumConstants>;
+
+// A tensor that is not given stays unbound: the shader has no such argument then. An empty one that is given has no
+// buffer, yet it is bound.
+struct Call {
+  Arguments arguments = {};
+  Constants constants = {};
+  std::array<Optional<const void>, kNumBuffers> buffers = {};
+
+  template <typename T>
+  void bind(int index, Address<T> address) {
+    buffers[index] = {{address.buffer, address.offset}, true};
+  }
+
+  template <typename T>
+  void bind(int index, Optional<T> tensor) {
+    if (tensor) bind(index, tensor.data);
+  }
+
+  // With the constant that tells the shader whether the tensor is given.
+  template <typename T>
+  void bind(int index, Optional<T> tensor, int constant) {
+    constants[constant] = tensor.given;
+    bind(index, tensor);
+  }
+};
+
+constexpr int64_t kMaxKeys = int64_t{1} << 30;  // of a request; positions and their sums fit into 32 bits
+
+// Keys that the cache can hold for one request.
+int64_t capacity_of(const Problem& problem);
+
+// The dtype of out, and of queries rotated on the way: that of q, for an 8-bit q bfloat16.
+DType out_dtype_of(const Problem& problem);
+
+// Everything that writing and attending have in common.
+Call shared_call(const Problem& problem);
+
+// The write of the new tokens. With a rotary table the queries are rotated too, into `rotated`.
+Call append_call(const Problem& problem, Optional<void> rotated);
+
+// Attention; `rotated` holds the queries where they are rotated.
+Call attend_call(const Problem& problem, Optional<void> rotated);
+
+}  // namespace paged_attn
