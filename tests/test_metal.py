@@ -1,8 +1,11 @@
 """The host code on the fake Metal (tools/metal_emulator), from Python to the encoder."""
 
+import cases
+import compare
 import fake_mps
 import pytest
 import torch
+from cases import Case
 
 
 def call(paged_attn, kv_len=40, **kwargs):
@@ -79,3 +82,75 @@ def test_dispatches(paged_attn):
     paged_attn.kv_paged_write(new[0], new[0], cache, cache.clone(), None, None, slot_mapping=slots)
     counts.append(len(fake_mps.dispatched()))
     assert counts == [1, 2, 2, 1]
+
+
+# ---- Routes
+
+DECODE = {"prefill": "more than 8 rows"}
+WIDE = DECODE | {"decode": "head_dim and head_dim_v of at most 256"}
+ROUTES = {
+    "decode": (Case(q_heads=8, kv_heads=2), DECODE),
+    "decode_many_rows_fp32": (Case(q_len=17, dtype="float32"), {"prefill": "q in 16 or 8 bits"}),
+    "decode_many_rows_256": (Case(q_len=17, head_dim=256), {"prefill": "head_dim and head_dim_v of at most 128"}),
+    "prefill": (Case(q_len=17), {}),
+    "prefill_varlen": (Case(q_len=17, varlen_q=True), {}),
+    "wide_latent": (Case(head_dim=576, head_dim_v=512, layout="latent", kv_heads=1), {"decode": "at most 256"}),
+    "wide_qv": (Case(head_dim=64, head_dim_v=512, qv=True), {"prefill": "no qv", "decode": "no qv"}),
+}
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_route(paged_attn, name):
+    case, reasons = ROUTES[name]
+    call = cases.build(case).to("mps")
+    fake_mps.dispatched()
+    explained = paged_attn.explain(call.kwargs["q"], *call.caches(), **without(call.kwargs, "q"))
+    assert fake_mps.dispatched() == []
+    assert explained.route == name.partition("_")[0]
+    for route, reason in reasons.items():
+        assert reason in explained.why_not[route]
+    # What it says is what runs.
+    paged_attn.flash_attn_with_kvcache(call.kwargs["q"], *call.caches(), **without(call.kwargs, "q"))
+    ran = [line.split() for line in fake_mps.dispatched()]
+    assert len(ran) == explained.plan["dispatches"]
+    assert sum(int(x) * int(y) * int(z) for _, _, x, y, z, *_ in ran) == explained.plan["threadgroups"]
+    assert ran[0][0].startswith("prefill" if explained.route == "prefill" else "attend")
+
+
+def without(kwargs, *names):
+    return {name: value for name, value in kwargs.items() if name not in names}
+
+
+# ---- How many rows requests have is only known on the device
+
+PROMISES = [None, 0, 1, 2, 5, 1000]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("max_seqlen_q", PROMISES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_more_or_fewer_rows_than_promised(paged_attn, dtype, max_seqlen_q):
+    """No row stays unwritten, whatever max_seqlen_q promises. A threadgroup of several simdgroups then takes one tile
+    of rows after the other, in any order of simdgroups."""
+    case = Case(batch=5, q_len=9, varlen_q=True, kv_len=300, q_heads=8, causal=True, dtype=dtype, give_out=True)
+    for seed in range(4):
+        fake_mps.set_seed(seed)
+        try:
+            compare.check(paged_attn, case, "mps", max_seqlen_q=max_seqlen_q)
+        finally:
+            fake_mps.set_seed(0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("max_seqlen_q", [None, 3, 4096, 1 << 40])
+def test_grid_does_not_grow_with_requests_times_tokens(paged_attn, dtype, max_seqlen_q):
+    """One long prompt beside many single tokens, in a long cache."""
+    batch, longest, group, kv_heads = 300, 2000, 4, 2
+    lens = torch.tensor([longest] + [1] * (batch - 1), dtype=torch.int32)
+    cu_seqlens = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(torch.int32).to("mps")
+    q = torch.zeros(int(lens.sum()), group * kv_heads, 64, dtype=getattr(torch, dtype), device="mps")
+    k = torch.zeros(batch, 4096, kv_heads, 64, dtype=q.dtype, device="mps")
+    plan = paged_attn.explain(q, k, k, cache_seqlens=lens.to("mps"), cu_seqlens_q=cu_seqlens,
+                              max_seqlen_q=max_seqlen_q).plan  # fmt: skip
+    tiles = len(q) * group // 8 + 2 * batch
+    assert plan["threadgroups"] <= plan["splits"] * 4 * kv_heads * tiles
