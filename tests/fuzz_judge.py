@@ -1,0 +1,297 @@
+"""Whether a call did what the contract says: results within the rounding of its dtypes, every byte as the reference
+writes it, and nothing else changed.
+
+The contract of reference.py once more, a request at a time instead of a row at a time, since 100,000 calls are to take
+minutes; test_fuzz.py holds the two together. How close is close enough is counted here, not sampled: a kernel may round
+the sums of a score like random walks in float32, the rotated query and the probabilities to the dtype of q, and the
+output once more. Roundings of different keys are independent, so they add up as a root of squares; what shifts all
+scores alike adds up as it is.
+"""
+
+import cases
+import reference
+import torch
+from fuzz_calls import FP8, locality, place, visible
+
+EPS32 = torch.finfo(torch.float32).eps
+
+
+class Wrong(AssertionError):
+    pass
+
+
+def table_of(arguments):
+    table = arguments.get("block_table")
+    return arguments.get("page_table") if table is None else table
+
+
+def descale_of(arguments, name, b, kv_heads):
+    table = arguments.get(name)
+    if table is None:
+        return torch.ones(kv_heads, dtype=torch.float64)
+    return table[b if table.shape[0] > 1 else 0].double().expand(kv_heads)
+
+
+def tokens_of(x, request, b, packed, begin, count):
+    return x[begin : begin + count] if packed else x[b][:count]
+
+
+def read(cache, where):
+    bits = cache.view(reference.BITS[cache.itemsize])
+    return bits[where].view(cache.dtype).double()
+
+
+def write_expected(call, caches):
+    """Writes the new tokens of a call into these caches, in place."""
+    arguments = call.arguments
+    flat = "slot_mapping" in arguments and arguments["k"].dim() == 3 and "cu_seqlens_k_new" not in arguments
+    packed, slots = arguments["k"].dim() == 3, arguments.get("slot_mapping")
+    for b, request in enumerate(call.requests):
+        count = request.new_len
+        if not count:
+            continue
+        new = [tokens_of(arguments[name], request, b, packed, request.new_begin, count) for name in ("k", "v")]
+        new = [x.double() for x in new]
+        if "rotary_cos" in arguments:
+            tables = (arguments["rotary_cos"], arguments["rotary_sin"], arguments.get("rotary_interleaved", True))
+            new[0] = reference.rotate(new[0], range(request.rotary_base, request.rotary_base + count), *tables)
+        if slots is not None:
+            begin = request.new_begin if packed else b * count
+            target = slots[begin : begin + count]
+            new, target = [x[target >= 0] for x in new], target[target >= 0]
+            where = target // caches[0].shape[1], target % caches[0].shape[1]
+        else:
+            where = place(caches[0], table_of(arguments), request, torch.arange(request.old_len, request.kv_len))
+        for cache, x, name in zip(caches, new, ("k_descale", "v_descale")):
+            scales = descale_of(arguments, name, 0 if flat else b, x.shape[1]) if name in arguments else None
+            stored, bits = reference.stored_as(x, scales, cache.dtype), reference.BITS[cache.itemsize]
+            cache.view(bits)[where] = stored.view(bits)
+
+
+def attend_request(call, b, request, caches, q, qv, slopes, sinks):
+    """(out, lse, error of out, error of lse) of one request: [tokens, q_heads, head_dim_v] and [tokens, q_heads]."""
+    arguments, kv_heads = call.arguments, caches[0].shape[2]
+    q_heads, tokens, group = q.shape[1], request.q_len, q.shape[1] // caches[0].shape[2]
+    left, right, chunk = locality(arguments)
+    seen = visible(request, left, right, chunk)
+    keys = seen.any(0).nonzero()[:, 0]
+    seen = seen[:, keys]
+    table = table_of(arguments)
+    where = place(caches[0], table, request, keys)
+    key = read(caches[0], where) * descale_of(arguments, "k_descale", b, kv_heads)[:, None]
+    value = read(caches[1], where) * descale_of(arguments, "v_descale", b, kv_heads)[:, None]
+    key, value = key.permute(1, 0, 2), value.permute(1, 0, 2)  # [kv_heads, keys, dim]
+    eps = torch.finfo(torch.bfloat16 if arguments["q"].dtype in FP8 else arguments["q"].dtype).eps
+
+    def rows(x):  # [tokens, q_heads, dim] -> [kv_heads, tokens * group, dim]
+        return x.view(tokens, kv_heads, group, -1).permute(1, 0, 2, 3).reshape(kv_heads, tokens * group, -1)
+
+    def by_token(x):
+        return x.view(kv_heads, tokens, group, -1).permute(1, 0, 2, 3).reshape(tokens, q_heads, -1)
+
+    q, q_scale = q.double(), descale_of(arguments, "q_descale", b, kv_heads)
+    rotated = 0.0
+    if "rotary_cos" in arguments and request.q_len:
+        moving = left >= 0 or right >= 0 or chunk > 0
+        positions = [request.rotary_base + t * moving for t in range(tokens)]
+        tables = (arguments["rotary_cos"], arguments["rotary_sin"], arguments.get("rotary_interleaved", True))
+        q, rotated = reference.rotate(q, positions, *tables), 2 * eps
+    q = rows(q) * q_scale[:, None, None]
+    s, size = q @ key.mT, (q**2) @ (key**2).mT
+    length = q.shape[-1]
+    if qv is not None:
+        qv = rows(qv.double()) * q_scale[:, None, None]
+        s, size, length = s + qv @ value.mT, size + (qv**2) @ (value**2).mT, length + qv.shape[-1]
+    scale = arguments.get("softmax_scale")
+    scale = length**-0.5 if scale is None else scale
+    s, size = s * scale, size.sqrt() * abs(scale)
+    random = size * (6 * EPS32 * max(1.0, length**0.5 / 4) + rotated)
+    together = 8 * EPS32 * s.abs()
+    softcap = arguments.get("softcap", 0.0)
+    if softcap > 0:
+        s = softcap * torch.tanh(s / softcap)
+    if slopes is not None:
+        q_pos = torch.arange(request.kv_len - tokens, request.kv_len)
+        distance = (q_pos[:, None] - keys).abs().double().repeat_interleave(group, 0)
+        slope = slopes.double().view(kv_heads, 1, group).expand(-1, tokens, -1).reshape(kv_heads, -1, 1)
+        s = s - slope * distance
+        together = together + 8 * EPS32 * (slope * distance).abs()
+    s = s.masked_fill(~seen.repeat_interleave(group, 0), -torch.inf)
+    columns = s
+    if sinks is not None:
+        sink = sinks.double().view(kv_heads, 1, group, 1).expand(-1, tokens, -1, -1).reshape(kv_heads, -1, 1)
+        columns = torch.cat([s, sink], -1)
+    if columns.shape[-1]:
+        lse = torch.logsumexp(columns, -1, keepdim=True)
+    else:
+        lse = torch.full((*s.shape[:-1], 1), -torch.inf, dtype=torch.float64)
+    p = torch.where(s == -torch.inf, 0.0, torch.exp(s - lse))
+    out = p @ value
+
+    pe = p * random
+    shift = p * together
+    lse_error = ((pe**2).sum(-1, keepdim=True).sqrt() + shift.sum(-1, keepdim=True)) + 4 * EPS32 * lse.abs().clamp(
+        min=1
+    )
+    squares = ((pe**2) @ (value**2)).sqrt() + (shift + 4 * EPS32 * p) @ value.abs()
+    squares += (2 * eps if eps > 1e-6 else 0.0) * ((p**2) @ (value**2)).sqrt()  # probabilities in q's dtype
+    if arguments["q"].dtype == torch.float16 and value.shape[1]:  # below its smallest number they are lost
+        squares += 2**-24 * value.abs().sum(1, keepdim=True)
+    error = squares + out.abs() * (lse_error + eps) + torch.finfo(torch.float16).tiny * 2**-10
+    return by_token(out), by_token(lse)[..., 0], by_token(error), by_token(lse_error)[..., 0]
+
+
+def attend(call, caches):
+    """(out, lse, error of out, error of lse) of a call, out as it is returned, lse as [..., tokens, q_heads]."""
+    arguments = call.arguments
+    q, qv, head_dim_v = arguments["q"], arguments.get("qv"), caches[1].shape[-1]
+    packed = "cu_seqlens_q" in arguments
+    shape = q.shape[:-1]
+    out, lse = torch.zeros(*shape, head_dim_v).double(), torch.full(shape, -torch.inf).double()
+    out_error, lse_error = torch.zeros_like(out), torch.zeros_like(lse)
+    slopes, sinks = arguments.get("alibi_slopes"), arguments.get("s_aux", arguments.get("sinks"))
+    for b, request in enumerate(call.requests):
+        if request.q_len == 0:
+            continue
+        of = slice(request.q_begin, request.q_begin + request.q_len) if packed else b
+        slope = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
+        found = attend_request(call, b, request, caches, q[of], None if qv is None else qv[of], slope, sinks)
+        for into, x in zip((out, lse, out_error, lse_error), found):
+            into[of] = x
+    return out, lse, out_error, lse_error
+
+
+def compare(name, actual, expected, bound):
+    """The largest error in units of its bound; raises where it is above 1."""
+    actual = actual.double()
+    if actual.shape != expected.shape:
+        raise Wrong(f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
+    if not actual.numel():
+        return 0.0
+    finite = torch.isfinite(expected)
+    error = torch.where(finite, (actual - expected).abs() / bound, 0.0)
+    error = torch.where(finite & ~torch.isfinite(actual) | ~finite & (actual != expected), torch.inf, error)
+    worst = error.max()
+    if worst > 1:
+        at = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+        raise Wrong(
+            f"{name}: {int((error > 1).sum())} of {error.numel()} wrong, worst at {at}: got {actual[at]:.9g}, "
+            f"expected {expected[at]:.9g} +- {bound[at]:.2g}"
+        )
+    return float(worst)
+
+
+def same_bytes(name, actual, expected):
+    bits = reference.BITS.get(expected.itemsize, expected.dtype)
+    if not torch.equal(actual.view(bits), expected.view(bits)):
+        wrong = (actual.view(bits) != expected.view(bits)).nonzero()
+        at = tuple(int(i) for i in wrong[0])
+        raise Wrong(f"{name}: {len(wrong)} elements changed or wrong, first at {at}: got {actual[at]}, "
+                    f"expected {expected[at]}")  # fmt: skip
+
+
+def whole(x):
+    """The memory behind a tensor as bytes."""
+    return torch.empty(0, dtype=torch.uint8).set_(x.cpu().untyped_storage())
+
+
+def check_inputs(call, before, after):
+    """No argument but the caches and out may change, to the last byte of the memory that they are slices of."""
+    written = {x.untyped_storage().data_ptr() for x in call.storage}
+    seen = set()
+    for name, x in call.arguments.items():
+        if not isinstance(x, torch.Tensor) or name == "out" or x.is_meta:
+            continue
+        memory = x.untyped_storage().data_ptr()
+        if memory == 0 or memory in written or memory in seen:
+            continue
+        seen.add(memory)
+        same_bytes(f"{name} (an input)", whole(after[name]), whole(before[name]))
+
+
+def check_caches(call, storage):
+    """The storage holds the new tokens and is otherwise as it was. Rotated keys may differ by one rounding."""
+    expected = tuple(s.clone() for s in call.storage)
+    caches = cases.carve(call.case, expected)
+    arguments = call.arguments
+    if any(r.new_len for r in call.requests):
+        write_expected(call, caches)
+    if "rotary_cos" in arguments:
+        exact, got = (cases.carve(call.case, s)[0] for s in (expected, storage))
+        bits = reference.BITS[exact.itemsize]
+        differ = exact.view(bits) != got.view(bits)
+        a, b = exact.float(), got.float()
+        info = torch.finfo(exact.dtype)
+        step = (info.eps * torch.maximum(a.abs(), b.abs())).clamp(min=info.tiny * info.eps)
+        near = (a - b).abs() <= step + 4 * EPS32 * a.abs().nan_to_num().amax(-1, keepdim=True)
+        exact.view(bits)[differ & near] = got.view(bits)[differ & near]
+    for name, s, e in zip(("storage of K", "storage of V"), storage, expected):
+        same_bytes(name, s, e)
+
+
+def judge(call, result, arguments, storage):
+    """Raises Wrong; returns the largest error in units of what is allowed. arguments, storage: after the call."""
+    on_cpu = tuple(s.cpu() for s in storage)
+    check_caches(call, on_cpu)
+    check_inputs(call, call.arguments, arguments)
+    if call.function == "kv_paged_write":
+        if result is not None:
+            raise Wrong(f"kv_paged_write returned {result!r}")
+        return 0.0
+    if call.arguments.get("return_softmax_lse") or call.arguments.get("return_attn_probs"):
+        out, lse = result
+    else:
+        out, lse = result, None
+    if not isinstance(out, torch.Tensor):
+        raise Wrong(f"expected out, got {type(out)}")
+    # The attention is judged on the keys as written.
+    caches = cases.carve(call.case, on_cpu)
+    expected, expected_lse, bound, lse_bound = attend(call, caches)
+    q_dtype = call.arguments["q"].dtype
+    dtype = torch.bfloat16 if q_dtype in FP8 else q_dtype
+    if out.dtype != dtype:
+        raise Wrong(f"out is {out.dtype}")
+    worst = compare("out", out.cpu(), expected, bound)
+    if lse is not None:
+        if lse.dtype != torch.float32:
+            raise Wrong(f"lse is {lse.dtype}")
+        worst = max(worst, compare("lse", lse.cpu().mT, expected_lse, lse_bound))
+    given = arguments.get("out")
+    if given is not None:
+        if out.numel() and out.data_ptr() != given.data_ptr():
+            raise Wrong("the result is not in the given out")
+        memory = whole(given)
+        before = whole(call.arguments["out"]).clone()
+        mine = before.view(given.dtype).as_strided(given.shape, given.stride(), given.storage_offset())
+        mine.copy_(out.cpu())
+        same_bytes("memory beside out", memory, before)
+    return worst
+
+
+def judge_refusal(call, error, arguments, storage):
+    """A bad call: an error that names the argument, in one sentence, and every byte as it was."""
+    if error is None:
+        raise Wrong(f"no error for a bad {call.fault}")
+    message = str(error).strip()
+    if not isinstance(error, (ValueError, RuntimeError, TypeError, NotImplementedError)):
+        raise Wrong(f"a bad {call.fault} raised {type(error).__name__}: {message[:300]}")
+    if not any(name in message for name in call.fault.split("|")) or "\n" in message:
+        raise Wrong(f"the message does not name {call.fault}: {message[:300]}")
+    judge_untouched(call, arguments, storage)
+
+
+def judge_untouched(call, arguments, storage):
+    for name, s, e in zip(("storage of K", "storage of V"), storage, call.storage):
+        same_bytes(name, s.cpu(), e)
+    check_inputs(call, call.arguments, arguments)
+    if arguments.get("out") is not None and not arguments["out"].is_meta:
+        same_bytes("out", whole(arguments["out"]), whole(call.arguments["out"]))
+
+
+def judge_guards(call, storage):
+    """Nothing outside of the caches was written; without new tokens nothing at all."""
+    for name, s, e in zip(("storage of K", "storage of V"), storage, call.storage):
+        appends = "k" in call.arguments and call.function in ("flash_attn_with_kvcache", "kv_paged_write")
+        parts = (slice(cases.GUARD), slice(-cases.GUARD, None)) if appends else (slice(None),)
+        for part in parts:
+            same_bytes(f"guards of the {name}", s.cpu()[part], e[part])
