@@ -10,7 +10,6 @@ directory without the `kernels` package. A worker that dies or hangs is replaced
 import argparse
 import collections
 import importlib.util
-import inspect
 import multiprocessing
 import os
 import sys
@@ -73,19 +72,20 @@ def routes(paged_attn, call, arguments):
     """The route of a call, where the package tells."""
     if not hasattr(paged_attn, "explain") or call.function != "flash_attn_with_kvcache" or call.fault:
         return []
-    known = inspect.signature(paged_attn.explain).parameters
-    explained = paged_attn.explain(**{n: x for n, x in arguments.items() if n in known})
-    return [f"route {explained.route}"]
+    return [f"route {paged_attn.explain(**arguments).route}"]
 
 
 def run_call(paged_attn, call, device, most_threads=3):
     """Makes the call and judges it: (error in units of what is allowed, routes). Raises fuzz_judge.Wrong."""
     arguments, storage = call.on(device)
     result, error = invoke(getattr(paged_attn, call.function), arguments, 1 + call.seed % most_threads)
-    if call.fault and not (call.by_value and not checks_values(device)):
+    looked_at = checks_values(device) or not call.by_value
+    if call.fault and looked_at:
         fuzz_judge.judge_refusal(call, error, arguments, storage)
         return 0.0, []
-    if call.fault:  # a GPU does not look at values: it may write anything, but only where the caches are
+    if (
+        call.fault and not call.harmless
+    ):  # a GPU does not look at values: it may write anything, but only where the caches are
         if error is not None:
             raise fuzz_judge.Wrong(f"{type(error).__name__} for values that are not looked at: {error}")
         fuzz_judge.judge_guards(call, storage)

@@ -27,6 +27,12 @@ ANY = {
     "v_descale": (None,), "s_aux": (None,), "sinks": (None,), "num_splits": (0,), "deterministic": (False,),
     "pack_gqa": (None,), "sm_margin": (0,), "return_softmax_lse": (False,), "out": (None,),
 }  # fmt: skip
+# Of other kernels, which callers pass all the same.
+OTHERS = {
+    "fa_version": (2, 3, None), "only_qv": (False, None), "seqused_q": (None,), "score_mod": (None,),
+    "mask_mod": (None,), "aux_tensors": (None,), "dynamic_causal": (False,), "output_scale": (None,), "cp_rank": (None,),
+}  # fmt: skip
+ANY |= OTHERS
 PLAIN = ANY | {"dropout_p": (0.0,), "return_attn_probs": (False,)}
 NEUTRAL = {
     "flash_attn_with_kvcache": ANY | {
@@ -84,6 +90,7 @@ class Call:
     features: set = field(default_factory=set)
     fault: str = ""  # the name that the error must hold; "" for a good call
     by_value: bool = False  # only the values of a tensor on the device are wrong
+    harmless: bool = False  # bad only where values are checked: elsewhere the results are right
     neutral: dict = field(default_factory=dict)  # arguments that ask for nothing, given all the same
 
     def on(self, device):
@@ -102,12 +109,12 @@ class Call:
             return y.requires_grad_() if x.requires_grad else y
 
         arguments = {n: move(x) if isinstance(x, torch.Tensor) else x for n, x in self.arguments.items()}
-        return arguments | self.neutral, tuple(move(s) for s in self.storage)
+        return self.neutral | arguments, tuple(move(s) for s in self.storage)
 
     def code(self):
         """The call in Python; big tensors by their place in this call."""
         lines = [f"call = fuzz.draw({self.seed})", f"paged_attn.{self.function}("]
-        for name, x in (self.arguments | self.neutral).items():
+        for name, x in (self.neutral | self.arguments).items():
             if isinstance(x, torch.Tensor):
                 what = f"{str(x.dtype)[6:]} {tuple(x.shape)}, strides {x.stride()}"
                 small = not x.is_floating_point() and not x.is_meta and x.numel() <= 64
@@ -424,6 +431,8 @@ class Drawing:
         """None, or another value that asks for nothing, for arguments that the call does not need."""
         wanted = 3 if self.dice.chance(0.3) else 0
         candidates = [n for n in NEUTRAL[function] if n not in self.arguments]
+        if "rotary_cos" in self.arguments:
+            candidates = [n for n in candidates if n != "rotary_interleaved"]
         names = self.dice.sample(candidates, min(wanted, len(candidates)))
         self.note(*(f"{name} asks for nothing" for name in names))
         return {name: self.dice.choice(NEUTRAL[function][name]) for name in names}

@@ -192,6 +192,16 @@ def bad_ends(call, dice):
     return entry(call, name, index, value) + "|seqused_k|cache_seqlens|rotary"
 
 
+def too_short_a_hint(call, dice):
+    """max_seqlen_q below the longest q_len: a device that cannot see that writes every row all the same."""
+    longest = max((r.q_len for r in call.requests), default=0)
+    if "cu_seqlens_q" not in call.arguments or longest == 0:
+        return ""
+    call.arguments["max_seqlen_q"] = dice.randrange(longest)
+    call.by_value = call.harmless = True
+    return "max_seqlen_q"
+
+
 def bad_slot(call, dice):
     if "slot_mapping" not in call.arguments or not any(r.new_len for r in call.requests):
         return ""
@@ -204,7 +214,7 @@ FAULTS = (
     wrong_dtype, wrong_dtype, one_dimension_more, elsewhere, one_entry_more, bad_scalar, half_of_a_pair,
     asks_for_a_gradient, strided_last_dimension, unknown_keyword, both_names, dropout,
     # What few calls have an argument for, several times.
-    *(bad_length, bad_page, bad_ends) * 2, *(bad_leftpad, bad_row, bad_slot) * 4,
+    *(bad_length, bad_page, bad_ends, too_short_a_hint) * 2, *(bad_leftpad, bad_row, bad_slot) * 4,
 )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ def test_random_calls(paged_attn, device, block):
     assert not wrong, f"{len(wrong)} wrong\n" + "\n\n".join(wrong[:3])
 
 
-# What the reference has no word for.
+# What the reference has no word for; and it has no rule for a sink of inf, which takes everything.
 UNKNOWN = set() if "q_descale" in inspect.signature(reference.attend).parameters else {"q_descale"}
 
 
@@ -53,7 +53,9 @@ def small_calls(count):
     while len(found) < count:
         call = fuzz.draw(seed)
         size = sum(r.q_len * r.kv_len for r in call.requests)
-        known = set(call.arguments) - UNKNOWN == set(call.arguments)
+        known = UNKNOWN.isdisjoint(call.arguments) and not any(
+            name in call.arguments and (call.arguments[name] == torch.inf).any() for name in ("s_aux", "sinks")
+        )
         if known and not call.fault and call.function != "kv_paged_write" and 0 < size < 3000:
             found.append(call)
         seed += 1
