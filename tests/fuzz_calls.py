@@ -14,6 +14,7 @@ import reference
 import torch
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+EIGHT_BIT_QUERIES = 0.0  # how often, over 8-bit caches
 Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (64, 128, 64, 128, 96, 80, 256, 192, 112, 160, 32, 40, 16, 8, 1, 59)
 PAGE_SIZES = (16, 16, 16, 64, 32, 1, 2, 3, 8, 17, 24, 48, 128, 256)
@@ -30,7 +31,8 @@ ANY = {
 # Of other kernels, which callers pass all the same.
 OTHERS = {
     "fa_version": (2, 3, None), "only_qv": (False, None), "seqused_q": (None,), "score_mod": (None,),
-    "mask_mod": (None,), "aux_tensors": (None,), "dynamic_causal": (False,), "output_scale": (None,), "cp_rank": (None,),
+    "mask_mod": (None,), "aux_tensors": (None,), "dynamic_causal": (False,), "output_scale": (None,),
+    "cp_rank": (None,),
 }  # fmt: skip
 ANY |= OTHERS
 PLAIN = ANY | {"dropout_p": (0.0,), "return_attn_probs": (False,)}
@@ -269,7 +271,7 @@ class Drawing:
         self.dtype = self.dice.choice(Q_DTYPES)
         self.q_dtype = self.dtype
         self.cache_dtype = self.dice.choice(FP8) if self.dice.chance(0.3) else self.dtype
-        if self.cache_dtype in FP8 and self.dice.chance(0.15):
+        if self.cache_dtype in FP8 and self.dice.chance(EIGHT_BIT_QUERIES):
             self.q_dtype = self.dice.choice(FP8)
         self.note(self.kind, f"q {str(self.q_dtype)[6:]}", f"cache {str(self.cache_dtype)[6:]}")
         self.note(*(["qv"] if self.qv else []), *(["latent"] if self.latent else []))
