@@ -4,11 +4,13 @@ import ast
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import conftest
+import jinja2
 import pytest
 import torch
 from conftest import KERNEL, REPOSITORY
@@ -88,6 +90,22 @@ def test_build_toml_names_every_source():
     suffixes = {".cpp", ".h", ".cu", ".cuh", ".mm", ".metal"}
     present = {f.relative_to(REPOSITORY).as_posix() for d in folders for f in d.rglob("*") if f.suffix in suffixes}
     assert named == present - {"torch-ext/registration.h"}  # kernel-builder's, where create-pyproject has run
+
+
+def test_build_toml_names_what_shaders_include():
+    """In the section of Metal: CMake compiles a shader again only for these."""
+    section = tomllib.loads((REPOSITORY / "build.toml").read_text())["kernel"]["paged_decode_metal"]
+    pending = [source for source in section["src"] if source.endswith(".metal")]
+    seen = set(pending)
+    while pending:
+        source = REPOSITORY / pending.pop()
+        folders = [source.parent, *(REPOSITORY / folder for folder in section["include"])]
+        for name in re.findall(r'^#include "(.+)"', source.read_text(), re.MULTILINE):
+            found = next(folder / name for folder in folders if (folder / name).exists())
+            path = found.relative_to(REPOSITORY).as_posix()
+            pending += [path] if path not in seen else []
+            seen.add(path)
+    assert seen <= set(section["src"])
 
 
 def test_device_is_detected(tmp_path, monkeypatch):
@@ -201,3 +219,26 @@ def test_built_variant_is_complete(variant):
             if isinstance(node, ast.ImportFrom) and node.level == 1:
                 names = [node.module] if node.module else [alias.name for alias in node.names]
                 assert set(names) <= modules, f"{path.name} imports {names}"
+
+
+def test_card(paged_attn, device):
+    """CARD.md, filled in as kernel-builder does it, and its example."""
+    described = tomllib.loads((REPOSITORY / "build.toml").read_text())["general"]
+    template = jinja2.Environment(trim_blocks=True).from_string((REPOSITORY / "CARD.md").read_text())
+    card = template.render(
+        repo_id=KERNEL,
+        version=described["version"],
+        functions=paged_attn.__all__,
+        license=described["license"].lower(),
+        has_benchmark=(REPOSITORY / "benchmarks" / "benchmark.py").exists(),
+        source=described["source"],
+    )
+    assert "{{" not in card and "{%" not in card
+    assert "license: apache-2.0\n" in card and f"`kernels benchmark {KERNEL} --version 1`" in card
+    for name in paged_attn.__all__:
+        assert f"- `{name}`\n" in card
+    if device == "cpu":
+        code = re.search("```python\n(.+?)```", card, re.DOTALL)[1]
+        names = {}
+        exec(code, names)
+        assert names["out"].shape == (2, 1, 32, 128)

@@ -32,10 +32,10 @@ from kernels._rust import Build
 ROOT = Path(__file__).resolve().parent.parent
 NINJA = Path(ninja.BIN_DIR) / "ninja"
 
-COMMON_FLAGS = "-std=c++17 -O3 -DNDEBUG -g1 -fPIC -Wall -Wextra -DPy_LIMITED_API=0x03090000"
-CUDA_FLAGS = "-std=c++17 -O3 -DNDEBUG -lineinfo -Xcompiler=-fPIC,-Wall -Xptxas=--warn-on-spills,-Werror"
-# As kernel-builder compiles: torch's headers behind MPS want C++20, the shaders get fast math, Metal's default.
-METAL_HOST_STANDARD = "-std=c++20"
+# C++20 as with kernel-builder, which torch's headers behind MPS want.
+COMMON_FLAGS = "-std=c++20 -O3 -DNDEBUG -g1 -fPIC -Wall -Wextra -DPy_LIMITED_API=0x03090000"
+CUDA_FLAGS = "-std=c++20 -O3 -DNDEBUG -lineinfo -Xcompiler=-fPIC,-Wall -Xptxas=--warn-on-spills,-Werror"
+# As kernel-builder compiles: with fast math, Metal's default.
 METAL_FLAGS = "-std=metal4.0 -O2"
 # The oldest `kernels` that the package was loaded with.
 KERNELS_MINVER = "0.17.0"
@@ -352,7 +352,7 @@ def main() -> None:
         defines += f" -DTORCH_TARGET_VERSION={major << 56 | minor << 48:#018x}"
     work = args.out / ".ninja" / variant
 
-    flags = f"{COMMON_FLAGS} {without_unique_symbols(args.cxx)} {METAL_HOST_STANDARD if metal else ''} {defines}"
+    flags = f"{COMMON_FLAGS} {without_unique_symbols(args.cxx)} {defines}"
     sanitize = f"-fsanitize={args.sanitize} {SANITIZE_FLAGS}" if args.sanitize else ""
     sections = read_sections(config, args.backend, args.arch)
     namespace = f"_{module}_{args.backend}_{source_digest(sections, ' '.join([args.cxx, flags, sanitize]))}"
