@@ -38,7 +38,7 @@ PD_DEVICE int find_request(const int32_t* cu, int batch, int64_t index) {
 // Token `index` of all new ones.
 PD_DEVICE NewToken find_new_token(const Problem& p, const FastDivisor& seqlen_new, int64_t index) {
   NewToken token;
-  const int32_t* cu = p.append.cu_seqlens_k_new;
+  const Optional<const int32_t>& cu = p.append.cu_seqlens_k_new;
   if (cu) {
     token.b = find_request(cu, static_cast<int>(p.batch), index);
     token.t = static_cast<int>(index - cu[token.b]);
@@ -94,10 +94,6 @@ struct AppendPlan {
 PD_DEVICE int64_t source_offset(const Append& append, const NewToken& token, int64_t index, int64_t stride_batch,
                                 int64_t stride_token) {
   return append.cu_seqlens_k_new ? index * stride_token : token.b * stride_batch + token.t * stride_token;
-}
-
-PD_DEVICE float cache_scale(const float* descale, int64_t stride_batch, int64_t stride_head, int b, int head) {
-  return descale ? descale[b * stride_batch + head * stride_head] : 1.f;
 }
 
 // x / divisor, rounded once (Markstein). Without the branches that a division has for subnormal divisors.
@@ -195,9 +191,10 @@ __global__ void __launch_bounds__(kAppendThreads, 4)
                          head * (value ? append.v_stride_head : append.k_stride_head) * source_bytes;
     char* target = static_cast<char*>(value ? cache.v : cache.k) + piece * kTargetBytes +
                    head * (value ? cache.v_stride_head : cache.k_stride_head) * target_bytes;
-    const float* descale = value ? cache.v_descale : cache.k_descale;
+    const bool scaled = value ? cache.v_descale.given : cache.k_descale.given;
+    const float* descale = (value ? cache.v_descale.data : cache.k_descale.data) +
+                           head * (value ? cache.v_descale_stride_head : cache.k_descale_stride_head);
     const int64_t descale_stride = value ? cache.v_descale_stride_batch : cache.k_descale_stride_batch;
-    if (descale) descale += head * (value ? cache.v_descale_stride_head : cache.k_descale_stride_head);
 
     for (int t = 0; t < kTokens; t += kBatch * plan.rows) {
       uint4 words[kBatch];
@@ -227,7 +224,7 @@ __global__ void __launch_bounds__(kAppendThreads, 4)
         if (offset < 0) continue;
         if constexpr (kFp8) {
           const int b = kAlone ? token.b : routes[t_own].request;
-          const float scale = descale ? descale[b * descale_stride] : 1.f;
+          const float scale = scaled ? descale[b * descale_stride] : 1.f;
           __stcs(reinterpret_cast<uint2*>(target + offset), narrow(words[u], append.dtype, cache.dtype, scale));
         } else {
           __stcs(reinterpret_cast<uint4*>(target + offset), words[u]);
@@ -300,8 +297,7 @@ __global__ void __launch_bounds__(kAppendThreads)
   for (int i = threadIdx.x; i < p.kv_heads * head_dim; i += blockDim.x) {
     int head = i / head_dim, dim = i - head * head_dim;
     float x = rotated(p, append.k, append.dtype, k_source + head * append.k_stride_head, dim, position);
-    if (fp8)
-      x /= cache_scale(cache.k_descale, cache.k_descale_stride_batch, cache.k_descale_stride_head, token.b, head);
+    if (fp8) x /= k_descale_of(cache, token.b, head);
     store_float(cache.k, cache.dtype, k_target + head * cache.k_stride_head + dim, x);
   }
   const int64_t v_source = source_offset(append, token, blockIdx.x, append.v_stride_batch, append.v_stride_token);
@@ -309,8 +305,7 @@ __global__ void __launch_bounds__(kAppendThreads)
   for (int i = threadIdx.x; i < p.kv_heads * head_dim_v; i += blockDim.x) {
     int head = i / head_dim_v, dim = i - head * head_dim_v;
     float x = load_float(append.v, append.dtype, v_source + head * append.v_stride_head + dim);
-    if (fp8)
-      x /= cache_scale(cache.v_descale, cache.v_descale_stride_batch, cache.v_descale_stride_head, token.b, head);
+    if (fp8) x /= v_descale_of(cache, token.b, head);
     store_float(cache.v, cache.dtype, v_target + head * cache.v_stride_head + dim, x);
   }
 }

@@ -8,6 +8,7 @@
 #include "append.h"
 #include "check.h"
 #include "explanation.h"
+#include "fallback_plan.h"
 #include "layout.h"
 #include "routes.h"
 #include "spec/check_tables.h"
@@ -37,11 +38,15 @@ void use_rotated_queries(Problem& p, void* rotated_q) {
 }  // namespace
 
 std::string unsupported_reason(const Problem& p) {
-  if (p.batch > INT32_MAX || p.total_q * p.group > INT32_MAX || capacity(p) >= kMaxKeys) {
-    return "cuda: expected sizes below 2^31 (batch, total_q * group) and of 2^30 (keys of one request), got " +
-           std::to_string(p.batch) + ", " + std::to_string(p.total_q * p.group) + ", " + std::to_string(capacity(p));
-  }
-  return "";
+  // Rows, and the most tiles of rows that a route cuts them into, are counted in 32 bits.
+  const int64_t rows = p.total_q * p.group, tiles = (rows / kFallbackWarps + p.batch) * p.kv_heads;
+  constexpr int64_t kMost = INT32_MAX - 64;
+  if (p.batch <= kMost && rows <= kMost && tiles <= kMost && capacity(p) < kMaxKeys) return "";
+  return "cuda: expected sizes below 2^31 (batch, total_q * group, total_q * q_heads / 4 + batch * kv_heads) and of "
+         "2^30 "
+         "(keys of one request), got " +
+         std::to_string(p.batch) + ", " + std::to_string(rows) + ", " + std::to_string(tiles) + ", " +
+         std::to_string(capacity(p));
 }
 
 void run_attention(const Problem& problem) {

@@ -37,14 +37,14 @@ PD_DEVICE int query_length(const Problem& p, int b) {
 
 PD_DEVICE int new_length(const Problem& p, int b) {
   if (!p.append.k) return 0;
-  const int32_t* cu = p.append.cu_seqlens_k_new;
+  const Optional<const int32_t>& cu = p.append.cu_seqlens_k_new;
   return cu ? cu[b + 1] - cu[b] : static_cast<int>(p.append.seqlen_new);
 }
 
 // Keys before the append.
 PD_DEVICE int cached_length(const Problem& p, int b) {
   if (p.cache_seqlens) return p.cache_seqlens[b];
-  const int32_t* cu = p.cache.cu_seqlens_k;
+  const Optional<const int32_t>& cu = p.cache.cu_seqlens_k;
   return cu ? cu[b + 1] - cu[b] : static_cast<int>(p.seqlen_k);
 }
 
@@ -85,6 +85,27 @@ PD_DEVICE int basic_tiles(const Plan& plan, int kv_len) {
   return max((kv_len + (1 << plan.tile_shift) - 1) >> plan.tile_shift, 1);
 }
 
+// Where the tiles of rows of a request begin among packed ones. The rows of all requests stand one behind the other,
+// and each request ends with a tile of its own: floor(x + y) + 1 >= floor(x) + ceil(y), so the tiles of none overlap
+// those of the next.
+PD_DEVICE int packed_begin(const Problem& p, const Plan& plan, int b) {
+  return (query_begin(p, b) * static_cast<int>(p.group) >> plan.row_shift) + b;
+}
+
+// The request whose tiles hold the packed tile `index`: the last that begins at it or before it.
+PD_DEVICE int find_packed(const Problem& p, const Plan& plan, int index) {
+  int low = 0, high = static_cast<int>(p.batch);
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (packed_begin(p, plan, middle) <= index) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
 PD_DEVICE Item load_item(const Problem& p, const Plan& plan, int index) {
   Item item = {};
   if (plan.basic) {
@@ -96,15 +117,24 @@ PD_DEVICE Item load_item(const Problem& p, const Plan& plan, int index) {
     item.tiles = basic_tiles(plan, item.kv_len);
     return item;
   }
-  item.b = plan.row_tiles.divide(index);
-  const int tile = index - item.b * static_cast<int>(plan.row_tiles.divisor);
+  int tile, first_tile = 0;
+  if (index < plan.direct_items) {
+    item.b = plan.row_tiles.divide(index);
+    tile = index - item.b * static_cast<int>(plan.row_tiles.divisor);
+  } else {
+    item.b = find_packed(p, plan, index - plan.direct_items);
+    tile = index - plan.direct_items - packed_begin(p, plan, item.b);
+    first_tile = static_cast<int>(plan.row_tiles.divisor);  // those before it are direct
+  }
   item.q_begin = query_begin(p, item.b);
   item.q_len = query_length(p, item.b);
+  const int rows = item.q_len * static_cast<int>(p.group);
   // Bounded, so that the units of all items can be counted whatever the lengths.
   item.kv_len = min(cached_length(p, item.b) + new_length(p, item.b), plan.max_keys);
   item.leftpad = p.cache_leftpad ? p.cache_leftpad[item.b] : 0;
-  item.first_row = tile * plan.rows_per_tile;
-  item.rows = max(0, min(plan.rows_per_tile, item.q_len * static_cast<int>(p.group) - item.first_row));
+  const bool exists = tile >= first_tile && tile <= (rows - 1) >> plan.row_shift;
+  item.first_row = exists ? tile << plan.row_shift : 0;
+  item.rows = exists ? min(1 << plan.row_shift, rows - item.first_row) : 0;
   // Both ends of what a row sees grow with its token, so the first and the last row bound them all.
   const KvRange first = row_keys(p, plan, item, plan.group.divide(item.first_row));
   const KvRange last = row_keys(p, plan, item, plan.group.divide(item.first_row + max(item.rows, 1) - 1));
@@ -133,20 +163,21 @@ struct Segment {
 struct Dealing {
   int length;  // of every stretch
   int most;    // units that every (item, kv_head) counts, those past its end being empty; 0: its own, and its cost
+  int surplus_rounds;  // see Plan; 0 where no request has more rows than it was given tiles for
 };
 
 // Steps through the segments of one thread block. Every warp holds copies, so stepping needs no barrier.
 struct Walker {
   int pair, unit;   // the next unit, counted from the first of its (item, kv_head)
   int left;         // units of the stretch
-  int whole_pairs;  // to come after it
+  int whole_pairs;  // to come after it; below 0, rounds of surplus tiles that are done
 
   // False at the end.
   PD_MEMBER bool next(const Problem& p, const Plan& plan, const Dealing& dealing, Segment& segment, Item& item) {
     const int heads = static_cast<int>(p.kv_heads);
     while (true) {
       if (left == 0) {
-        if (whole_pairs == 0) return false;
+        if (whole_pairs == -dealing.surplus_rounds) return false;
         pair = plan.items * heads - whole_pairs * static_cast<int>(plan.blocks.divisor) + static_cast<int>(blockIdx.x);
         unit = 0;
         left = dealing.most;
@@ -155,8 +186,13 @@ struct Walker {
       const int index = plan.kv_heads.divide(pair);
       segment.head = pair - index * heads;
       item = load_item(p, plan, index);
-      const int cost = dealing.most > 0 ? 0 : plan.pair_cost;
-      const int units = dealing.most > 0 ? dealing.most : item.tiles + cost;
+      int cost = dealing.most > 0 ? 0 : plan.pair_cost;
+      int units = dealing.most > 0 ? dealing.most : item.tiles + cost;
+      if (plan.surplus_rounds > 0 && index >= plan.items) {
+        // A surplus tile of rows is not cut.
+        cost = 0;
+        units = left = item.tiles;
+      }
       const int count = min(units - unit, left), begin = max(unit - cost, 0);
       const int tile_end = min(unit + count - cost, item.tiles);
       unit += count;
@@ -177,6 +213,7 @@ struct Walker {
 // Tiles of all items of a range, and the most of one.
 struct TileCount {
   int sum = 0, most = 0;
+  bool surplus = false;  // some request has more rows than it was given tiles for
 
   PD_MEMBER void add(int tiles) {
     sum += tiles;
@@ -200,7 +237,12 @@ PD_DEVICE TileCount count_tiles(const Problem& p, const Plan& plan, int begin, i
     }
   } else {
 #pragma unroll 1
-    for (int index = begin; index < end; ++index) count.add(load_item(p, plan, index).tiles);
+    for (int index = begin; index < end; ++index) {
+      const Item item = load_item(p, plan, index);
+      count.add(item.tiles);
+      const int given = static_cast<int>(plan.row_tiles.divisor) << plan.row_shift;
+      if (plan.surplus_rounds > 0) count.surplus |= item.q_len * static_cast<int>(p.group) > given;
+    }
   }
   return count;
 }
@@ -249,6 +291,7 @@ PD_DEVICE void find_stretch(const Problem& p, const Plan& plan, Walker& walker, 
   while (true) {
     const int run_begin = first + lane * run, run_end = min(plan.items, run_begin + run);
     const TileCount count = count_tiles(p, plan, run_begin, run_end);
+    if (plan.surplus_rounds > 0 && __any_sync(~0u, count.surplus)) dealing.surplus_rounds = plan.surplus_rounds;
     if (dealing.length == 0 && (plan.blocks_each.divisor > 0 || plan.whole_pairs > 0)) {
       const int most = __reduce_max_sync(~0u, count.most), all = __reduce_add_sync(~0u, count.sum);
       if (most * plan.items - all <= all / 16) {
@@ -280,6 +323,7 @@ PD_DEVICE void find_stretch(const Problem& p, const Plan& plan, Walker& walker, 
 
 // This block's (item, head, split) when the cuts are fixed.
 PD_DEVICE void find_split(const Problem& p, const Plan& plan, Walker& walker, Dealing& dealing) {
+  if (plan.items == 0) return;
   walker.pair = plan.max_splits.divide(blockIdx.x);
   const int split = (walker.pair + 1) * static_cast<int>(plan.max_splits.divisor) - 1 - static_cast<int>(blockIdx.x);
   const int index = plan.kv_heads.divide(walker.pair), tiles = count_tiles(p, plan, index, index + 1).sum;
@@ -332,25 +376,37 @@ PD_DEVICE RowTarget row_target(const Problem& p, const Plan& plan, const Item& i
   return target;
 }
 
+// Of a (batch, kv_heads) table that may be absent.
+PD_DEVICE float descale_of(const Optional<const float>& table, int64_t stride_batch, int64_t stride_head, int b,
+                           int head) {
+  return table ? table[b * stride_batch + head * stride_head] : 1.f;
+}
+
+PD_DEVICE float k_descale_of(const Cache& c, int b, int head) {
+  return descale_of(c.k_descale, c.k_descale_stride_batch, c.k_descale_stride_head, b, head);
+}
+
+PD_DEVICE float v_descale_of(const Cache& c, int b, int head) {
+  return descale_of(c.v_descale, c.v_descale_stride_batch, c.v_descale_stride_head, b, head);
+}
+
 // Adds the sink and gives the factor from acc to the output; writes the lse when `write_lse`.
 PD_DEVICE float finish_row(const Problem& p, const RowTarget& target, int b, int head, float m, float l,
                            bool write_lse) {
   float factor = 1.f;
   if (p.sinks) pd_add_sink(load_float(p.sinks, p.sinks_dtype, target.q_head), &m, &l, &factor);
   if (write_lse && p.lse) p.lse[target.lse] = pd_lse(m, l);
-  const Cache& cache = p.cache;
-  float v_descale =
-      cache.v_descale ? cache.v_descale[b * cache.v_descale_stride_batch + head * cache.v_descale_stride_head] : 1.f;
-  return factor * pd_normalizer(l) * v_descale;
+  return factor * pd_normalizer(l) * v_descale_of(p.cache, b, head);
 }
 
-// The factor of q.k: softmax scale and the scales of quantised q and k.
+// The factor of q: softmax scale and the scale of quantised q.
+PD_DEVICE float query_scale(const Problem& p, int b, int head) {
+  return p.scale * descale_of(p.q_descale, p.q_descale_stride_batch, p.q_descale_stride_head, b, head);
+}
+
+// The factor of q.k.
 PD_DEVICE float score_scale(const Problem& p, int b, int head) {
-  const Cache& cache = p.cache;
-  float scale = p.scale;
-  if (cache.k_descale) scale *= cache.k_descale[b * cache.k_descale_stride_batch + head * cache.k_descale_stride_head];
-  if (p.q_descale) scale *= p.q_descale[b * p.q_descale_stride_batch + head * p.q_descale_stride_head];
-  return scale;
+  return query_scale(p, b, head) * k_descale_of(p.cache, b, head);
 }
 
 PD_DEVICE float row_slope(const Problem& p, int b, int q_head) {

@@ -17,7 +17,6 @@ class HostCopies {
 
   template <typename T>
   void fetch(const T*& array, int64_t count) {
-    if (!array) return;
     copies_.emplace_back(new char[(count > 0 ? count : 1) * sizeof(T)]);
     cudaError_t error =
         cudaMemcpyAsync(copies_.back().get(), array, pd_max(count, 0) * sizeof(T), cudaMemcpyDeviceToHost, stream_);

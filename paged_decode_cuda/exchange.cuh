@@ -9,6 +9,10 @@
 
 #include "balance.cuh"
 
+// What assert() calls; its header leaves it out where NDEBUG is set.
+extern "C" __device__ __attribute__((noreturn)) void __assertfail(const char* message, const char* file, unsigned line,
+                                                                  const char* function, size_t char_size);
+
 namespace paged_attn {
 
 // Of this launch, though the replays of a graph share it. Multiplied, so that no memory is likely to hold it.
@@ -78,6 +82,18 @@ PD_DEVICE void write_partial(const Plan& plan, int row, int quad, const RowSum& 
   store_word(words + plan.partial_quads + quad, sum.acc[2], sum.acc[3], number);
 }
 
+// Ends the kernel with an error that the host finds (cudaErrorAssert) and these words on stderr.
+PD_DEVICE void give_up() {
+  __assertfail("paged_attn: a block waited too long for the partial of another: were lengths changed during a call?",
+               "exchange.cuh", __LINE__, "add_batch", sizeof(char));
+}
+
+// How often a team looks for words that are not there yet, 20 s at least. A partial is late by the time that a block
+// needs for its keys at most.
+#ifndef PD_MOST_LOOKS
+#define PD_MOST_LOOKS (1 << 25)
+#endif
+
 // Which parts a block adds to a sum: `count` in all, of the block before it and those at distances of `spacing`
 // further.
 struct Parts {
@@ -104,7 +120,9 @@ PD_DEVICE void add_batch(const Plan& plan, int first, int step, const Parts& par
   TaggedWord* const ml_word = nearest - min(lane, existing - 1) * stride + 2 * plan.partial_quads + quad / kTeam;
   auto word_of = [&](int j, int w) { return sums - (j < existing ? j * stride : 0) + w * plan.partial_quads; };
   unsigned long long stale;
+  int looks = 0;
   do {
+    if (++looks == PD_MOST_LOOKS) give_up();
     // All loads before the first look at one.
     load_word(ml_word, ml_payload, ml_found);
 #pragma unroll

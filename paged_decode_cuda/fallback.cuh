@@ -51,16 +51,11 @@ __global__ void __launch_bounds__(kFallbackWarps* kWarp, 1)
   const int end = exists ? min(static_cast<int>(seen.end), segment.tile_end << kFallbackTileShift) : begin;
   const int q_pos = item.kv_len - item.q_len + token;
   const float slope = row_slope(p, item.b, target.q_head);
-  const float scale_all = score_scale(p, item.b, head);
+  const float scale_all = kQv ? query_scale(p, item.b, head) : score_scale(p, item.b, head);
   const Cache& cache = p.cache;
-  // k_descale is part of scale_all; the part of qv needs v_descale in its place.
-  float qv_factor = 1.f;
-  if (kQv && cache.v_descale) {
-    qv_factor = cache.v_descale[item.b * cache.v_descale_stride_batch + head * cache.v_descale_stride_head];
-    if (cache.k_descale) {
-      qv_factor /= cache.k_descale[item.b * cache.k_descale_stride_batch + head * cache.k_descale_stride_head];
-    }
-  }
+  // With qv the two parts of the score have descales of their own, so those go into q and qv.
+  const float q_factor = kQv ? k_descale_of(cache, item.b, head) : 1.f;
+  const float qv_factor = kQv ? v_descale_of(cache, item.b, head) : 1.f;
 
   // Load the query
   float q[kDims], qv[kQv ? kDimsV : 1];
@@ -70,8 +65,9 @@ __global__ void __launch_bounds__(kFallbackWarps* kWarp, 1)
     int dim = i * kWarp + lane;
     q[i] = 0.f;
     if (dim < p.head_dim) {
-      q[i] = load_float(p.q, p.q_dtype,
-                        item.b * p.q_stride_batch + query * p.q_stride_token + target.q_head * p.q_stride_head + dim);
+      const int64_t offset =
+          item.b * p.q_stride_batch + query * p.q_stride_token + target.q_head * p.q_stride_head + dim;
+      q[i] = load_float(p.q, p.q_dtype, offset) * q_factor;
     }
   }
   if constexpr (kQv) {
@@ -88,8 +84,8 @@ __global__ void __launch_bounds__(kFallbackWarps* kWarp, 1)
   }
 
   // For each key: load, score, update
-  const int32_t* pages =
-      cache.block_table ? cache.block_table + table_row(p, item.b) * cache.block_table_stride : nullptr;
+  const bool paged = static_cast<bool>(cache.block_table);
+  const int32_t* pages = cache.block_table.data + (paged ? table_row(p, item.b) * cache.block_table_stride : 0);
   const T* k_head = static_cast<const T*>(cache.k) + head * cache.k_stride_head;
   const T* v_head = static_cast<const T*>(cache.v) + head * cache.v_stride_head;
   float m = -INFINITY, l = 0.f, acc[kDimsV] = {};
@@ -103,7 +99,7 @@ __global__ void __launch_bounds__(kFallbackWarps* kWarp, 1)
       int key = first + i;
       int64_t page = -1, slot = key;
       if (key < end) {
-        if (pages) {
+        if (paged) {
           int index = plan.page_size.divide(key);
           slot = key - index * static_cast<int>(plan.page_size.divisor);
           if (index < cache.max_pages) page = pages[index];

@@ -8,7 +8,8 @@
 
 namespace paged_attn {
 
-constexpr int kFallbackWarps = 4;  // of a block, and rows of an item: a warp has a row
+constexpr int kFallbackRowShift = 2;
+constexpr int kFallbackWarps = 1 << kFallbackRowShift;  // of a block, and rows of an item: a warp has a row
 constexpr int kFallbackTileShift = 4;
 
 struct FallbackPlan {

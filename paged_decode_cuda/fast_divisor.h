@@ -13,7 +13,7 @@ struct FastDivisor {
 
   FastDivisor() = default;
   explicit FastDivisor(int64_t value) : divisor(static_cast<uint32_t>(value)) {
-    if (value == 1) return;
+    if (value <= 1) return;                               // 0 divides nothing: it says that there is nothing to divide
     while ((int64_t{1} << (shift + 1)) < value) ++shift;  // 2^(shift + 1) >= value
     multiplier = static_cast<uint32_t>((uint64_t{1} << (32 + shift)) / static_cast<uint64_t>(value) + 1);
   }

@@ -42,6 +42,11 @@ struct CommonPlan {
 
 struct Plan : CommonPlan {
   FastDivisor row_tiles, max_splits, chunk;
+  // Items below this number are row_tiles for every request, whatever its length. The others are packed: as many as all
+  // tokens together can fill, see PackedTile. Those past `items` are for the rows of a request that row_tiles do not
+  // hold; each block has a look at one per round, and needs none where every request is as short as it was told.
+  int32_t direct_items, surplus_rounds;
+  int32_t row_shift;  // log2 of rows_per_tile
   int32_t rows_per_tile;
   int32_t tile_shift;  // log2 of the keys of a unit
   int32_t num_splits;  // fixed: parts asked for; 0: one for every split_tiles, at most max_splits
@@ -51,8 +56,17 @@ struct Plan : CommonPlan {
   bool basic;  // an item is a request and its length says which keys it sees; see decode/basic_call.cuh
 };
 
-// What every route plans alike: rows of requests in tiles of `rows_per_tile`, keys in tiles of 2^tile_shift.
-void plan_rows(const Problem& p, int rows_per_tile, int tile_shift, int64_t row_tiles, Plan& plan);
+// What every route plans alike; keys are in tiles of 2^tile_shift.
+void plan_tables(const Problem& p, int tile_shift, Plan& plan);
+
+// Rows in tiles of 2^row_shift: `row_tiles` of every request.
+void plan_direct_rows(const Problem& p, int row_shift, int64_t row_tiles, Plan& plan);
+
+// Or as many as all tokens together can fill, whatever max_q_len says. For cu_seqlens_q.
+void plan_packed_rows(const Problem& p, int row_shift, Plan& plan);
+
+// How many that are: every request ends with a tile that is not full.
+int64_t packed_tiles(const Problem& p, int row_shift);
 
 // Cuts that do not depend on the batch: num_splits of them, or one for every `split_keys` keys, `limit` at most.
 void plan_fixed_splits(const Problem& p, int split_keys, int64_t limit, Plan& plan);

@@ -2,12 +2,18 @@
 every way in which the keys are dealt to thread blocks."""
 
 import itertools
+import os
+import shutil
+import subprocess
+from pathlib import Path
 
 import cases
 import pytest
 import torch
 from cases import Case
 from compare import check, judge, run
+
+REPOSITORY = Path(__file__).resolve().parent.parent
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -110,6 +116,107 @@ def test_every_way_of_dealing(paged_attn, device, dealing, options):
     check(paged_attn, Case(q_heads=2 * options["kv_heads"], **options), device)
 
 
+BASIC = {"head_dim": 128}
+REASONS = {  # of a route: what keeps a call from it
+    "decode_basic": {
+        "no block_table": {"page_size": 0},
+        "cu_seqlens_q": {"varlen_q": True},
+        "cache_batch_idx": {"batch_idx": True},
+        "cache_leftpad": {"leftpad": True},
+        "cu_seqlens_k_new": {"append": 2, "append_varlen": True},
+        "a left window": {"window": (20, 0)},
+        "attention_chunk": {"chunk": 16},
+        "softcap": {"softcap": 20.0},
+        "alibi_slopes": {"alibi": "head"},
+        "sinks that are not of q's dtype": {"sink": "float32"},
+        "descales of a 16-bit cache": {"descale": "full"},
+        "another dtype of q than the usual one": {"dtype": "float16", "kv_dtype": "float8_e4m3fn"},
+        "head_dim and head_dim_v differ": {"head_dim_v": 64},
+        "a head_dim other than 64, 128 and 256": {"head_dim": 96},
+        "more rows of a request than one tile holds": {"q_len": 9, "q_heads": 4},
+        "num_splits fixes the cuts": {"num_splits": 2},
+        "deterministic fixes the cuts": {"deterministic": True},
+        "there are more than 1024 tiles of rows": {"batch": 1025, "kv_len": 3},
+    },
+    "decode": {
+        "float32": {"dtype": "float32"},
+        "qv": {"head_dim": 64, "head_dim_v": 512, "qv": True},
+        "head_dim or head_dim_v above 256": {"head_dim": 576, "head_dim_v": 512},
+        "rows of the cache are not whole pieces of 16 bytes": {"head_dim": 60},
+        "k_cache or v_cache does not begin at a multiple of 16 bytes": {"layout": "odd_strides"},
+        "q or out does not begin at a multiple of 16 bytes": {"wide_q": True},
+    },
+}
+
+
+def explain(paged_attn, device, **options):
+    call = cases.build(Case(**(BASIC | options))).to(device)
+    k_cache, v_cache = call.caches()
+    return paged_attn.explain(k_cache=k_cache, v_cache=v_cache, **call.kwargs)
+
+
+@pytest.mark.parametrize("route, reason", [(route, reason) for route, reasons in REASONS.items() for reason in reasons])
+def test_why_a_call_does_not_take_a_route(paged_attn, device, route, reason):
+    explained = explain(paged_attn, device, **REASONS[route][reason])
+    assert explained.why_not[route] == reason
+    assert explained.route != route and explained.plan["blocks"] > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"q_len": 4, "q_heads": 8, "causal": True},
+        {"append": 2},
+        {"sink": "bfloat16"},
+        {"dtype": "float16"},
+        {"kv_dtype": "float8_e5m2", "descale": "full"},
+        {"head_dim": 64},
+        {"head_dim": 256},
+    ],
+    ids=str,
+)
+def test_what_engines_ask_takes_the_basic_route(paged_attn, device, options):
+    assert explain(paged_attn, device, **options).route == "decode_basic"
+
+
+def test_the_fallback_has_no_reason(paged_attn, device):
+    explained = explain(paged_attn, device, dtype="float32")
+    assert explained.route == "fallback" and "fallback" not in explained.why_not
+
+
+def hints(lens):
+    return {"none": None, "one": 1, "half": max(lens) // 2, "exact": max(lens), "far too large": 2**31 - 1}
+
+
+@pytest.mark.parametrize("hint", hints([1]))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"batch": 40, "q_len": 3},
+        {"dtype": "float32", "q_len": 50},
+        {"deterministic": True},
+        {"num_splits": 3, "append": 2},
+        {"kv_dtype": "float8_e4m3fn", "descale": "full", "q_len": 300, "kv_len": 900},
+        {"window": (50, 0), "lens": (3000, 700, 0, 64), "q_heads": 16},
+    ],
+    ids=str,
+)
+def test_max_seqlen_q_is_a_hint(paged_attn, device, options, hint):
+    """A request may be longer than it says, and far shorter: every row is written, and the grid follows the rows."""
+    case = Case(**({"varlen_q": True, "q_len": 70, "kv_len": 300, "causal": True, "head_dim": 128} | options))
+    value = hints([case.q_len])[hint]
+    check(paged_attn, case, device, max_seqlen_q=value)
+    call = cases.build(case).to(device)
+    k_cache, v_cache = call.caches()
+    plan = paged_attn.explain(k_cache=k_cache, v_cache=v_cache, **(call.kwargs | {"max_seqlen_q": value})).plan
+    tiles = call.kwargs["q"].shape[0] * case.q_heads // case.kv_heads / plan["rows_per_tile"] + case.batch
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    assert plan["blocks"] <= max(3 * processors, tiles * case.kv_heads * plan["splits"])
+    assert plan["items"] <= max(processors, 2 * tiles)
+
+
 def test_streams_do_not_disturb_each_other(paged_attn, device):
     """Each stream repeats its case behind a delay, with nothing between them; every result is bitwise the lone one."""
     mix = [Case(**({"lens": (700, 0, 33, 64)} | options)) for options in CASES.values()]
@@ -179,7 +286,7 @@ def test_workspace_is_bounded(paged_attn, device, options):
 
 
 @pytest.mark.parametrize("batch, q_len", [(1, 1), (64, 1), (1, 700), (4, 33)])
-def test_workspace_of_the_simple_kernel_is_bounded(paged_attn, device, batch, q_len):
+def test_workspace_of_the_fallback_is_bounded(paged_attn, device, batch, q_len):
     """By 64 blocks per multiprocessor of 4 rows each, however long the prompt."""
     q = torch.zeros(batch, q_len, 32, 128, device=device)
     cache = torch.zeros(batch, 4096, 8, 128, device=device)
@@ -190,3 +297,50 @@ def test_workspace_of_the_simple_kernel_is_bounded(paged_attn, device, batch, q_
     paged_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=4096, causal=True, out=out)
     blocks = 64 * torch.cuda.get_device_properties(device).multi_processor_count
     assert torch.cuda.max_memory_allocated() - before <= blocks * 4 * (128 // 4) * 3 * 16 + 4096
+
+
+@pytest.fixture(scope="session")
+def exchange(tmp_path_factory):
+    """The program of tests/cuda/exchange.cu."""
+    nvcc = shutil.which("nvcc")
+    program = os.environ.get("PAGED_ATTN_EXCHANGE_TEST")
+    if program is None and nvcc is None:
+        pytest.skip("needs nvcc")
+    if program is None:
+        program = tmp_path_factory.mktemp("exchange") / "exchange"
+        include = [f"-I{REPOSITORY / folder}" for folder in ("paged_decode_cuda", "torch-ext")]
+        source = REPOSITORY / "tests" / "cuda" / "exchange.cu"
+        subprocess.run([nvcc, "-std=c++17", "-O2", "-arch=native", *include, source, "-o", program], check=True)
+    return program
+
+
+@pytest.mark.parametrize("what", ["torn", "slow", "lost"])
+def test_partials_between_blocks(exchange, what):
+    """Words of 16 bytes arrive whole, a late partial is waited for, one that never comes ends the kernel."""
+    result = subprocess.run([exchange, what], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    if what == "lost":
+        assert "a block waited too long for the partial of another" in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": (30000, 0)}, {"kv_dtype": "float8_e4m3fn", "descale": "full"}], ids=str
+)
+def test_parts_meet_beside_other_kernels(paged_attn, device, options):
+    """Large products hold the multiprocessors on two other streams: blocks start late and far apart, results stay."""
+    case = Case(batch=3, kv_heads=2, q_heads=8, lens=(40000, 0, 9000), head_dim=128, **options)
+    calls = [cases.build(case).to(device) for _ in range(4)]
+    expected = run(paged_attn, calls[0])
+    others, big = [torch.cuda.Stream() for _ in range(2)], torch.randn(6000, 6000, device=device)
+    own, results = [torch.cuda.Stream() for _ in calls], []
+    torch.cuda.synchronize()
+    for i in range(40):
+        if i % 10 == 0:
+            for stream in others:
+                with torch.cuda.stream(stream):
+                    big @ big
+        with torch.cuda.stream(own[i % len(own)]):
+            results.append(run(paged_attn, calls[i % len(calls)]))
+    torch.cuda.synchronize()
+    for got in results:
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))

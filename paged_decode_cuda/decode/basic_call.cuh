@@ -8,41 +8,42 @@
 
 namespace paged_attn {
 
-// Fields have the names of Problem and Cache.
+// Fields have the names of Problem and Cache. Whether an optional tensor is given stands apart from its address, in
+// four bytes instead of 32.
 struct BasicCall {
   int64_t kv_heads, group, max_q_len;
   const void* q;
   void* out;
-  Optional<float> lse;
+  float* lse;
   int64_t q_stride_batch, q_stride_token, q_stride_head;
   int64_t out_stride_batch, out_stride_token, out_stride_head;
   int64_t lse_stride_batch, lse_stride_head;
-  Optional<const int32_t> cache_seqlens;
+  const int32_t* cache_seqlens;
   float scale;
+  bool has_lse, has_sinks, has_k_descale, has_v_descale;
   int64_t window_right;
-  Optional<const void> sinks;
+  const void* sinks;
   struct {
     void* k;
     void* v;
     int64_t num_pages;
-    Optional<const int32_t> block_table;
-    Optional<const float> k_descale;
-    Optional<const float> v_descale;
+    const int32_t* block_table;
+    const float* k_descale;
+    const float* v_descale;
     int64_t k_descale_stride_batch, k_descale_stride_head;
     int64_t v_descale_stride_batch, v_descale_stride_head;
   } cache;
   CommonPlan plan;
 };
 
-// Between a Problem and a BasicCall, either way.
+// Fields of the same type here and there: from a Problem to a BasicCall, or back.
 template <typename To, typename From>
-PD_FN void copy_basic_problem(To& to, const From& from) {
+PD_FN void copy_basic_fields(To& to, const From& from) {
   to.kv_heads = from.kv_heads;
   to.group = from.group;
   to.max_q_len = from.max_q_len;
   to.q = from.q;
   to.out = from.out;
-  to.lse = from.lse;
   to.q_stride_batch = from.q_stride_batch;
   to.q_stride_token = from.q_stride_token;
   to.q_stride_head = from.q_stride_head;
@@ -51,25 +52,32 @@ PD_FN void copy_basic_problem(To& to, const From& from) {
   to.out_stride_head = from.out_stride_head;
   to.lse_stride_batch = from.lse_stride_batch;
   to.lse_stride_head = from.lse_stride_head;
-  to.cache_seqlens = from.cache_seqlens;
   to.scale = from.scale;
   to.window_right = from.window_right;
-  to.sinks = from.sinks;
   to.cache.k = from.cache.k;
   to.cache.v = from.cache.v;
   to.cache.num_pages = from.cache.num_pages;
-  to.cache.block_table = from.cache.block_table;
-  to.cache.k_descale = from.cache.k_descale;
-  to.cache.v_descale = from.cache.v_descale;
   to.cache.k_descale_stride_batch = from.cache.k_descale_stride_batch;
   to.cache.k_descale_stride_head = from.cache.k_descale_stride_head;
   to.cache.v_descale_stride_batch = from.cache.v_descale_stride_batch;
   to.cache.v_descale_stride_head = from.cache.v_descale_stride_head;
 }
 
+template <typename T>
+PD_FN void split_optional(const Optional<T>& from, T*& address, bool& given) {
+  address = from.data;
+  given = from.given;
+}
+
 inline BasicCall basic_call(const Problem& p, const Plan& plan) {
   BasicCall call;
-  copy_basic_problem(call, p);
+  copy_basic_fields(call, p);
+  call.cache_seqlens = p.cache_seqlens;
+  call.cache.block_table = p.cache.block_table;
+  split_optional(p.lse, call.lse, call.has_lse);
+  split_optional(p.sinks, call.sinks, call.has_sinks);
+  split_optional(p.cache.k_descale, call.cache.k_descale, call.has_k_descale);
+  split_optional(p.cache.v_descale, call.cache.v_descale, call.has_v_descale);
   call.plan = plan;
   return call;
 }
@@ -77,8 +85,15 @@ inline BasicCall basic_call(const Problem& p, const Plan& plan) {
 // Back to the problem and the plan, in a kernel for caches of `dtype`.
 PD_DEVICE Problem basic_problem(const BasicCall& call, DType dtype, int head_dim) {
   Problem p = {};
-  copy_basic_problem(p, call);
-  if (dtype_bytes(dtype) > 1) p.cache.k_descale = p.cache.v_descale = {};
+  copy_basic_fields(p, call);
+  p.cache_seqlens = {call.cache_seqlens, true};
+  p.cache.block_table = {call.cache.block_table, true};
+  p.lse = {call.lse, call.has_lse};
+  p.sinks = {call.sinks, call.has_sinks};
+  if (dtype_bytes(dtype) == 1) {
+    p.cache.k_descale = {call.cache.k_descale, call.has_k_descale};
+    p.cache.v_descale = {call.cache.v_descale, call.has_v_descale};
+  }
   p.cache.dtype = dtype;
   p.q_dtype = p.sinks_dtype = basic_dtype(dtype);
   p.head_dim = p.head_dim_v = head_dim;
@@ -86,10 +101,11 @@ PD_DEVICE Problem basic_problem(const BasicCall& call, DType dtype, int head_dim
   return p;
 }
 
-PD_DEVICE Plan basic_plan(const BasicCall& call, int rows, int tile_shift, int head_dim) {
+PD_DEVICE Plan basic_plan(const BasicCall& call, int row_shift, int tile_shift, int head_dim) {
   Plan plan = {};
   static_cast<CommonPlan&>(plan) = call.plan;
-  plan.rows_per_tile = rows;
+  plan.row_shift = row_shift;
+  plan.rows_per_tile = 1 << row_shift;
   plan.tile_shift = tile_shift;
   plan.partial_quads = head_dim / 4;
   plan.balanced = plan.basic = true;

@@ -712,7 +712,7 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWar
   using Shape = DecodeShape<Kv, kHeadDim, kRowTiles>;
   touch(call);
   decode<Kv, kHeadDim, kRowTiles>(basic_problem(call, Kv::kDType, kHeadDim),
-                                  basic_plan(call, Shape::kRows, Shape::kTileShift, kHeadDim));
+                                  basic_plan(call, Shape::kRowShift, Shape::kTileShift, kHeadDim));
 }
 
 }  // namespace paged_attn

@@ -12,28 +12,49 @@ constexpr int kDeterministicSplits = 16;
 // Tiles that a multiprocessor reads while one of its blocks ends one (item, kv_head) and begins another.
 constexpr int kPairCost = 12;
 
-// Requests, and tiles of rows that each of them may have.
-struct Items {
+// How rows are cut into tiles.
+struct RowTiles {
   DecodeInstance instance;
-  int64_t row_tiles, items;
+  int64_t each;     // tiles that every request is given
+  int64_t surplus;  // tiles that requests with more rows than those may need; 0: none has
 };
 
-Items count_items(const Problem& p) {
-  Items n;
-  n.instance = find_decode_instance(static_cast<int>(dtype_bytes(p.cache.dtype)), pd_max(p.head_dim, p.head_dim_v),
-                                    p.max_q_len * p.group <= 8 ? 1 : 2);
-  n.row_tiles = pd_ceil_div(p.max_q_len * p.group, n.instance.rows);
-  n.items = p.batch * n.row_tiles;
-  return n;
+int64_t tiles_of(int64_t tokens, const Problem& p, const DecodeInstance& instance) {
+  return pd_ceil_div(tokens * p.group, instance.rows);
+}
+
+// Without cu_seqlens_q max_q_len is the length of every request. With it, it is what the caller expects of the longest
+// one: too small, too large, or no more than the sum of all. It chooses how many tiles every request is given: as many
+// as it says, unless most of them would stay empty; then what an average request needs. Rows beyond are the surplus.
+RowTiles cut_rows(const Problem& p, const DeviceLimits& limits) {
+  auto instance_for = [&](int64_t tokens) {
+    return find_decode_instance(static_cast<int>(dtype_bytes(p.cache.dtype)), pd_max(p.head_dim, p.head_dim_v),
+                                tokens * p.group <= 8 ? 1 : 2);
+  };
+  int64_t tokens = p.max_q_len;
+  if (p.cu_seqlens_q) {
+    tokens = pd_min(pd_max(p.max_q_len, 1), p.total_q);
+    const DecodeInstance longest = instance_for(tokens);
+    const int64_t enough = pd_max(limits.processors, 2 * packed_tiles(p, longest.row_shift));
+    // The cuts of a request must not depend on the others where its result must not.
+    if (!p.deterministic && p.batch * tiles_of(tokens, p, longest) > enough) tokens = pd_ceil_div(p.total_q, p.batch);
+  }
+  RowTiles tiles = {instance_for(tokens), 0, 0};
+  tiles.each = tiles_of(tokens, p, tiles.instance);
+  const bool all = !p.cu_seqlens_q || tiles.each * tiles.instance.rows >= p.total_q * p.group;
+  if (!all) tiles.surplus = packed_tiles(p, tiles.instance.row_shift);
+  return tiles;
 }
 
 // "" or why the cuts of a request may not depend on the lengths of the others.
-const char* balanced_why_not(const Problem& p, const Items& n) {
+const char* balanced_why_not(const Problem& p, const RowTiles& tiles) {
+  if (p.batch == 0) return "";
   if (p.num_splits != 0) return "num_splits fixes the cuts";
   if (p.deterministic) return "deterministic fixes the cuts";
-  if (n.items > kMaxBalancedItems) return "there are more than 1024 tiles of rows";
-  const int64_t units = n.items * p.kv_heads * ((capacity(p) >> n.instance.tile_shift) + 2 + kPairCost);
-  if (units > INT32_MAX) return "there are more tiles of keys than 32 bits count";
+  if (p.batch * tiles.each > kMaxBalancedItems) return "there are more than 1024 tiles of rows";
+  const int64_t most = (capacity(p) >> tiles.instance.tile_shift) + 2 + kPairCost;
+  if (p.batch * tiles.each * p.kv_heads * most > INT32_MAX) return "there are more tiles of keys than 32 bits count";
+  if (tiles.surplus * p.kv_heads > INT32_MAX / 2) return "there are more tiles of rows than 32 bits count";
   return "";
 }
 
@@ -116,15 +137,23 @@ void plan_basic(const Problem& p, Plan& plan) {
   plan.hidden_keys = p.window_right < 0 ? 0 : static_cast<int32_t>(pd_max(p.max_q_len - 1 - p.window_right, 0));
 }
 
-// Deals by the lengths that the kernel finds; `pairs` counts (item, kv_head).
-void plan_balanced(const DeviceLimits& limits, int64_t pairs, bool few, DecodePlan& plan) {
+// Deals by the lengths that the kernel finds.
+void plan_balanced(const Problem& p, const RowTiles& tiles, const DeviceLimits& limits, DecodePlan& plan) {
   Plan& work = plan.work;
+  plan_direct_rows(p, tiles.instance.row_shift, tiles.each, work);
+  const int64_t pairs = work.items * p.kv_heads;
+  const int64_t units = pairs * pd_ceil_div(capacity(p), int64_t{1} << tiles.instance.tile_shift);
+  // No more (item, kv_head) than multiprocessors: most are cut. With more of them, all warps of a big block would
+  // meet too often. Only where results may depend on the batch, as the number of warps decides the order of sums.
+  const bool few = pairs <= limits.processors && most_warps(tiles.instance, limits) > tiles.instance.warps;
+  plan_block(limits, few, units, plan);
   plan.blocks = int64_t{limits.processors} * plan.blocks_per_processor;
   work.blocks = FastDivisor(plan.blocks);
   work.balanced = true;
   work.max_splits = FastDivisor(1);
   work.pair_cost = kPairCost / plan.blocks_per_processor;
   work.min_units = (few ? 1 : 2) * plan.warps;
+  work.surplus_rounds = static_cast<int32_t>(pd_ceil_div(tiles.surplus * p.kv_heads, plan.blocks));
   // Should the lengths hardly differ
   const int64_t each = plan.blocks / pd_max(pairs, 1);
   work.whole_pairs = static_cast<int32_t>(pairs / plan.blocks);
@@ -133,28 +162,33 @@ void plan_balanced(const DeviceLimits& limits, int64_t pairs, bool few, DecodePl
   if (10 * each * pairs >= 9 * plan.blocks) work.blocks_each = FastDivisor(each);
 }
 
+// A block for every (item, kv_head, split).
+void plan_fixed(const Problem& p, const RowTiles& tiles, const DeviceLimits& limits, DecodePlan& plan) {
+  Plan& work = plan.work;
+  if (p.cu_seqlens_q) {
+    plan_packed_rows(p, tiles.instance.row_shift, work);
+  } else {
+    plan_direct_rows(p, tiles.instance.row_shift, tiles.each, work);
+  }
+  plan_block(limits, false, 0, plan);
+  plan_fixed_splits(p, kSplitKeys, p.deterministic ? kDeterministicSplits : 1, work);
+  plan.blocks = work.items * p.kv_heads * work.max_splits.divisor;
+}
+
 DecodePlan plan_decode(const Problem& p, const DeviceLimits& limits, bool basic) {
-  const Items n = count_items(p);
+  const RowTiles tiles = cut_rows(p, limits);
   DecodePlan plan = {};
-  plan.instance = n.instance;
+  plan.instance = tiles.instance;
   plan.basic = basic;
   Plan& work = plan.work;
-  plan_rows(p, n.instance.rows, n.instance.tile_shift, n.row_tiles, work);
+  plan_tables(p, tiles.instance.tile_shift, work);
   plan_prefetch(p, work);
   plan_pieces(p, work);
   if (basic) plan_basic(p, work);
-
-  const int64_t pairs = n.items * p.kv_heads, tiles = pd_ceil_div(capacity(p), int64_t{1} << n.instance.tile_shift);
-  if (*balanced_why_not(p, n) == '\0') {
-    // No more (item, kv_head) than multiprocessors: most are cut. With more of them, all warps of a big block would
-    // meet too often. Only where results may depend on the batch, as the number of warps decides the order of sums.
-    const bool few = pairs <= limits.processors && most_warps(n.instance, limits) > n.instance.warps;
-    plan_block(limits, few, pairs * tiles, plan);
-    plan_balanced(limits, pairs, few, plan);
+  if (*balanced_why_not(p, tiles) == '\0') {
+    plan_balanced(p, tiles, limits, plan);
   } else {
-    plan_block(limits, false, 0, plan);
-    plan_fixed_splits(p, kSplitKeys, p.deterministic ? kDeterministicSplits : 1, work);
-    plan.blocks = pairs * work.max_splits.divisor;
+    plan_fixed(p, tiles, limits, plan);
   }
   const bool cut = work.balanced || work.max_splits.divisor > 1;
   plan.workspace_bytes = cut ? partial_bytes(work, plan.blocks) : 0;
@@ -209,9 +243,9 @@ const char* decode_basic_why_not(const Problem& p, const DeviceLimits& limits) {
   if (c.block_table_stride > INT32_MAX) return "rows of block_table are 2^31 entries apart";
   const char* const reason = decode_why_not(p, limits);
   if (*reason != '\0') return reason;
-  const Items n = count_items(p);
-  if (n.row_tiles > 1) return "more rows of a request than one tile holds";
-  return balanced_why_not(p, n);
+  const RowTiles tiles = cut_rows(p, limits);
+  if (tiles.each > 1) return "more rows of a request than one tile holds";
+  return balanced_why_not(p, tiles);
 }
 
 DecodePlan plan_decode(const Problem& p, const DeviceLimits& limits) { return plan_decode(p, limits, false); }

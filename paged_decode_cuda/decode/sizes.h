@@ -10,7 +10,8 @@ constexpr int kWarp = 32;
 // kBytes: of an element of the cache. kHeadDim: the class of head_dim, 64, 128 or 256. kRowTiles: tiles of 8 rows.
 template <int kBytes, int kHeadDim, int kRowTiles>
 struct DecodeSizes {
-  static constexpr int kRows = 8 * kRowTiles;
+  static constexpr int kRowShift = 2 + kRowTiles;  // 8 or 16 rows
+  static constexpr int kRows = 1 << kRowShift;
   static constexpr int kQuads = kHeadDim / 4;  // of dimensions of a row
   // Elements of a 16-byte piece; of values a lane takes fewer when 8 lanes share a short row.
   static constexpr int kVecK = 16 / kBytes;
@@ -46,7 +47,7 @@ struct DecodeSizes {
 // The same as numbers, for the planner.
 struct DecodeInstance {
   int bytes, head_dim, row_tiles;  // which it is
-  int rows, tile_shift;
+  int rows, row_shift, tile_shift;
   int warps, blocks, most_warps;  // beside each other on a large multiprocessor, and of a single block
   int warp_bytes, block_bytes;    // of shared memory
 };
@@ -54,7 +55,7 @@ struct DecodeInstance {
 template <int kBytes, int kHeadDim, int kRowTiles>
 constexpr DecodeInstance decode_instance() {
   using Sizes = DecodeSizes<kBytes, kHeadDim, kRowTiles>;
-  return {kBytes,        kHeadDim,       kRowTiles,         Sizes::kRows,      Sizes::kTileShift,
+  return {kBytes,        kHeadDim,       kRowTiles,         Sizes::kRows,      Sizes::kRowShift,  Sizes::kTileShift,
           Sizes::kWarps, Sizes::kBlocks, Sizes::kMostWarps, Sizes::kWarpBytes, Sizes::kBlockBytes};
 }
 
