@@ -5,7 +5,8 @@
 // reads those.
 #pragma once
 
-#include "balance.cuh"
+#include "ptx.cuh"
+#include "rows.cuh"
 
 namespace paged_attn {
 

@@ -21,131 +21,22 @@
 // last.
 #pragma once
 
-#include "plan.h"
-#include "ptx.cuh"
+#include "decode/sizes.h"
+#include "items.cuh"
 
 namespace paged_attn {
 
-// Never outside of q and out, whatever the entry.
-PD_DEVICE int query_begin(const Problem& p, int b) {
-  return p.cu_seqlens_q ? min(max(p.cu_seqlens_q[b], 0), static_cast<int>(p.total_q)) : 0;
-}
-
-PD_DEVICE int query_length(const Problem& p, int b) {
-  return p.cu_seqlens_q ? query_begin(p, b + 1) - query_begin(p, b) : static_cast<int>(p.max_q_len);
-}
-
-PD_DEVICE int new_length(const Problem& p, int b) {
-  if (!p.append.k) return 0;
-  const Optional<const int32_t>& cu = p.append.cu_seqlens_k_new;
-  return cu ? cu[b + 1] - cu[b] : static_cast<int>(p.append.seqlen_new);
-}
-
-// Keys before the append.
-PD_DEVICE int cached_length(const Problem& p, int b) {
-  if (p.cache_seqlens) return p.cache_seqlens[b];
-  const Optional<const int32_t>& cu = p.cache.cu_seqlens_k;
-  return cu ? cu[b + 1] - cu[b] : static_cast<int>(p.seqlen_k);
-}
-
-// What a thread sends on its way into L2 while the lengths are read: a line of a tensor most of which is needed.
-PD_DEVICE void prefetch_line(const void* tensor, int lines) {
-  const int line = threadIdx.x * gridDim.x + blockIdx.x;
-  if (line < lines) prefetch_l2(static_cast<const char*>(tensor) + static_cast<int64_t>(line) * kLine);
-}
-
-// The row of the table, or of a contiguous cache, that a request reads. A row that does not exist is not looked up.
-PD_DEVICE int table_row(const Problem& p, int b) {
-  if (!p.cache.cache_batch_idx) return b;
-  const int row = p.cache.cache_batch_idx[b];
-  return p.cache.block_table ? min(max(row, 0), static_cast<int>(p.cache.table_rows) - 1) : row;
-}
-
-struct Item {
-  int b;
-  int first_row, rows;  // rows in the request's order, and how many of the tile exist
-  int q_begin, q_len, kv_len, leftpad;
-  int key_begin, key_end;      // keys that some row sees
-  int inner_begin, inner_end;  // keys that every row sees
-  int first_tile, tiles;       // tiles of the former; at least one when there are rows, so that someone writes
-};
-
-PD_DEVICE KvRange row_keys(const Problem& p, const Plan& plan, const Item& item, int token) {
-  const auto chunk_of = [&](int x) { return x < 0 ? -1 : static_cast<int>(plan.chunk.divide(x)); };
-  return visible_keys(item.kv_len - item.q_len + token, item.kv_len, item.leftpad, static_cast<int>(p.window_left),
-                      static_cast<int>(p.window_right), static_cast<int>(p.attention_chunk), chunk_of);
-}
-
-PD_DEVICE int basic_length(const Problem& p, const Plan& plan, int b) {
-  return min(max(p.cache_seqlens[b] + plan.new_keys, 0), plan.max_keys);
-}
-
-// At least one, so that someone writes the rows.
-PD_DEVICE int basic_tiles(const Plan& plan, int kv_len) {
-  return max((kv_len + (1 << plan.tile_shift) - 1) >> plan.tile_shift, 1);
-}
-
-// Where the tiles of rows of a request begin among packed ones. The rows of all requests stand one behind the other,
-// and each request ends with a tile of its own: floor(x + y) + 1 >= floor(x) + ceil(y), so the tiles of none overlap
-// those of the next.
-PD_DEVICE int packed_begin(const Problem& p, const Plan& plan, int b) {
-  return (query_begin(p, b) * static_cast<int>(p.group) >> plan.row_shift) + b;
-}
-
-// The request whose tiles hold the packed tile `index`: the last that begins at it or before it.
-PD_DEVICE int find_packed(const Problem& p, const Plan& plan, int index) {
-  int low = 0, high = static_cast<int>(p.batch);
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (packed_begin(p, plan, middle) <= index) {
-      low = middle;
-    } else {
-      high = middle;
-    }
+// n / d and the rest, for quotients far below 2^20: the approximation is off by one at most.
+PD_DEVICE void divide_small(int n, int d, int& quotient, int& rest) {
+  quotient = static_cast<int>(__fdividef(static_cast<float>(n), static_cast<float>(d)));
+  rest = n - quotient * d;
+  if (rest < 0) {
+    --quotient;
+    rest += d;
+  } else if (rest >= d) {
+    ++quotient;
+    rest -= d;
   }
-  return low;
-}
-
-PD_DEVICE Item load_item(const Problem& p, const Plan& plan, int index) {
-  Item item = {};
-  if (plan.basic) {
-    item.b = index;
-    item.q_len = static_cast<int>(p.max_q_len);
-    item.rows = item.q_len * static_cast<int>(p.group);
-    item.kv_len = item.key_end = basic_length(p, plan, index);
-    item.inner_end = max(item.kv_len - plan.hidden_keys, 0);
-    item.tiles = basic_tiles(plan, item.kv_len);
-    return item;
-  }
-  int tile, first_tile = 0;
-  if (index < plan.direct_items) {
-    item.b = plan.row_tiles.divide(index);
-    tile = index - item.b * static_cast<int>(plan.row_tiles.divisor);
-  } else {
-    item.b = find_packed(p, plan, index - plan.direct_items);
-    tile = index - plan.direct_items - packed_begin(p, plan, item.b);
-    first_tile = static_cast<int>(plan.row_tiles.divisor);  // those before it are direct
-  }
-  item.q_begin = query_begin(p, item.b);
-  item.q_len = query_length(p, item.b);
-  const int rows = item.q_len * static_cast<int>(p.group);
-  // Bounded, so that the units of all items can be counted whatever the lengths.
-  item.kv_len = min(cached_length(p, item.b) + new_length(p, item.b), plan.max_keys);
-  item.leftpad = p.cache_leftpad ? p.cache_leftpad[item.b] : 0;
-  const bool exists = tile >= first_tile && tile <= (rows - 1) >> plan.row_shift;
-  item.first_row = exists ? tile << plan.row_shift : 0;
-  item.rows = exists ? min(1 << plan.row_shift, rows - item.first_row) : 0;
-  // Both ends of what a row sees grow with its token, so the first and the last row bound them all.
-  const KvRange first = row_keys(p, plan, item, plan.group.divide(item.first_row));
-  const KvRange last = row_keys(p, plan, item, plan.group.divide(item.first_row + max(item.rows, 1) - 1));
-  item.key_begin = first.begin;
-  item.key_end = last.end;
-  item.inner_begin = last.begin;
-  item.inner_end = first.end;
-  item.first_tile = item.key_begin >> plan.tile_shift;
-  const int end_tile = (item.key_end + (1 << plan.tile_shift) - 1) >> plan.tile_shift;
-  item.tiles = item.rows == 0 ? 0 : max(1, end_tile - item.first_tile);
-  return item;
 }
 
 PD_DEVICE int item_splits(const Plan& plan, int tiles) {
@@ -340,77 +231,6 @@ PD_DEVICE void find_split(const Problem& p, const Plan& plan, Walker& walker, De
 PD_DEVICE int parts_behind(const Item& item, const Segment& segment, const Dealing& dealing) {
   const int rest = item.first_tile + item.tiles - segment.tile_end;
   return rest == 0 ? 0 : (rest - 1) / dealing.length + 1;
-}
-
-// fp8 queries give a bf16 output.
-PD_DEVICE DType output_dtype(const Problem& p) {
-  return p.q_dtype == DType::kFloat8E4M3 || p.q_dtype == DType::kFloat8E5M2 ? DType::kBFloat16 : p.q_dtype;
-}
-
-// Tokens of q past cu_seqlens_q[batch] belong to no request: out 0, lse -inf.
-PD_DEVICE void clear_unclaimed(const Problem& p) {
-  if (!p.cu_seqlens_q) return;
-  for (int64_t token = query_begin(p, static_cast<int>(p.batch)) + blockIdx.x; token < p.total_q; token += gridDim.x) {
-    for (int h = 0; h < p.q_heads; ++h) {
-      int64_t out = token * p.out_stride_token + h * p.out_stride_head;
-      for (int dim = threadIdx.x; dim < p.head_dim_v; dim += blockDim.x)
-        store_float(p.out, output_dtype(p), out + dim, 0.f);
-      if (p.lse && threadIdx.x == 0) p.lse[h * p.lse_stride_head + token] = -INFINITY;
-    }
-  }
-}
-
-// Place of one row's result.
-struct RowTarget {
-  int64_t out, lse;  // element offsets
-  int q_head;
-};
-
-PD_DEVICE RowTarget row_target(const Problem& p, const Plan& plan, const Item& item, int head, int row) {
-  int token = plan.group.divide(item.first_row + row);
-  RowTarget target;
-  target.q_head = head * static_cast<int>(p.group) + item.first_row + row - token * static_cast<int>(p.group);
-  const int64_t b = item.b;
-  target.out = b * p.out_stride_batch + (item.q_begin + token) * p.out_stride_token + target.q_head * p.out_stride_head;
-  target.lse = b * p.lse_stride_batch + target.q_head * p.lse_stride_head + item.q_begin + token;
-  return target;
-}
-
-// Of a (batch, kv_heads) table that may be absent.
-PD_DEVICE float descale_of(const Optional<const float>& table, int64_t stride_batch, int64_t stride_head, int b,
-                           int head) {
-  return table ? table[b * stride_batch + head * stride_head] : 1.f;
-}
-
-PD_DEVICE float k_descale_of(const Cache& c, int b, int head) {
-  return descale_of(c.k_descale, c.k_descale_stride_batch, c.k_descale_stride_head, b, head);
-}
-
-PD_DEVICE float v_descale_of(const Cache& c, int b, int head) {
-  return descale_of(c.v_descale, c.v_descale_stride_batch, c.v_descale_stride_head, b, head);
-}
-
-// Adds the sink and gives the factor from acc to the output; writes the lse when `write_lse`.
-PD_DEVICE float finish_row(const Problem& p, const RowTarget& target, int b, int head, float m, float l,
-                           bool write_lse) {
-  float factor = 1.f;
-  if (p.sinks) pd_add_sink(load_float(p.sinks, p.sinks_dtype, target.q_head), &m, &l, &factor);
-  if (write_lse && p.lse) p.lse[target.lse] = pd_lse(m, l);
-  return factor * pd_normalizer(l) * v_descale_of(p.cache, b, head);
-}
-
-// The factor of q: softmax scale and the scale of quantised q.
-PD_DEVICE float query_scale(const Problem& p, int b, int head) {
-  return p.scale * descale_of(p.q_descale, p.q_descale_stride_batch, p.q_descale_stride_head, b, head);
-}
-
-// The factor of q.k.
-PD_DEVICE float score_scale(const Problem& p, int b, int head) {
-  return query_scale(p, b, head) * k_descale_of(p.cache, b, head);
-}
-
-PD_DEVICE float row_slope(const Problem& p, int b, int q_head) {
-  return p.alibi_slopes ? p.alibi_slopes[b * p.alibi_stride_batch + q_head] : 0.f;
 }
 
 }  // namespace paged_attn

@@ -1,13 +1,33 @@
-// Merges the partials of rows whose keys were shared by several thread blocks, adds the sink, writes output and lse.
+// How the partials of rows travel between thread blocks whose keys are parts of one (item, kv_head).
 //
-// A block that merges waits for blocks before it only, the one with a row's first keys for all of them, so this ends as
-// long as blocks start in their order. A partial travels in words of 16 bytes, each stored and loaded as one: 8 bytes
-// of payload and a number. So there is no counter to clear before and no fence between data and a flag: whoever finds
-// the number has the data. A word is read by one team of lanes, which clears it once all of them have what they look
-// for, so that the replay of a graph, in the same workspace and with the same number, finds nothing old.
+//     blocks     4        3        2        1        0      they start in this order: 0 first
+//     keys    [ first ][       ][       ][       ][ last ]
+//                 ^        |        |        |        |
+//                 +--------+--------+--------+--------+     words in the workspace; block 4 adds them and writes
+//
+//     a word, 16 bytes    [ payload, 8 bytes: two sums, or (m, l) | tag, 8 bytes: the number of the launch ]
+//     a row of a partial  [ sums 0, 1 of every quad | sums 2, 3 of every quad | (m, l) for every team of 16 quads ]
+//
+// A word is stored and loaded as one, so whoever finds the tag has the payload: no counter to clear before, no fence
+// between data and a flag. It is read by one team of lanes, which clears it once all of them have what they look for,
+// so that the replay of a graph, in the same workspace and with the same tag, finds nothing old.
+//
+// What this rests on:
+// 1. A block waits only for blocks of a smaller index (parts_behind), and those have started: the grid's blocks are
+//    started in the order of their index. CUDA documents no order, yet single-pass scans (decoupled look-back in CUB)
+//    took it for granted on every GPU before they drew tickets, and hardware has not broken it. Were it broken, or
+//    were lengths changed during a call, a block would wait for ever: it gives up after PD_MOST_LOOKS and ends the
+//    kernel with an error.
+// 2. ld and st .relaxed.gpu of .b128 are single accesses. PTX ISA, "Memory Consistency Model": a vector access is a set
+//    of scalar ones in no order, but .b128 (PTX 8.3, sm_70 and later) is a scalar type of ld and st, to an address
+//    aligned to 16 bytes. libcu++ builds its lock-free 128-bit atomics on the same two instructions.
+// tests/cuda/exchange.cu tries both: torn words, a late partial beside a kernel that holds the multiprocessors, a lost
+// one.
 #pragma once
 
 #include "balance.cuh"
+#include "ptx.cuh"
+#include "rows.cuh"
 
 // What assert() calls; its header leaves it out where NDEBUG is set.
 extern "C" __device__ __attribute__((noreturn)) void __assertfail(const char* message, const char* file, unsigned line,

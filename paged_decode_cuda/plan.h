@@ -43,8 +43,8 @@ struct CommonPlan {
 struct Plan : CommonPlan {
   FastDivisor row_tiles, max_splits, chunk;
   // Items below this number are row_tiles for every request, whatever its length. The others are packed: as many as all
-  // tokens together can fill, see PackedTile. Those past `items` are for the rows of a request that row_tiles do not
-  // hold; each block has a look at one per round, and needs none where every request is as short as it was told.
+  // tokens together can fill, see packed_begin(). Those past `items` are for the rows of a request that row_tiles do
+  // not hold; each block has a look at one per round, and needs none where every request is as short as it was told.
   int32_t direct_items, surplus_rounds;
   int32_t row_shift;  // log2 of rows_per_tile
   int32_t rows_per_tile;

@@ -8,12 +8,10 @@
 #include <stdint.h>
 
 #include "decode/sizes.h"
+#include "lanes.h"
 #include "spec/problem.h"
 #include "spec/ranges.h"
 #include "spec/state.h"
-
-#define PD_DEVICE static __device__ __forceinline__  // free functions
-#define PD_MEMBER __device__ __forceinline__
 
 namespace paged_attn {
 
@@ -82,6 +80,12 @@ template <int kPending>
 PD_DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
+
+// Selectors of __byte_perm(a, b, .), which counts the bytes of a from 0 and those of b from 4. Two words of 16-bit
+// values: their low halves, their high halves. Two words of 8-bit values: byte by byte in turns, of the low and the
+// high halves.
+constexpr unsigned kLowHalves = 0x5410, kHighHalves = 0x7632;
+constexpr unsigned kLowBytesInTurns = 0x5140, kHighBytesInTurns = 0x7362;
 
 // Transposes the 8x8 matrix of 16-bit values that a warp holds, two values per lane.
 PD_DEVICE uint32_t transpose_8x8(uint32_t x) {
@@ -187,19 +191,6 @@ PD_DEVICE void store_float(void* base, DType dtype, int64_t index, float value) 
       static_cast<__nv_fp8_storage_t*>(base)[index] = __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3);
       break;
     default: static_cast<__nv_fp8_storage_t*>(base)[index] = __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E5M2);
-  }
-}
-
-// n / d and the rest, for quotients far below 2^20: the approximation is off by one at most.
-PD_DEVICE void divide_small(int n, int d, int& quotient, int& rest) {
-  quotient = static_cast<int>(__fdividef(static_cast<float>(n), static_cast<float>(d)));
-  rest = n - quotient * d;
-  if (rest < 0) {
-    --quotient;
-    rest += d;
-  } else if (rest >= d) {
-    ++quotient;
-    rest -= d;
   }
 }
 

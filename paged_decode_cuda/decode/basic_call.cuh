@@ -3,7 +3,7 @@
 // less than half of the arguments, and 0.5 to 1 us less for every call.
 #pragma once
 
-#include "../balance.cuh"
+#include "../items.cuh"
 #include "plan.h"
 
 namespace paged_attn {

@@ -1,0 +1,143 @@
+// From pages in memory to the queues in shared memory.
+//
+// A warp's queue has kStages stages of one tile: K, then V, a row of 16-byte pieces for every key. Copies run ahead of
+// the products by kStages - 1 tiles, across the end of a segment into the next one.
+//
+//     stage      0        1        2            tile t is multiplied, t + 1 and t + 2 are on their way;
+//              tile t   t + 1    t + 2          then t + 3 goes where t was
+#pragma once
+
+#include "../balance.cuh"
+#include "shape.cuh"
+
+namespace paged_attn {
+
+// Copies tiles into the queue of its warp, up to kStages - 1 tiles ahead of their use.
+template <typename Kv, int kHeadDim, int kRowTiles>
+struct TileLoader {
+  using Shape = DecodeShape<Kv, kHeadDim, kRowTiles>;
+  static constexpr uint32_t kNowhere = ~0u;
+
+  Walker walker;
+  Segment segment;
+  int key_begin, key_end;  // of the item
+  int tile;                // next to copy
+  bool live;               // there is one
+  int page, slot;          // of key `lane` of that tile; page -1: nothing to read there
+  union {
+    const int32_t* pages;  // of the request
+    struct {
+      int page, slot;
+    } base;  // where it begins, without a block table
+  };
+  uint32_t k_head, v_head;  // where the head begins in a slot, in pieces
+
+  PD_MEMBER void start(const Walker& first) {
+    walker = first;
+    tile = segment.tile_end = 0;
+    live = false;
+  }
+
+  // Moves to the next segment until this warp has a tile in it, and looks up its pages, one tile before they are
+  // needed.
+  PD_MEMBER void find_tile(const Problem& p, const Plan& plan, const Dealing& dealing) {
+    const Cache& cache = p.cache;
+    if (tile >= segment.tile_end) {
+      Item item;
+      do {
+        live = walker.next(p, plan, dealing, segment, item);
+        if (!live) return;
+        tile = segment.tile + threadIdx.x / kWarp;
+      } while (tile >= segment.tile_end);
+      k_head = segment.head * plan.k_head_pieces;
+      v_head = segment.head * plan.v_head_pieces;
+      const int b = item.b;
+      key_begin = item.key_begin;
+      key_end = item.key_end;
+      if (plan.basic) {
+        pages = cache.block_table + static_cast<int64_t>(b) * plan.table_stride;
+      } else if (cache.block_table) {
+        pages = cache.block_table + table_row(p, b) * cache.block_table_stride;
+      } else {
+        base.page = cache.cu_seqlens_k ? 0 : table_row(p, b);
+        base.slot = cache.cu_seqlens_k ? cache.cu_seqlens_k[b] : 0;
+      }
+    }
+    // In pages of whole runs the first key of a run stands for all.
+    const int own = tile * Shape::kTileKeys + threadIdx.x % Shape::kTileKeys, run = plan.whole_runs ? kRunKeys : 1;
+    const int key = own & -run;
+    page = -1;
+    if (key + run <= key_begin || key >= key_end) return;
+    if (plan.basic || cache.block_table) {
+      const int index = plan.page_size.divide(key);
+      slot = key - index * static_cast<int>(plan.page_size.divisor);
+      if (index < plan.max_pages) page = pages[index];
+    } else {
+      slot = base.slot + key;
+      if (slot >= 0 && slot < cache.page_size) page = base.page;
+    }
+  }
+
+  // Starts the copies of the tile that was found last into a stage and finds the next. The first call only finds.
+  // Always one group, so that groups count tiles.
+  PD_MEMBER void copy(const Problem& p, const Plan& plan, const Dealing& dealing, uint32_t stage) {
+    if (live) {
+      // In pieces of 16 bytes a cache of 64 GiB fits into 32 bits, half of the registers and shuffles of a pointer.
+      const bool found = static_cast<uint32_t>(page) < static_cast<uint32_t>(p.cache.num_pages);
+      const uint32_t k_place = found ? page * plan.k_page_pieces + slot * plan.k_slot_pieces + k_head : kNowhere;
+      const uint32_t v_place = found ? page * plan.v_page_pieces + slot * plan.v_slot_pieces + v_head : kNowhere;
+      if (plan.whole_runs) {
+        copy_tile<kRunKeys>(p, plan, stage, k_place, v_place);
+      } else {
+        copy_tile<1>(p, plan, stage, k_place, v_place);
+      }
+      tile += blockDim.x / kWarp;
+    }
+    copy_commit();
+    find_tile(p, plan, dealing);
+  }
+
+  template <int kRun>
+  PD_MEMBER void copy_tile(const Problem& p, const Plan& plan, uint32_t stage, uint32_t k_place, uint32_t v_place) {
+    copy_rows<kRun, false>(stage, p.cache.k, k_place, plan.k_slot_pieces, static_cast<int>(p.head_dim));
+    copy_rows<kRun, true>(stage + Shape::kStageBytesK, p.cache.v, v_place, plan.v_slot_pieces,
+                          static_cast<int>(p.head_dim_v));
+  }
+
+  // All rows of a tile, 8 consecutive lanes to a line: the memory system takes 8 lanes of 16 bytes at a time. The first
+  // of kRun keys says where they are.
+  template <int kRun, bool kValues>
+  PD_MEMBER void copy_rows(uint32_t stage, const void* cache, uint32_t place_of_key, uint32_t slot_pieces,
+                           int head_dim) {
+    constexpr int kLanes = Shape::kPieces < 8 ? Shape::kPieces : 8, kRows = kWarp / kLanes;
+    constexpr bool kAlone = kRun == 1;
+    constexpr int kStep = kAlone ? kRows : kRun;  // rows whose place takes one shuffle
+    const int lane = threadIdx.x % kWarp, first_row = lane / kLanes, piece = lane % kLanes;
+    const int place = kValues ? Shape::place_v(first_row, piece) : Shape::place_k(first_row, piece);
+    const uint32_t target = stage + (first_row * Shape::kPieces + place) * 16;
+    const char* first = static_cast<const char*>(cache) + piece * 16;
+    const int first_key = tile * Shape::kTileKeys + first_row - key_begin;  // of those that are seen
+    const uint64_t policy = read_once_policy(), slot_bytes = static_cast<uint64_t>(slot_pieces) * 16;
+#pragma unroll
+    for (int run = 0; run < Shape::kTileKeys; run += kStep) {
+      const uint32_t offset = __shfl_sync(~0u, place_of_key, kAlone ? run + first_row : run);
+      const uint32_t keys = offset == kNowhere ? 0 : key_end - key_begin;
+      const char* source = first + static_cast<uint64_t>(offset == kNowhere ? 0 : offset) * 16;
+      if (!kAlone) source += first_row * slot_bytes;
+#pragma unroll
+      for (int row = run; row < run + kStep; row += kRows) {
+        const bool valid = kAlone ? keys > 0 : static_cast<uint32_t>(first_key + row) < keys;
+        // The place of a piece of values depends on its row modulo 8, and first_row only on the lane.
+        const uint32_t exchange = kValues ? (Shape::place_v(row, 0) ^ Shape::place_v(0, 0)) * 16 : 0;
+#pragma unroll
+        for (int c = 0; c < Shape::kPieces; c += kLanes) {
+          copy_async((target ^ exchange) + (row * Shape::kPieces + c) * 16, source + c * 16,
+                     valid && (c + piece) * Shape::kVecK < head_dim, policy);
+        }
+        source += kRows * slot_bytes;
+      }
+    }
+  }
+};
+
+}  // namespace paged_attn

@@ -1,0 +1,120 @@
+// The end of a segment: the sums of the warps become those of the block, other blocks' partials are added, and the rows
+// or a partial of them are written.
+//
+//     warps      0  1  2  3    their sums lie in the stage that each has free
+//                 \  \/  /
+//     block         sum  <---  partials of the blocks before this one, if it has the first keys
+//                    |
+//            output and lse,   or, if another block has the first keys, a partial for that
+#pragma once
+
+#include "../exchange.cuh"
+#include "shape.cuh"
+
+namespace paged_attn {
+
+static_assert(sizeof(RowSum) == DecodeSizes<2, 64, 1>::kSumBytes, "what a thread leaves");
+
+// What the warps of a block published for four dimensions of a row, kBatch warps at a time. free_stages: which stage of
+// each warp's queue holds its accumulators.
+template <typename Shape, typename Rows, int kBatch>
+PD_DEVICE RowSum sum_batches(char* queues, const int* free_stages, const float2* shared_ml, int row, int quad) {
+  const int warps = blockDim.x / kWarp;
+  RowSum sum;
+#pragma unroll 1
+  for (int first = 0; first < warps; first += kBatch) {
+    float2 ml[kBatch];
+    float4 values[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int w = first + j;
+      ml[j] = shared_ml[w * Shape::kRows + row];
+      values[j] = *Rows::quad_of(queues + w * Shape::kQueueBytes + free_stages[w] * Shape::kStageBytes, row, quad);
+    }
+    sum.add(ml, values);
+  }
+  return sum;
+}
+
+// All warps of the biggest block at once: a batch takes 0.14 us. Between the sizes, kWarps divides their number; it may
+// be any number where shared memory is scarce.
+template <typename Shape, typename Rows>
+PD_DEVICE RowSum sum_warps(char* queues, const int* free_stages, const float2* shared_ml, int row, int quad) {
+  if (blockDim.x == Shape::kMostWarps * kWarp) {
+    return sum_batches<Shape, Rows, Shape::kMostWarps>(queues, free_stages, shared_ml, row, quad);
+  }
+  return blockDim.x % (Shape::kWarps * kWarp) == 0
+             ? sum_batches<Shape, Rows, Shape::kWarps>(queues, free_stages, shared_ml, row, quad)
+             : sum_batches<Shape, Rows, 1>(queues, free_stages, shared_ml, row, quad);
+}
+
+// How the threads of a block share the merge of a segment: each takes four dimensions of a row at a time; where threads
+// are left over, groups of them share the parts. Known when the segment begins, so not computed at its end.
+struct Sharing {
+  Parts parts;  // of other blocks, to be added
+  int groups;
+};
+
+template <typename Shape>
+PD_DEVICE Sharing share_merge(const Item& item, const Segment& segment, const Dealing& dealing) {
+  // Many more parts than are looked at in one go are merged in two levels: a block for itself and those before it.
+  constexpr int kManyBatches = 3;
+  Sharing sharing = {{0, 1}, 1};
+  const int many = kManyBatches * kPartsAtOnce * dealing.length;
+  if (!segment.first && item.tiles <= many) return sharing;
+  const int behind = parts_behind(item, segment, dealing);
+  if (behind == 0) return sharing;
+  const int threads = blockDim.x, pieces = item.rows * Shape::kQuads;
+  while ((sharing.groups + 1) * pieces <= threads) ++sharing.groups;
+  const int fan = kPartsAtOnce * sharing.groups + 1;
+  const bool two_levels = item.tiles > many * sharing.groups;
+  if (segment.first) {
+    sharing.parts = {two_levels ? (behind - 1) / fan + 1 : behind, two_levels ? fan : 1};
+  } else if (two_levels && (segment.tile - item.first_tile - 1) / dealing.length % fan == 0) {
+    sharing.parts.count = min(behind, fan - 1);
+  }
+  sharing.groups = max(min(sharing.groups, sharing.parts.count), 1);
+  return sharing;
+}
+
+// Merges the warps and the parts that this block adds; writes the rows or their partial.
+template <typename Shape, typename Rows>
+PD_DEVICE void finish_segment(const Problem& p, const Plan& plan, const Item& item, const Segment& segment,
+                              const Sharing& sharing, char* queues, const int* free_stages, const float2* shared_ml,
+                              RowSum* shared_sums) {
+  constexpr int kQuads = Shape::kQuads;
+  const int threads = blockDim.x, thread = threadIdx.x, pieces = item.rows * kQuads, groups = sharing.groups;
+#pragma unroll 1
+  for (int first = 0; first < pieces * groups; first += threads) {
+    int row = (first + thread) / kQuads, group = 0;
+    const int quad = (first + thread) % kQuads;
+    while (row >= item.rows && group < groups) {
+      row -= item.rows;
+      ++group;
+    }
+    const bool exists = group < groups && quad * 4 < p.head_dim_v;  // others are only in the team of such a thread
+    RowSum sum;
+    if (exists && group == 0) sum = sum_warps<Shape, Rows>(queues, free_stages, shared_ml, row, quad);
+    if (group < groups) add_parts(plan, group, groups, sharing.parts, row, quad, sum);
+    if (groups > 1) {
+      // One round, in which all threads are.
+      if (group > 0) shared_sums[thread] = sum;
+      __syncthreads();
+#pragma unroll 1
+      for (int g = 1; g < groups && group == 0; ++g) {
+        const RowSum& other = shared_sums[thread + g * pieces];
+        const float2 ml[1] = {make_float2(other.m, other.l)};
+        const float4 values[1] = {make_float4(other.acc[0], other.acc[1], other.acc[2], other.acc[3])};
+        sum.add(ml, values);
+      }
+    }
+    if (!exists || group > 0) continue;
+    if (segment.first) {
+      write_output<true>(p, plan, item, segment.head, row, quad, sum);
+    } else {
+      write_partial(plan, row, quad, sum);
+    }
+  }
+}
+
+}  // namespace paged_attn
