@@ -285,8 +285,8 @@ inline void finish_row(const Problem& p, const Request& request, int64_t b, int6
   for (int64_t d = 0; d < p.head_dim_v; ++d) acc[d] = factor == 0.f ? 0.f : acc[d] * factor;
   const int64_t offset =
       b * p.out_stride_batch + (request.q_begin + token) * p.out_stride_token + head * p.out_stride_head;
-  char* out = static_cast<char*>(p.out) + offset * dtype_bytes(p.q_dtype);
-  write_row(p.q_dtype, acc, p.head_dim_v, out);
+  const DType dtype = out_dtype(p.q_dtype);
+  write_row(dtype, acc, p.head_dim_v, static_cast<char*>(p.out) + offset * dtype_bytes(dtype));
   if (p.lse) p.lse[b * p.lse_stride_batch + head * p.lse_stride_head + request.q_begin + token] = pd_lse(m, l);
 }
 

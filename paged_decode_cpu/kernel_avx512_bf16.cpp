@@ -1,5 +1,5 @@
 // The attention loop for AVX-512 with BF16 and VBMI: bfloat16 queries multiply in bfloat16 pairs,
-// everything else as in kernel_avx512.cpp.
+// 8-bit ones too, everything else as in kernel_avx512.cpp.
 #if defined(__x86_64__)
 #define PD_LANES 16
 #include "attend.h"
@@ -9,8 +9,11 @@
 namespace paged_attn {
 namespace {
 
+// 8-bit numbers are bfloat16 numbers too.
+bool multiplies_bfloat16(const Problem& p) { return p.q_dtype == DType::kBFloat16 || dtype_bytes(p.q_dtype) == 1; }
+
 Products products(const Problem& p) {
-  if (p.q_dtype != DType::kBFloat16) return products_f32(p);
+  if (!multiplies_bfloat16(p)) return products_f32(p);
   const bool fp8 = dtype_bytes(p.cache.dtype) == 1;
   return {"bf16", fp8 ? OpsBf16<DType::kFloat8E4M3>::kMinPackedRows : OpsBf16<DType::kBFloat16>::kMinPackedRows};
 }
@@ -22,7 +25,7 @@ int64_t scratch_bytes(const Problem& p, const Block& block) {
 }
 
 void attend(const Problem& p, const Block& block, KvRange keys, char* memory, float* partial) {
-  if (p.q_dtype != DType::kBFloat16) return attend_f32(p, block, keys, memory, partial);
+  if (!multiplies_bfloat16(p)) return attend_f32(p, block, keys, memory, partial);
   switch (p.cache.dtype) {
     case DType::kFloat8E4M3: return attend_as<OpsBf16<DType::kFloat8E4M3>>(p, block, keys, memory, partial);
     case DType::kFloat8E5M2: return attend_as<OpsBf16<DType::kFloat8E5M2>>(p, block, keys, memory, partial);

@@ -26,7 +26,9 @@ inline void read_row(DType type, const char* source, int64_t n, float* x) {
   switch (type) {
     case DType::kFloat32: return read_row<DType::kFloat32>(source, n, x);
     case DType::kFloat16: return read_row<DType::kFloat16>(source, n, x);
-    default: return read_row<DType::kBFloat16>(source, n, x);
+    case DType::kBFloat16: return read_row<DType::kBFloat16>(source, n, x);
+    case DType::kFloat8E4M3: return read_row<DType::kFloat8E4M3>(source, n, x);
+    case DType::kFloat8E5M2: return read_row<DType::kFloat8E5M2>(source, n, x);
   }
 }
 

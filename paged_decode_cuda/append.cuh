@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(kAppendThreads)
   const Place place = find_place(p, plan.page_size, token, blockIdx.x);
   if (place.page < 0) return;
   const int64_t position = p.rotary.cos ? rotary_start(p, token.b) + token.t : 0;
-  const bool fp8 = dtype_bytes(cache.dtype) == 1;
+  const bool fp8 = dtype_bytes(cache.dtype) == 1 && append.dtype != cache.dtype;  // 8-bit tokens stay as they are
 
   const int head_dim = static_cast<int>(p.head_dim), head_dim_v = static_cast<int>(p.head_dim_v);
   const int64_t k_source = source_offset(append, token, blockIdx.x, append.k_stride_batch, append.k_stride_token);

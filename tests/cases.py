@@ -22,6 +22,7 @@ class Case:
     batch: int = 4
     q_len: int = 1
     varlen_q: bool = False  # cu_seqlens_q; q_len is the longest, one request has no query
+    spare: int = 0  # tokens of q past the last request, with varlen_q
     kv_len: int = 37  # the longest, before the append; one request has none
     lens: tuple = ()  # instead of lengths drawn up to kv_len
     q_heads: int = 4
@@ -42,8 +43,10 @@ class Case:
     batch_idx: bool = False
     sink: str = ""  # dtype of the sinks
     qv: bool = False
-    descale: str = ""  # "full", or "shared": one value, stride 0
+    descale: str = ""  # of the caches: "full", or "shared": one value, stride 0
+    q_descale: str = ""  # the same
     append: int = 0  # new tokens of each request
+    append_nothing: bool = False  # k and v are given, without a token
     append_varlen: bool = False  # cu_seqlens_k_new; append is the largest count, one request has none
     rotary_dim: int = 0
     rotary_interleaved: bool = True
@@ -117,7 +120,7 @@ def build(case):
 
     def drawn(longest):
         """One request has the longest, one has 0, the others anything between."""
-        return [longest, 0, *(rng.randint(1, max(1, longest)) for _ in range(batch - 2))][:batch]
+        return [longest, 0, *(rng.randint(min(1, longest), longest) for _ in range(batch - 2))][:batch]
 
     def random_rows(tokens, heads, dim, factor=1.0):
         """(batch, tokens, heads, dim), or (total, heads, dim) when tokens is a list."""
@@ -167,8 +170,14 @@ def build(case):
     def int32(values):
         return torch.tensor(values, dtype=torch.int32)
 
-    # Scores get a standard deviation of 3, so that softcap bites and sinks matter.
-    kwargs = {"q": random_rows(q_lens if case.varlen_q else case.q_len, case.q_heads, case.head_dim, 3.0)}
+    def queries(dim):
+        """Scores get a standard deviation of 3, so that softcap bites and sinks matter. Spare tokens are NaN."""
+        x = random_rows([*q_lens, case.spare] if case.varlen_q else case.q_len, case.q_heads, dim, 3.0)
+        if case.spare:
+            x[-case.spare :] = torch.nan
+        return x
+
+    kwargs = {"q": queries(case.head_dim)}
     kwargs["cache_seqlens"] = case.kv_len if case.int_seqlens else int32(old_lens)
     kwargs["return_softmax_lse"] = True
     if table is not None:
@@ -176,7 +185,7 @@ def build(case):
     if case.varlen_q:
         kwargs["cu_seqlens_q"] = int32([0, *itertools.accumulate(q_lens)])
         kwargs["max_seqlen_q"] = max(q_lens, default=0)
-    if case.append:
+    if case.append or case.append_nothing:
         tokens = seqlens_new if case.append_varlen else case.append
         kwargs["k"] = random_rows(tokens, case.kv_heads, case.head_dim)
         kwargs["v"] = random_rows(tokens, case.kv_heads, head_dim_v)
@@ -191,10 +200,10 @@ def build(case):
         if case.rotary_seqlens:
             kwargs["rotary_seqlens"] = int32(positions)
     if case.qv:
-        kwargs["qv"] = random_rows(q_lens if case.varlen_q else case.q_len, case.q_heads, head_dim_v, 3.0)
-    if case.descale:
-        shape = (batch, case.kv_heads) if case.descale == "full" else (1, 1)
-        for name in ("k_descale", "v_descale"):
+        kwargs["qv"] = queries(head_dim_v)
+    for name, kind in (("k_descale", case.descale), ("v_descale", case.descale), ("q_descale", case.q_descale)):
+        if kind:
+            shape = (batch, case.kv_heads) if kind == "full" else (1, 1)
             kwargs[name] = (torch.rand(shape) + 0.5).expand(batch, case.kv_heads)
     if case.alibi:
         kwargs["alibi_slopes"] = torch.rand((batch, case.q_heads) if case.alibi == "batch" else (case.q_heads,)) * 0.3
@@ -207,7 +216,8 @@ def build(case):
     if case.batch_idx:
         kwargs["cache_batch_idx"] = int32(rows)
     if case.give_out:
-        kwargs["out"] = torch.full((*kwargs["q"].shape[:-1], head_dim_v), torch.nan, dtype=dtype)
+        out_dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
+        kwargs["out"] = torch.full((*kwargs["q"].shape[:-1], head_dim_v), torch.nan, dtype=out_dtype)
     for name, value, neutral in (
         ("causal", case.causal, False),
         ("window_size", case.window, (-1, -1)),
@@ -230,9 +240,13 @@ FEATURES = {
     "e5m2": {"kv_dtype": "float8_e5m2"},
     "descale": {"kv_dtype": "float8_e4m3fn", "descale": "full"},
     "descale_shared": {"kv_dtype": "float8_e5m2", "descale": "shared"},
+    "q_descale": {"q_descale": "full"},
+    "q_e4m3": {"dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn", "q_descale": "full"},
+    "q_e5m2": {"dtype": "float8_e5m2", "kv_dtype": "float8_e5m2", "q_descale": "shared"},
     "several_q": {"q_len": 5},
     "many_q": {"q_len": 17},
     "varlen_q": {"varlen_q": True, "q_len": 7},
+    "spare_tokens": {"varlen_q": True, "q_len": 7, "spare": 3},
     "more_q_than_keys": {"q_len": 13, "kv_len": 5},
     "long": {"kv_len": 700},
     "mha": {"q_heads": 3, "kv_heads": 3},
@@ -244,6 +258,7 @@ FEATURES = {
     "dim_80": {"head_dim": 80},
     "dim_128": {"head_dim": 128},
     "dim_256": {"head_dim": 256},
+    "dim_512": {"head_dim": 512},
     "dim_192_128": {"head_dim": 192, "head_dim_v": 128},
     "qv": {"head_dim": 64, "head_dim_v": 512, "qv": True},
     "latent": {"head_dim": 576, "head_dim_v": 512, "layout": "latent", "kv_heads": 1},
@@ -257,9 +272,9 @@ FEATURES = {
     "odd_strides": {"layout": "odd_strides"},
     "wide_q": {"wide_q": True},
     "causal": {"causal": True},
-    "window": {"window": (9, 3)},
+    "window": {"window": (9, 3), "q_len": 6},
     "window_left": {"window": (11, -1)},
-    "window_right": {"window": (-1, 2)},
+    "window_right": {"window": (-1, 2), "q_len": 6},
     "chunk": {"chunk": 8},
     "softcap": {"softcap": 2.5},
     "scale": {"scale": 0.07},
@@ -271,6 +286,8 @@ FEATURES = {
     "sink_16bit": {"sink": "bfloat16", "dtype": "bfloat16"},
     "append": {"append": 3},
     "append_varlen": {"append": 6, "append_varlen": True},
+    "append_nothing": {"append": 0, "append_nothing": True},
+    "rotary_without_new_tokens": {"append": 0, "append_nothing": True, "rotary_dim": 32},
     "rotary_interleaved": {"append": 2, "rotary_dim": 32},
     "rotary_half": {"append": 2, "rotary_dim": 64, "rotary_interleaved": False},
     "rotary_seqlens": {"append": 2, "rotary_dim": 16, "rotary_seqlens": True},
@@ -291,6 +308,8 @@ def conflict(*fields):
         return "K and V share memory: an append would write each slot twice"
     if seen.get("rotary_dim", 0) > seen.get("head_dim", 64):
         return "rotary_dim <= head_dim"
+    if seen.get("rotary_dim") and seen.get("dtype", "").startswith("float8"):
+        return "an 8-bit q is not rotated"
     return ""
 
 
@@ -349,6 +368,21 @@ NAMED = {
     "no_keys_at_all": Case(batch=3, lens=(0, 0, 0), q_len=2),
     "no_keys_with_sink": Case(batch=3, lens=(0, 0, 0), sink="float32"),
     "no_queries": Case(q_len=0),
+    "gemma_4": Case(kv_len=200, q_heads=8, head_dim=512, softcap=2.5, scale=1.0, causal=True, q_len=3),
+    "gemma_4_window": Case(kv_len=300, q_heads=8, head_dim=256, window=(63, 0), causal=True, scale=1.0),
+    "gemma_4_prefill": Case(batch=2, lens=(0, 70), q_len=90, append=90, causal=True, q_heads=4, head_dim=512),
+    "fp8_everywhere": Case(
+        kv_len=300, q_heads=16, kv_heads=4, head_dim=128, dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn",
+        descale="full", q_descale="full",
+    ),
+    "fp8_prefill": Case(
+        batch=2, lens=(50, 80), q_len=60, q_heads=8, dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn", causal=True,
+        descale="shared", q_descale="full",
+    ),
+    "chunk_from_leftpad": Case(kv_len=200, q_len=9, chunk=16, causal=True, leftpad=True, dtype="float32"),
+    "no_heads": Case(q_heads=0),
+    "no_heads_append": Case(q_heads=0, append=3, rotary_dim=32),
+    "no_heads_at_all": Case(q_heads=0, kv_heads=0),
     "append_to_empty": Case(batch=3, lens=(0, 0, 0), q_len=4, append=4, causal=True),
     "prefill": Case(batch=2, lens=(0, 0), q_len=230, append=230, causal=True, q_heads=8, head_dim=128),
     "chunked_prefill": Case(batch=3, kv_len=150, q_len=130, append=130, causal=True, head_dim=128, varlen_q=False),
@@ -380,7 +414,8 @@ DTYPES = [
     for dtype in ("bfloat16", "float16", "float32")
     for kv_dtype in ("", "float8_e4m3fn", "float8_e5m2")
 ]  # fmt: skip
-HEAD_DIMS = [(d, 0) for d in (1, 2, 8, 40, 59, 64, 72, 80, 96, 112, 128, 160, 192, 255, 256)] + [(192, 128), (59, 33)]
+HEAD_DIMS = [(d, 0) for d in (1, 2, 8, 40, 59, 64, 72, 80, 96, 112, 128, 160, 192, 255, 256, 512)]
+HEAD_DIMS += [(192, 128), (59, 33)]
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16)
 PAGE_SIZES = (0, 1, 2, 3, 16, 17, 32, 64, 128, 256)
 Q_LENS = (*range(1, 18), 31, 32, 33)

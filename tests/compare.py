@@ -42,13 +42,14 @@ def torch_attend(kwargs, k_cache, v_cache, seqlens_new, order):
     """
     q, cu_seqlens_q = kwargs["q"], kwargs.get("cu_seqlens_q")
     q_heads, head_dim_v, dtype = q.shape[-2], v_cache.shape[-1], q.dtype
-    group = q_heads // k_cache.shape[2]
+    group = q_heads // max(1, k_cache.shape[2])
+    dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype  # of an 8-bit q: 8-bit numbers are bfloat16 numbers
     window_left, window_right = kwargs.get("window_size", (-1, -1))
     window_right = 0 if kwargs.get("causal") else window_right
     chunk, softcap, qv = kwargs.get("attention_chunk", 0), kwargs.get("softcap", 0.0), kwargs.get("qv")
     scale = kwargs.get("softmax_scale")
     scale = (q.shape[-1] + (head_dim_v if qv is not None else 0)) ** -0.5 if scale is None else scale
-    out, lse = torch.zeros(*q.shape[:-1], head_dim_v), torch.zeros(q.shape[:-1])
+    out, lse = torch.zeros(*q.shape[:-1], head_dim_v), torch.full(q.shape[:-1], -torch.inf)
     out_spread, lse_spread = torch.zeros_like(out), torch.zeros_like(lse)
     outs, lses, out_spreads, lse_spreads = (
         reference.per_request(x, cu_seqlens_q) for x in (out, lse, out_spread, lse_spread)
@@ -73,9 +74,9 @@ def torch_attend(kwargs, k_cache, v_cache, seqlens_new, order):
             tables = (kwargs["rotary_cos"], kwargs["rotary_sin"], kwargs["rotary_interleaved"])
             q_b = reference.rotate(q_b, positions, *tables).to(dtype)
         table = kwargs.get("block_table")
-        k_scale, v_scale = (
+        q_scale, k_scale, v_scale = (
             kwargs[name][b].repeat_interleave(group) if name in kwargs else torch.ones(q_heads)
-            for name in ("k_descale", "v_descale")
+            for name in ("q_descale", "k_descale", "v_descale")
         )  # fmt: skip
         key, value = (
             reference.read(c, table, row, keys).float().repeat_interleave(group, 1) for c in (k_cache, v_cache)
@@ -85,7 +86,8 @@ def torch_attend(kwargs, k_cache, v_cache, seqlens_new, order):
         if qvs is not None:
             s = s + torch.einsum("thd,nhd->htn", qvs[b].float(), value) * v_scale[:, None, None]
             size += torch.einsum("thd,nhd->htn", qvs[b].float() ** 2, value**2) * v_scale[:, None, None] ** 2
-        s, size = s * scale, size.sqrt() * scale
+        factor = scale * q_scale[:, None, None]
+        s, size = s * factor, size.sqrt() * factor.abs()
         if softcap > 0:
             s = softcap * torch.tanh(s / softcap)
         if "alibi_slopes" in kwargs:
@@ -103,9 +105,9 @@ def torch_attend(kwargs, k_cache, v_cache, seqlens_new, order):
         p = p.to(dtype).float() if order else (p / total).to(dtype).float()
         result = torch.einsum("htn,nhd->thd", p, value) * v_scale[:, None]
         outs[b][:] = (result / total.transpose(0, 1) if order else result).to(dtype).float()
-        weight = (p if not order else p / total) * (s.abs() + size).masked_fill(~mask, 0.0)
+        weight = (p if not order else p / total) * (s.abs() + size).masked_fill(s == -torch.inf, 0.0)
         lse_spreads[b][:] = weight.sum(2).T
-        out_spreads[b][:] = torch.einsum("htn,nhd->thd", weight, value.abs()) * v_scale[:, None]
+        out_spreads[b][:] = torch.einsum("htn,nhd->thd", weight, value.abs()) * v_scale[:, None].abs()
         out_spreads[b] += lse_spreads[b][..., None] * outs[b].abs()
     return out, lse.transpose(-1, -2), out_spread, lse_spread.transpose(-1, -2)
 
@@ -147,7 +149,8 @@ def assert_result(out, lse, kwargs, k_cache, v_cache, seqlens_new):
     length = kwargs["q"].shape[-1] + (kwargs["qv"].shape[-1] if "qv" in kwargs else 0)
     score = torch.finfo(torch.float32).eps * max(1.0, length**0.5 / 4)
 
-    assert out.dtype == kwargs["q"].dtype, f"out is {out.dtype}"
+    dtype = kwargs["q"].dtype
+    assert out.dtype == (torch.bfloat16 if dtype.itemsize == 1 else dtype), f"out is {out.dtype}"
     rounding = torch.finfo(out.dtype)
     bound = 2 * worst_per_request(expected, [sample[0] for sample in samples]) + score * samples[0][2]
     assert_within("out", out, expected, bound + rounding.eps * expected.abs() + rounding.tiny)

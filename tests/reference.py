@@ -46,10 +46,10 @@ def read(cache, block_table, row, positions, descale=None):
 
 
 def stored_as(x, descale, dtype):
-    """x in the dtype of the cache; fp8 holds x / descale, saturating."""
-    if dtype.itemsize > 1:
+    """x in the dtype of the cache; fp8 holds x / descale, saturating. What is fp8 already is stored as it is."""
+    if dtype.itemsize > 1 or x.dtype == dtype:
         return x.to(dtype)
-    limit = torch.finfo(dtype).max
+    x, limit = x.double(), torch.finfo(dtype).max
     return (x if descale is None else x / descale.double()[:, None]).clamp(-limit, limit).to(dtype)
 
 
@@ -73,7 +73,7 @@ def append(k, v, k_cache, v_cache, block_table, cache_seqlens, *, cu_seqlens_k_n
     done = 0
     for b, (k_b, v_b) in enumerate(zip(per_request(k, cu_seqlens_k_new), per_request(v, cu_seqlens_k_new))):
         row = b if cache_batch_idx is None else int(cache_batch_idx[b])
-        k_b, v_b, tokens = k_b.double(), v_b.double(), range(len(k_b))
+        tokens = range(len(k_b))
         if rotary_cos is not None:
             base = int((cache_seqlens if rotary_seqlens is None else rotary_seqlens)[b])
             k_b = rotate(k_b, [base + t for t in tokens], rotary_cos, rotary_sin, rotary_interleaved)
@@ -92,17 +92,18 @@ def append(k, v, k_cache, v_cache, block_table, cache_seqlens, *, cu_seqlens_k_n
 
 def attend(q, k_cache, v_cache, *, cache_seqlens, block_table=None, seqlens_new=None, cache_batch_idx=None,
            cache_leftpad=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
-           cu_seqlens_q=None, qv=None, k_descale=None, v_descale=None, attention_chunk=0, s_aux=None,
+           cu_seqlens_q=None, qv=None, q_descale=None, k_descale=None, v_descale=None, attention_chunk=0, s_aux=None,
            rotary_cos=None, rotary_sin=None, rotary_interleaved=True, rotary_seqlens=None):  # fmt: skip
     """(out, lse) in float64, the new tokens (seqlens_new of each request) already in the caches.
 
-    out is shaped like q; lse is (batch, q_heads, tokens), or (q_heads, total_q) with cu_seqlens_q.
+    out is shaped like q; lse is (batch, q_heads, tokens), or (q_heads, total_q) with cu_seqlens_q. Tokens of q that no
+    request has see nothing, like rows without keys: out 0, lse -inf.
     """
     window_left, window_right = window_size[0], 0 if causal else window_size[1]
     q_heads, head_dim, head_dim_v = q.shape[-2], q.shape[-1], v_cache.shape[-1]
-    group = q_heads // k_cache.shape[2]
+    group = q_heads // max(1, k_cache.shape[2])
     scale = (head_dim + (head_dim_v if qv is not None else 0)) ** -0.5 if softmax_scale is None else softmax_scale
-    out, lse = torch.zeros(*q.shape[:-1], head_dim_v).double(), torch.zeros(q.shape[:-1]).double()
+    out, lse = torch.zeros(*q.shape[:-1], head_dim_v).double(), torch.full(q.shape[:-1], -torch.inf).double()
     out_of, lse_of = per_request(out, cu_seqlens_q), per_request(lse, cu_seqlens_q)  # views: one request each
     for b, q_b in enumerate(per_request(q.double(), cu_seqlens_q)):
         row = b if cache_batch_idx is None else int(cache_batch_idx[b])
@@ -112,6 +113,7 @@ def attend(q, k_cache, v_cache, *, cache_seqlens, block_table=None, seqlens_new=
             base = old_len if rotary_seqlens is None else int(rotary_seqlens[b])
             moving = window_left >= 0 or window_right >= 0 or attention_chunk > 0  # else all queries share one position
             q_b = rotate(q_b, [base + t * moving for t in range(q_len)], rotary_cos, rotary_sin, rotary_interleaved)
+        q_scale = 1.0 if q_descale is None else q_descale[b].double().repeat_interleave(group)[:, None]
         for t in range(q_len):
             q_pos, leftpad = kv_len - q_len + t, 0 if cache_leftpad is None else int(cache_leftpad[b])
             keys = visible_keys(q_pos, kv_len, leftpad, window_left, window_right, attention_chunk)
@@ -121,7 +123,7 @@ def attend(q, k_cache, v_cache, *, cache_seqlens, block_table=None, seqlens_new=
             s = torch.einsum("hd,nhd->hn", q_b[t], key)
             if qv is not None:
                 s += torch.einsum("hd,nhd->hn", per_request(qv.double(), cu_seqlens_q)[b][t], value)
-            s *= scale
+            s *= scale * q_scale
             if softcap > 0:
                 s = softcap * torch.tanh(s / softcap)
             if alibi_slopes is not None:

@@ -16,28 +16,20 @@ struct QuerySizes {
   Dim seqlen_q{"seqlen_q"}, total_q{"total_q"};
 };
 
-void check_padded_queries(const AttendArguments& a, const Like& q, Sizes& s, QuerySizes& n, ScalarType out_type,
-                          Problem* p) {
+void check_padded_queries(const AttendArguments& a, const Like& q, Sizes& s, QuerySizes& n, Problem* p) {
   check(*a.q, "q", kQueryTypes, {&s.batch, &n.seqlen_q, &s.q_heads, &s.head_dim}, q);
-  check(*a.out, "out", {out_type}, {&s.batch, &n.seqlen_q, &s.q_heads, &s.head_dim_v}, q);
-  if (a.lse) check(*a.lse, "softmax_lse", kFloat32, {&s.batch, &s.q_heads, &n.seqlen_q}, q);
   p->max_q_len = n.seqlen_q.size;
   p->total_q = s.batch.size * n.seqlen_q.size;
   p->q_stride_batch = a.q->stride(0);
-  p->out_stride_batch = a.out->stride(0);
-  p->lse_stride_batch = a.lse ? a.lse->stride(0) : 0;
 }
 
-void check_packed_queries(const AttendArguments& a, const Like& q, Sizes& s, QuerySizes& n, ScalarType out_type,
-                          Problem* p) {
+void check_packed_queries(const AttendArguments& a, const Like& q, Sizes& s, QuerySizes& n, Problem* p) {
   if (a.cu_seqlens_q->dim() != 1 || a.cu_seqlens_q->size(0) < 1)
     fail("cu_seqlens_q: expected int32 [batch + 1], got " + shape_str(*a.cu_seqlens_q));
   s.batch = Dim("batch", a.cu_seqlens_q->size(0) - 1, "cu_seqlens_q");
   Dim entries("batch + 1");
   check(*a.q, "q", kQueryTypes, {&n.total_q, &s.q_heads, &s.head_dim}, q);
   check(*a.cu_seqlens_q, "cu_seqlens_q", kInt32, {&entries}, q);
-  check(*a.out, "out", {out_type}, {&n.total_q, &s.q_heads, &s.head_dim_v}, q);
-  if (a.lse) check(*a.lse, "softmax_lse", kFloat32, {&s.q_heads, &n.total_q}, q);
   if (a.max_seqlen_q < 0) fail("max_seqlen_q: expected at least 0, got " + str(a.max_seqlen_q));
   p->total_q = n.total_q.size;
   p->max_q_len = a.max_seqlen_q < p->total_q ? a.max_seqlen_q : p->total_q;  // no request has more than all tokens
@@ -45,22 +37,35 @@ void check_packed_queries(const AttendArguments& a, const Like& q, Sizes& s, Que
 }
 
 void check_queries(const AttendArguments& a, const Like& q, Sizes& s, QuerySizes& n, Problem* p) {
-  const ScalarType type = a.q->scalar_type(), out_type = is_8bit(type) ? ScalarType::BFloat16 : type;
   if (a.cu_seqlens_q) {
-    check_packed_queries(a, q, s, n, out_type, p);
+    check_packed_queries(a, q, s, n, p);
   } else {
-    check_padded_queries(a, q, s, n, out_type, p);
+    check_padded_queries(a, q, s, n, p);
   }
   const int64_t token = a.cu_seqlens_q ? 0 : 1;
   p->q = address<const void>(*a.q);
-  p->out = address<void>(*a.out);
-  if (a.lse) p->lse = given<float>(*a.lse);
   p->q_stride_token = a.q->stride(token);
   p->q_stride_head = a.q->stride(token + 1);
+  p->q_dtype = dtype_of(a.q->scalar_type());
+}
+
+void check_results(const AttendArguments& a, const Like& q, Sizes& s, QuerySizes& n, Problem* p) {
+  const ScalarType q_type = a.q->scalar_type(), type = is_8bit(q_type) ? ScalarType::BFloat16 : q_type;
+  if (a.cu_seqlens_q) {
+    check(*a.out, "out", {type}, {&n.total_q, &s.q_heads, &s.head_dim_v}, q);
+    if (a.lse) check(*a.lse, "softmax_lse", kFloat32, {&s.q_heads, &n.total_q}, q);
+  } else {
+    check(*a.out, "out", {type}, {&s.batch, &n.seqlen_q, &s.q_heads, &s.head_dim_v}, q);
+    if (a.lse) check(*a.lse, "softmax_lse", kFloat32, {&s.batch, &s.q_heads, &n.seqlen_q}, q);
+    p->out_stride_batch = a.out->stride(0);
+    p->lse_stride_batch = a.lse ? a.lse->stride(0) : 0;
+  }
+  const int64_t token = a.cu_seqlens_q ? 0 : 1;
+  p->out = address<void>(*a.out);
+  if (a.lse) p->lse = given<float>(*a.lse);
   p->out_stride_token = a.out->stride(token);
   p->out_stride_head = a.out->stride(token + 1);
   p->lse_stride_head = a.lse ? a.lse->stride(token) : 0;
-  p->q_dtype = dtype_of(type);
 }
 
 // The queries of multi-head latent attention that meet the values.
@@ -87,6 +92,10 @@ void check_new_tokens(const AttendArguments& a, const Like& q, Sizes& s, Problem
   if (!a.cu_seqlens_k_new && a.k->dim() != 4)
     fail("k: expected [batch, seqlen_new, kv_heads, head_dim] (or cu_seqlens_k_new with it), got " + shape_str(*a.k));
   if (!a.cache_seqlens) fail("cache_seqlens: expected where to append k and v, got None");
+  const ScalarType type = a.q->scalar_type(), cache_type = a.k_cache->scalar_type();
+  if (is_8bit(type) && type != cache_type)
+    fail(std::string("k: expected the dtype of k_cache (") + str(cache_type) +
+         ") with an 8-bit q, for its numbers are stored as they are; got " + str(a.k->scalar_type()));
   p->append = check_append(*a.k, *a.v, a.cu_seqlens_k_new, q, s);
 }
 
@@ -120,8 +129,9 @@ void check_rotary(const AttendArguments& a, const Like& q, Sizes& s, Problem* p)
   if (!a.rotary_cos && !a.rotary_sin) return;
   if (!a.rotary_cos || !a.rotary_sin) fail("rotary_cos and rotary_sin: expected both or neither, got only one of them");
   if (!a.k) fail("rotary_cos: expected new keys (k and v) to rotate, got k = None");
-  Dim rotary_len("rotary_len"), half("rotary_dim / 2");
   const ScalarType type = a.q->scalar_type();
+  if (is_8bit(type)) fail(std::string("rotary_cos: expected None with an 8-bit q (") + str(type) + "), got a tensor");
+  Dim rotary_len("rotary_len"), half("rotary_dim / 2");
   check(*a.rotary_cos, "rotary_cos", {type}, {&rotary_len, &half}, q);
   check(*a.rotary_sin, "rotary_sin", {type}, {&rotary_len, &half}, q);
   Rotary& r = p->rotary;
@@ -178,6 +188,7 @@ Problem problem_of(const AttendArguments& a) {
   check_queries(a, q, sizes, queries, &p);
   p.cache = check_cache(
       {*a.k_cache, *a.v_cache, a.block_table, a.cu_seqlens_k, a.cache_batch_idx, a.k_descale, a.v_descale}, q, sizes);
+  check_results(a, q, sizes, queries, &p);
   check_new_tokens(a, q, sizes, &p);
   check_heads(a, sizes, &p);
   check_lengths(a, q, sizes, &p);
@@ -196,7 +207,12 @@ Problem problem_of(const AttendArguments& a) {
 
 void flash_attn_with_kvcache(const AttendArguments& a) {
   const OnDeviceOf guard(*a.q);
-  run_attention(problem_of(a));
+  const Problem p = problem_of(a);
+  if (p.q_heads > 0) {
+    run_attention(p);
+  } else if (p.append.k) {
+    run_kv_write(p);
+  }
 }
 
 std::string explain_flash_attn_with_kvcache(const AttendArguments& a) {

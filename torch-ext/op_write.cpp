@@ -23,11 +23,17 @@ void check_grouping(const WriteArguments& a, Sizes& s) {
   }
 }
 
+// k and v may be longer than slot_mapping (padded batches): the tokens past its end are not written.
 void check_slots(const WriteArguments& a, const Like& like, Problem* p) {
   if (p->cache.page_size == 0) fail("k_cache: expected page_size of at least 1, got 0");
-  Dim total_new("total_new", p->append.total_new, "k");
-  check(*a.slot_mapping, "slot_mapping", {ScalarType::Long}, {&total_new}, like);
-  p->append.slot_mapping = if_given<int64_t>(a.slot_mapping);
+  Append& append = p->append;
+  const Tensor& slots = *a.slot_mapping;
+  const bool flat = a.k->dim() == 3 && !a.cu_seqlens_k_new;
+  if (flat && slots.dim() == 1 && slots.size(0) < append.total_new)
+    append.seqlen_new = append.total_new = slots.size(0);
+  Dim total_new("total_new", append.total_new, "k");
+  check(slots, "slot_mapping", {ScalarType::Long}, {&total_new}, like);
+  append.slot_mapping = if_given<int64_t>(a.slot_mapping);
 }
 
 void check_positions(const WriteArguments& a, const Like& like, Sizes& s, Problem* p) {

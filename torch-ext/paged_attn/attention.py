@@ -52,11 +52,12 @@ def flash_attn_with_kvcache(
 
     Args:
         q: (batch, seqlen_q, q_heads, head_dim), or (total_q, q_heads, head_dim) with `cu_seqlens_q`.
-            float32, bfloat16 or float16. q_heads is a multiple of kv_heads.
+            float32, bfloat16 or float16, or 8-bit with an 8-bit cache (out is bfloat16 then, and k and v have the
+            cache's dtype and are stored as they are). q_heads is a multiple of kv_heads.
         k_cache: (num_pages, page_size, kv_heads, head_dim) with `block_table`, else
             (batch_cache, seqlen_cache, kv_heads, head_dim). In q's dtype, float8_e4m3fn or float8_e5m2.
-        v_cache: the same with head_dim_v. head_dim and head_dim_v are 1 to 256 each, or (576, 512), or
-            (64, 512) with `qv`.
+        v_cache: the same with head_dim_v. head_dim and head_dim_v are 1 to 256 each, or (512, 512), or
+            (576, 512), or (64, 512) with `qv`.
         k, v: (batch, seqlen_new, kv_heads, head_dim / head_dim_v), or (total_new, ...) with
             `cu_seqlens_k_new`: written into the cache from position `cache_seqlens` on. They change the cache.
         rotary_cos, rotary_sin: (rotary_len, rotary_dim / 2), in q's dtype. Rotates `k` at its position, and `q` at
@@ -76,16 +77,19 @@ def flash_attn_with_kvcache(
         return_softmax_lse: return (out, softmax_lse).
         page_table: another name of `block_table`.
         cu_seqlens_q, cu_seqlens_k_new: int32 (batch + 1,): where the tokens of each request begin.
-        max_seqlen_q: an upper bound of q_len with `cu_seqlens_q`.
+        max_seqlen_q: a hint with `cu_seqlens_q`: an upper bound of q_len; None for none. One that is too small is an
+            error where lengths are checked (on the CPU, or with PAGED_ATTN_CHECK=1).
         rotary_seqlens: int32 (batch,): rotary positions start here instead of at `cache_seqlens`.
         qv: like q with head_dim_v: the score is q . k + qv . v (multi-head latent attention).
         q_descale, k_descale, v_descale: float32 (batch, kv_heads), either may be 1: value = stored * descale.
-        attention_chunk: a token sees only keys of its own chunk of this many positions; 0 is off.
+        attention_chunk: a token sees only keys of its own chunk of this many positions, counted from the first key
+            that exists (`cache_leftpad`); 0 is off.
         s_aux: (q_heads,): one more logit per head, without a value. `sinks` is another name of it.
         scheduler_metadata: what get_scheduler_metadata() returned; never changes a result.
         pack_gqa, sm_margin, ver: hints of FlashAttention 3, accepted; they never change a result.
         deterministic: the result of a request is bitwise the same whatever else is in the batch.
         out: like q with head_dim_v, in q's dtype: written and returned.
+        others: keywords of other kernels (score_mod, fa_version, ...), accepted where they ask for nothing.
 
     Returns:
         out (batch, seqlen_q, q_heads, head_dim_v) or (total_q, ...), in q's dtype; with `return_softmax_lse` also
@@ -227,7 +231,8 @@ def flash_attn_varlen_func(
         k, v: (total_k, kv_heads, head_dim / head_dim_v), packed by `cu_seqlens_k`; with `block_table` pages
             (num_pages, page_size, kv_heads, ...), and `cu_seqlens_k` tells only the lengths.
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,). `cu_seqlens_k` may be None with `block_table` and `seqused_k`.
-        max_seqlen_q, max_seqlen_k: upper bounds; they never change a result.
+        max_seqlen_q, max_seqlen_k: hints: upper bounds; they never change a result. A max_seqlen_q that is too small
+            is an error where lengths are checked (on the CPU, or with PAGED_ATTN_CHECK=1).
         block_table: int32 (batch, max_pages); `page_table` is another name of it.
         seqused_k: int32 (batch,): how many keys of each request count, from its first.
         The others: as in `flash_attn_with_kvcache`.

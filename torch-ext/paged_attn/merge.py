@@ -6,7 +6,13 @@ import torch
 
 
 def merge_attn_states(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges the results of the same queries over two disjoint sets of keys.
 
@@ -14,20 +20,21 @@ def merge_attn_states(
         out_a, out_b: (batch, seqlen_q, q_heads, head_dim_v) or (total_q, q_heads, head_dim_v).
         lse_a, lse_b: float32 (batch, q_heads, seqlen_q) or (q_heads, total_q), as the attention functions return them.
             A sink belongs to one of the two only.
+        out, lse: where to write the results; they may be the tensors of either part.
 
     Returns:
         (out, lse) of the union, in out_a's dtype and float32. With w = exp(lse): out = (w_a out_a + w_b out_b) /
         (w_a + w_b) and lse = log(w_a + w_b), computed relative to the larger lse.
     """
-    for name, t in (("out_b", out_b), ("lse_b", lse_b)):
-        expected = out_a.shape if name == "out_b" else lse_a.shape
-        if t.shape != expected:
-            raise ValueError(f"{name}: expected shape {tuple(expected)} like {name[:-1]}a, got {tuple(t.shape)}")
+    _check_shape("out_b", out_b, "out_a", out_a)
+    _check_shape("lse_b", lse_b, "lse_a", lse_a)
     if lse_a.transpose(-1, -2).shape != out_a.shape[:-1]:
         raise ValueError(
             f"lse_a: expected (batch, q_heads, seqlen_q) or (q_heads, total_q) for out_a {tuple(out_a.shape)}, "
             f"got {tuple(lse_a.shape)}"
         )
+    _check_target("out", out, out_a.shape, out_a.dtype)
+    _check_target("lse", lse, lse_a.shape, torch.float32)
     larger = torch.maximum(lse_a, lse_b)
     # The comparison covers two empty parts, where the difference of two -inf would be NaN.
     weight_a = torch.where(lse_a == larger, 1.0, torch.exp(lse_a - larger))
@@ -35,5 +42,16 @@ def merge_attn_states(
     total = weight_a + weight_b
     share_a = (weight_a / total).transpose(-1, -2).unsqueeze(-1)
     share_b = (weight_b / total).transpose(-1, -2).unsqueeze(-1)
-    out = (out_a.float() * share_a + out_b.float() * share_b).to(out_a.dtype)
-    return out, larger + torch.log(total)
+    merged = (out_a.float() * share_a + out_b.float() * share_b).to(out_a.dtype)
+    merged_lse = larger + torch.log(total)
+    return merged if out is None else out.copy_(merged), merged_lse if lse is None else lse.copy_(merged_lse)
+
+
+def _check_shape(name, tensor, other_name, other):
+    if tensor.shape != other.shape:
+        raise ValueError(f"{name}: expected shape {tuple(other.shape)} like {other_name}, got {tuple(tensor.shape)}")
+
+
+def _check_target(name, target, shape, dtype):
+    if target is not None and (target.shape != shape or target.dtype != dtype):
+        raise ValueError(f"{name}: expected {dtype} {tuple(shape)}, got {target.dtype} {tuple(target.shape)}")

@@ -36,7 +36,8 @@ def kv_paged_write(
         block_table: int32 (batch, max_pages). None with `slot_mapping`.
         cache_seqlens: int32 (batch,) or an int: the length before the write. None with `slot_mapping`.
         cu_seqlens_k_new: int32 (batch + 1,).
-        slot_mapping: int64 (total_new,); a negative entry skips its token.
+        slot_mapping: int64 or int32 (total_new,); a negative entry skips its token. It may be shorter than k and v
+            of (total_new, ...): the tokens past its end are not written.
         k_descale, v_descale: float32 (batch, kv_heads), either may be 1.
 
     Raises:
@@ -50,6 +51,8 @@ def kv_paged_write(
     if isinstance(cache_seqlens, int):
         batch = k.shape[0] if cu_seqlens_k_new is None else cu_seqlens_k_new.shape[0] - 1
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=k.device)
+    if slot_mapping is not None and slot_mapping.dtype == torch.int32:
+        slot_mapping = slot_mapping.long()
     _write(
         k, v, k_cache, v_cache, block_table, cache_seqlens, cu_seqlens_k_new=cu_seqlens_k_new,
         slot_mapping=slot_mapping, k_descale=k_descale, v_descale=v_descale,

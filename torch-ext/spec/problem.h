@@ -20,6 +20,9 @@ PD_FN constexpr int64_t dtype_bytes(DType dtype) {
   return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? 2 : 1;
 }
 
+// 8-bit queries have a bfloat16 result.
+PD_FN constexpr DType out_dtype(DType q_dtype) { return dtype_bytes(q_dtype) == 1 ? DType::kBFloat16 : q_dtype; }
+
 // Where a tensor begins. A pointer, but on Metal the host knows no addresses: a place in an MTLBuffer.
 #ifdef METAL_KERNEL
 template <typename T>
@@ -99,7 +102,7 @@ struct Problem {
 
   Address<const void> q;    // [batch, seqlen_q, q_heads, head_dim], or [total_q, ...] with cu_seqlens_q
   Optional<const void> qv;  // like q with head_dim_v
-  Address<void> out;        // like q with head_dim_v, in q's dtype
+  Address<void> out;        // like q with head_dim_v, in out_dtype(q_dtype)
   Optional<float> lse;      // [batch, q_heads, seqlen_q], or [q_heads, total_q]
   int64_t q_stride_batch, q_stride_token, q_stride_head;  // stride_batch is 0 with cu_seqlens_q
   int64_t qv_stride_batch, qv_stride_token, qv_stride_head;

@@ -1,0 +1,250 @@
+"""Numbers and sizes at the edge: NaN and infinities, huge scores, neutral and degenerate factors, empty tensors."""
+
+import cases
+import pytest
+import torch
+from cases import Case
+from compare import check, judge, run, with_tensor_lengths
+
+DTYPES = ["bfloat16", "float16", "float32"]
+
+
+def both_calls(case, device):
+    """The call on the device, and the same call on the CPU for the reference."""
+    return cases.build(case).to(device), cases.build(case)
+
+
+def change(calls, **kwargs):
+    """The same new arguments in both."""
+    for call in calls:
+        place = call.kwargs["q"].device
+        call.kwargs |= {n: x.to(place) if isinstance(x, torch.Tensor) else x for n, x in kwargs.items()}
+
+
+FACTORS = {
+    "scale 0": {"softmax_scale": 0.0},
+    "scale below 0": {"softmax_scale": -0.2},
+    "scale tiny": {"softmax_scale": 1e-30},
+    "softcap 1e6": {"softcap": 1e6},
+    "softcap 1e-3": {"softcap": 1e-3},
+    "softcap 1e6, scale below 0": {"softcap": 1e6, "softmax_scale": -0.2},
+    "slopes 0": {"alibi_slopes": torch.zeros(4)},
+    "slopes below 0": {"alibi_slopes": torch.tensor([-0.1, -0.0, 0.2, -3.0])},
+    "sinks infinite": {"s_aux": torch.tensor([-torch.inf, 3.0, -torch.inf, 0.0])},
+    "sinks huge": {"s_aux": torch.tensor([1e5, -1e5, 1e30, -1e30])},
+    "k_descale 0": {"k_descale": torch.tensor([[0.0, 1.0]]).expand(4, 2)},
+    "k_descale below 0": {"k_descale": torch.tensor([[-1.5, 0.5]]).expand(4, 2)},
+    "v_descale 0": {"v_descale": torch.tensor([[0.0, 1.0]]).expand(4, 2)},
+    "v_descale below 0": {"v_descale": torch.tensor([[-1.5, 0.5]]).expand(4, 2)},
+    "q_descale 0": {"q_descale": torch.tensor([[0.0, 1.0]]).expand(4, 2)},
+    "q_descale below 0": {"q_descale": torch.tensor([[-1.5, 0.5]]).expand(4, 2)},
+}
+
+
+@pytest.mark.parametrize("q_len", [1, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FACTORS)
+def test_factor(paged_attn, device, name, dtype, q_len):
+    calls = both_calls(Case(kv_len=150, q_len=q_len, dtype=dtype), device)
+    change(calls, **FACTORS[name])
+    judge(*run(paged_attn, calls[0]), *calls)
+
+
+@pytest.mark.parametrize("v_descale", [0.0, -0.5])
+def test_descale_of_values_with_qv(paged_attn, device, v_descale):
+    """The values are in the score too then."""
+    calls = both_calls(Case(kv_len=60, head_dim_v=512, qv=True, descale="full"), device)
+    for call in calls:
+        call.kwargs["v_descale"] = torch.full((4, 2), v_descale, device=call.kwargs["q"].device)
+    judge(*run(paged_attn, calls[0]), *calls)
+
+
+@pytest.mark.parametrize("size", [30.0, 3000.0])
+@pytest.mark.parametrize("q_len", [1, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_huge_scores(paged_attn, device, dtype, q_len, size):
+    """Up to 1e5 and of both signs: far beyond what exp can hold; the largest one takes the row."""
+    calls = both_calls(Case(kv_len=300, q_len=q_len, dtype=dtype), device)
+    for call in calls:
+        call.kwargs["q"].mul_(size)
+    out, lse = run(paged_attn, calls[0])
+    assert torch.isfinite(out).all()
+    judge(out, lse, *calls)
+
+
+def test_infinite_sink_takes_everything(paged_attn, device):
+    call = cases.build(Case(q_len=2, sink="float32")).to(device)
+    call.kwargs["s_aux"][0] = torch.inf
+    out, lse = run(paged_attn, call)
+    assert (out[:, :, 0] == 0).all()
+    assert (lse[:, 0] == torch.inf).all()
+    assert torch.isfinite(out).all()
+
+
+def poison_key(call, cache_index, b, position, kv_head, dim, value):
+    """Overwrites one number of one key or value of request b."""
+    cache, page_size = call.caches()[cache_index], call.case.page_size
+    page = int(call.kwargs["block_table"][b, position // page_size])
+    cache[page, position % page_size, kv_head, dim] = value
+
+
+@pytest.mark.parametrize("q_len", [1, 30])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("what", ["key", "value", "query"])
+def test_nan_and_infinity_stay_where_they_belong(paged_attn, device, what, bad, dtype, q_len):
+    """In one key or value: in the rows of that request and kv_head; in one row of q: in that row."""
+    case = Case(batch=3, lens=(80, 60, 100), q_len=q_len, dtype=dtype, q_heads=6, kv_heads=3)
+    calls = call, before, clean = *both_calls(case, device), cases.build(case).to(device)
+    for each in calls:
+        each.kwargs["q"][..., 7] = 1.0  # so that a score with an infinite key is +inf
+    good = run(paged_attn, call)
+    rows = torch.zeros(3, q_len, 6, dtype=torch.bool)
+    if what == "query":
+        rows[1, q_len // 2, 3] = True
+        call.kwargs["q"][1, q_len // 2, 3, 7] = bad
+    else:
+        rows[1, :, 2:4] = True
+        poison_key(call, ["key", "value"].index(what), 1, 40, 1, 7, bad)
+    out, lse = run(paged_attn, call)
+    out, lse, good = out.cpu(), lse.cpu(), [x.cpu() for x in good]
+    reached = out[..., 7] if what == "value" else out[..., 0]
+    assert not torch.isfinite(reached[rows]).any()
+    if what != "value":
+        assert not (torch.isfinite(lse.mT) & rows).any()
+    # All else is right.
+    out[rows] = good[0][rows]
+    lse = torch.where(rows.mT, good[1], lse)
+    judge(out, lse, clean, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_key_of_minus_infinity_is_not_there(paged_attn, device, dtype):
+    """Its scores are -inf: the result is that of the other keys."""
+    calls = both_calls(Case(batch=2, lens=(50, 33), dtype=dtype), device)
+    for call in calls:
+        call.kwargs["q"][..., 3] = 1.0
+        for kv_head in range(2):
+            poison_key(call, 0, 0, 20, kv_head, 3, -torch.inf)
+    judge(*run(paged_attn, calls[0]), *calls)
+
+
+EVERYTHING = Case(
+    q_len=2, varlen_q=True, causal=True, window=(60, 5), softcap=2.5, alibi="batch", leftpad=True, batch_idx=True,
+    sink="float32", kv_dtype="float8_e5m2", descale="full", q_descale="full", append=2, append_varlen=True,
+    rotary_dim=32, rotary_seqlens=True, give_out=True, dtype="float32",
+)  # fmt: skip
+EMPTY = {
+    "batch 0": {"batch": 0},
+    "batch 0, padded": {"batch": 0, "varlen_q": False, "append_varlen": False},
+    "no token of q": {"q_len": 0},
+    "no token of q, padded": {"q_len": 0, "varlen_q": False},
+    "no new token": {"append": 0, "append_nothing": True},
+    "no new token, padded": {"append": 0, "append_nothing": True, "append_varlen": False},
+    "no heads": {"q_heads": 0},
+    "no heads at all": {"q_heads": 0, "kv_heads": 0},
+    "nothing in the cache": {"lens": (0, 0, 0, 0)},
+    "nothing anywhere": {"lens": (0, 0, 0, 0), "append": 0, "append_nothing": True, "q_len": 0},
+    "no rotary dimension": {"rotary_dim": 0},
+}
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+@pytest.mark.parametrize("name", EMPTY)
+def test_empty_tensors(paged_attn, device, name, contiguous):
+    """With every optional argument given, each empty where its sizes say so: an empty tensor has no address."""
+    fields = EMPTY[name] | ({"page_size": 0} if contiguous else {})
+    case = Case(**({f: getattr(EVERYTHING, f) for f in EVERYTHING.__dataclass_fields__} | fields))
+    check(paged_attn, case, device)
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_rotary_tables_without_a_dimension(paged_attn, device, q_len):
+    """Tables of no angle rotate nothing."""
+    calls = both_calls(Case(q_len=q_len, append=2, causal=True), device)
+    tables = torch.empty(50, 0, dtype=torch.bfloat16)
+    change(calls[:1], rotary_cos=tables, rotary_sin=tables)
+    judge(*run(paged_attn, calls[0]), *calls)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("varlen", [False, True])
+def test_queries_are_rotated_without_new_tokens(paged_attn, device, varlen, causal, dtype):
+    case = Case(q_len=3, append_nothing=True, append_varlen=varlen, rotary_dim=32, causal=causal, dtype=dtype)
+    check(paged_attn, case, device)
+
+
+VARLEN = Case(batch=4, kv_len=90, q_len=40, varlen_q=True, spare=5, causal=True, give_out=True)
+
+
+@pytest.mark.parametrize("max_seqlen_q", [40, 45, 46, 4000, 2**31 - 1, 2**40, None, torch.tensor(40)], ids=str)
+def test_max_seqlen_q_is_a_hint(paged_attn, device, max_seqlen_q):
+    """Exact, larger than all tokens, far too large, missing; with tokens that belong to no request."""
+    check(paged_attn, VARLEN, device, max_seqlen_q=max_seqlen_q)
+
+
+def test_max_seqlen_q_may_be_0_where_no_request_has_a_token(paged_attn, device):
+    case = Case(batch=4, kv_len=90, q_len=0, varlen_q=True, spare=3, append=2, give_out=True)
+    calls = both_calls(case, device)
+    assert calls[0].kwargs["max_seqlen_q"] == 0
+    judge(*run(paged_attn, calls[0]), *calls)
+
+
+@pytest.mark.parametrize("max_seqlen_q", [0, 1, 16, 39])
+def test_max_seqlen_q_too_small_leaves_no_row_unwritten(paged_attn, device, max_seqlen_q):
+    """An error where lengths are checked (test_errors.py); elsewhere every row of out is written, and those of the
+    requests that the hint covers are right."""
+    call, before = both_calls(VARLEN, device)
+    try:
+        out, lse = run(paged_attn, call, max_seqlen_q=max_seqlen_q)
+    except RuntimeError as error:
+        assert str(error).startswith("max_seqlen_q: expected at least the ")
+        return
+    out, lse = out.cpu(), lse.cpu()
+    assert not out.isnan().any() and not lse.isnan().any()
+    exact = [x.cpu() for x in run(paged_attn, cases.build(VARLEN).to(device))]
+    ends = before.kwargs["cu_seqlens_q"].tolist()
+    for begin, end in zip(ends, ends[1:]):
+        if end - begin > max_seqlen_q:
+            out[begin:end], lse[:, begin:end] = exact[0][begin:end], exact[1][:, begin:end]
+    call.kwargs["out"].copy_(out)
+    judge(call.kwargs["out"], lse, call, before)
+
+
+@pytest.mark.parametrize("spare", [1, 70])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_past_the_last_request(paged_attn, device, dtype, spare):
+    """They belong to no request: out 0, lse -inf, whatever was there."""
+    case = Case(batch=3, kv_len=50, q_len=5, varlen_q=True, spare=spare, dtype=dtype, give_out=True)
+    call, before = both_calls(case, device)
+    out, lse = run(paged_attn, call)
+    assert (out[-spare:] == 0).all() and (lse[:, -spare:] == -torch.inf).all()
+    judge(out, lse, call, before)
+    q, cu_seqlens_q = call.kwargs["q"], call.kwargs["cu_seqlens_q"]
+    k_cache, v_cache = call.caches()
+    out, lse = paged_attn.flash_attn_varlen_func(
+        q, k_cache, v_cache, cu_seqlens_q, max_seqlen_q=5, block_table=call.kwargs["block_table"],
+        seqused_k=call.kwargs["cache_seqlens"], return_softmax_lse=True, out=torch.full_like(call.kwargs["out"], 7.0),
+    )  # fmt: skip
+    call.kwargs["out"].copy_(out)
+    judge(call.kwargs["out"], lse, call, before)
+
+
+@pytest.mark.parametrize("leftpad", [0, 1, 7, 40])
+@pytest.mark.parametrize("chunk", [1, 8, 16, 1000])
+def test_chunks_count_from_the_first_key_that_exists(paged_attn, device, chunk, leftpad):
+    """By another definition: the same keys in a cache without padding."""
+    case = Case(batch=1, lens=(100,), q_len=9, page_size=0, chunk=chunk, causal=True, dtype="float32")
+    call, before = both_calls(case, device)
+    k_cache, v_cache = call.caches()
+    whole = {n: torch.randn(x.shape, device=device) for n, x in (("k_cache", k_cache), ("v_cache", v_cache))}
+    kwargs = dict(call.kwargs)
+    padded = paged_attn.flash_attn_with_kvcache(
+        **(kwargs | whole), cache_leftpad=torch.tensor([leftpad], dtype=torch.int32, device=device)
+    )
+    kwargs["cache_seqlens"] = kwargs["cache_seqlens"] - leftpad
+    alone = paged_attn.flash_attn_with_kvcache(**kwargs, **{n: x[:, leftpad:] for n, x in whole.items()})
+    for a, b in zip(padded, alone):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # two places in tiles: two orders of summation
+    assert with_tensor_lengths(before)["attention_chunk"] == chunk
