@@ -95,6 +95,25 @@ def test_slot_mapping_of_a_flat_batch(paged_attn, device):
     assert_caches(case, call.storage, before, before.kwargs)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 12])
+def test_slot_mapping_shorter_than_k(paged_attn, device, tokens, dtype):
+    """vLLM pads k and v: tokens past the end of slot_mapping are not written. Slots of 32 bits too."""
+    case = Case(append=3, dtype="float32")
+    call, before = cases.build(case).to(device), cases.build(case)
+    slots = slots_of(before)[:tokens].to(dtype)
+    k, v = (before.kwargs[name].flatten(0, 1) for name in ("k", "v"))
+    k_cache, v_cache = call.caches()
+    paged_attn.kv_paged_write(k.to(device), v.to(device), k_cache, v_cache, None, None, slot_mapping=slots.to(device))
+    expected = tuple(s.clone() for s in before.storage)
+    k_cache, v_cache = before.caches(expected)
+    reference.append(
+        k[None, :tokens], v[None, :tokens], k_cache, v_cache, None, torch.zeros(1), slot_mapping=slots.long()
+    )
+    for a, b in zip(call.storage, expected):
+        assert_same_bytes("cache", a, b)
+
+
 @pytest.mark.parametrize("with_descale", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("kv_dtype", FP8)

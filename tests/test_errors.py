@@ -5,6 +5,7 @@ call must not fail, and must touch nothing outside of the caches; both ways are 
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -101,8 +102,9 @@ DTYPES = [
     [pytest.param(n, c, d, id=f"{n}-{d}".replace("torch.", "")) for n, c, dtypes in DTYPES for d in dtypes],
 )
 def test_dtype(paged_attn, device, name, case, dtype):
-    # A wrong query is seen first where it meets its cache, or the table of angles.
-    match = "q|k_cache" if name == "q" else name
+    match = f"^{name}: expected "
+    if (name, dtype) == ("q", torch.float32):  # which the cache could be: the hint says what would fit
+        match = r"^k_cache: expected the dtype of q \(float32\) .+, got bfloat16; q\.to\(k_cache\.dtype\) would fit$"
     refused(paged_attn, device, case, match, lambda a: a.update({name: same_shape(dtype)(a[name])}))
 
 
@@ -114,7 +116,9 @@ TENSORS = pytest.mark.parametrize(
 @TENSORS
 def test_device(paged_attn, device, name, case):
     """One tensor elsewhere. The meta device is the other device that every machine has."""
-    refused(paged_attn, device, case, "device|meta", lambda a: a.update({name: a[name].to("meta")}))
+    blamed = "k_cache" if name == "q" else name  # q is what the others are compared with
+    match = f"^{blamed}: expected a tensor on the device of q "
+    refused(paged_attn, device, case, match, lambda a: a.update({name: a[name].to("meta")}))
 
 
 @TENSORS
@@ -124,57 +128,58 @@ def test_rank(paged_attn, device, name, case, change):
         less = a[name].flatten()[0] if name == "alibi_slopes" else a[name][0]  # (q_heads,) would be fine
         a[name] = less if change == "less" else a[name].unsqueeze(0).unsqueeze(0)
 
-    refused(paged_attn, device, case, "q" if name == "q" else name, bad)
+    refused(paged_attn, device, case, f"^{name}: expected ", bad)
 
 
-# argument, case, its dimension; the first to meet a size defines it, so some errors name the other side
+# argument, case, its dimension that is one too large, the argument that the error names (the first to meet a size fixes
+# it) and the size
 SHAPES = [
-    ("q", PAGED, 0, "cache_seqlens|block_table|out|k:|batch"),
-    ("q", PAGED, 1, "out|seqlen_q|q:"),
-    ("q", PAGED, 2, "q_heads|out"),
-    ("q", PAGED, 3, "k_cache.*head_dim|head_dim"),
-    ("k_cache", PAGED, 0, "num_pages"),
-    ("k_cache", PAGED, 1, "page_size"),
-    ("k_cache", PAGED, 2, "kv_heads"),
-    ("k_cache", PAGED, 3, "head_dim"),
-    ("v_cache", PAGED, 0, "v_cache.*num_pages"),
-    ("v_cache", PAGED, 1, "v_cache.*page_size"),
-    ("v_cache", PAGED, 2, "v_cache.*kv_heads"),
-    ("v_cache", PAGED, 3, "head_dim_v"),
-    ("k", PAGED, 0, "k: "),
-    ("k", PAGED, 1, "v: .*seqlen_new"),
-    ("k", PAGED, 2, "k: .*kv_heads"),
-    ("k", PAGED, 3, "k: .*head_dim"),
-    ("v", PAGED, 2, "v: .*kv_heads"),
-    ("v", PAGED, 3, "v: .*head_dim_v"),
-    ("out", PAGED, 0, "out: .*batch"),
-    ("out", PAGED, 3, "head_dim_v"),
-    ("cache_seqlens", PAGED, 0, "cache_seqlens: .*batch"),
-    ("cache_batch_idx", PAGED, 0, "cache_batch_idx: .*batch"),
-    ("cache_leftpad", PAGED, 0, "cache_leftpad: .*batch"),
-    ("rotary_seqlens", PAGED, 0, "rotary_seqlens: .*batch"),
-    ("rotary_cos", PAGED, 1, "rotary_sin|rotary_cos"),
-    ("alibi_slopes", PAGED, 0, "alibi_slopes: .*batch"),
-    ("alibi_slopes", PAGED, 1, "alibi_slopes: .*q_heads"),
-    ("s_aux", PAGED, 0, "s_aux: .*q_heads"),
-    ("block_table", READ_ONLY, 0, "block_table: .*batch"),
-    ("cu_seqlens_k_new", VARLEN, 0, "cu_seqlens_k_new"),
-    ("k_descale", FP8, 0, "k_descale: .*batch"),
-    ("v_descale", FP8, 1, "v_descale: .*kv_heads"),
-    ("qv", QV, 1, "qv: .*seqlen_q"),
-    ("qv", QV, 2, "qv: .*q_heads"),
-    ("qv", QV, 3, "qv: .*head_dim_v"),
+    ("q", PAGED, 0, "cache_batch_idx", "batch = 4"),
+    ("q", PAGED, 1, "out", "seqlen_q = 3"),
+    ("q", PAGED, 2, "out", "q_heads = 5"),
+    ("q", PAGED, 3, "k_cache", "head_dim = 65"),
+    ("k_cache", PAGED, 0, "v_cache", "num_pages = 10"),
+    ("k_cache", PAGED, 1, "v_cache", "page_size = 17"),
+    ("k_cache", PAGED, 2, "v_cache", "kv_heads = 3"),
+    ("k_cache", PAGED, 3, "k_cache", "head_dim = 64"),
+    ("v_cache", PAGED, 0, "v_cache", "num_pages = 9"),
+    ("v_cache", PAGED, 1, "v_cache", "page_size = 16"),
+    ("v_cache", PAGED, 2, "v_cache", "kv_heads = 2"),
+    ("v_cache", PAGED, 3, "out", "head_dim_v = 65"),
+    ("k", PAGED, 0, "k", "batch = 3"),
+    ("k", PAGED, 1, "v", "seqlen_new = 3"),
+    ("k", PAGED, 2, "k", "kv_heads = 2"),
+    ("k", PAGED, 3, "k", "head_dim = 64"),
+    ("v", PAGED, 2, "v", "kv_heads = 2"),
+    ("v", PAGED, 3, "v", "head_dim_v = 64"),
+    ("out", PAGED, 0, "out", "batch = 3"),
+    ("out", PAGED, 3, "out", "head_dim_v = 64"),
+    ("cache_seqlens", PAGED, 0, "cache_seqlens", "batch = 3"),
+    ("cache_batch_idx", PAGED, 0, "cache_batch_idx", "batch = 3"),
+    ("cache_leftpad", PAGED, 0, "cache_leftpad", "batch = 3"),
+    ("rotary_seqlens", PAGED, 0, "rotary_seqlens", "batch = 3"),
+    ("rotary_cos", PAGED, 1, "rotary_sin", "rotary_dim / 2 = 17"),
+    ("alibi_slopes", PAGED, 0, "alibi_slopes", "batch = 3"),
+    ("alibi_slopes", PAGED, 1, "alibi_slopes", "q_heads = 4"),
+    ("s_aux", PAGED, 0, "s_aux", "q_heads = 4"),
+    ("block_table", READ_ONLY, 0, "block_table", "batch = 3"),
+    ("cu_seqlens_k_new", VARLEN, 0, "cu_seqlens_k_new", r"batch \+ 1 = 4"),
+    ("k_descale", FP8, 0, "k_descale", "batch = 3"),
+    ("v_descale", FP8, 1, "v_descale", "kv_heads = 2"),
+    ("qv", QV, 1, "qv", "seqlen_q = 1"),
+    ("qv", QV, 2, "qv", "q_heads = 4"),
+    ("qv", QV, 3, "qv", "head_dim_v = 512"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "case", "dim", "match"), SHAPES, ids=[f"{name}-{dim}" for name, _, dim, _ in SHAPES]
-)  # fmt: skip
-def test_shape(paged_attn, device, name, case, dim, match):
+    ("name", "case", "dim", "blamed", "size"), SHAPES, ids=[f"{name}-{dim}" for name, _, dim, *_ in SHAPES]
+)
+def test_shape(paged_attn, device, name, case, dim, blamed, size):
     def bad(a):
         a[name] = torch.cat([a[name], a[name].narrow(dim, 0, 1)], dim)  # one too many
 
-    refused(paged_attn, device, case, match, bad)
+    refused(paged_attn, device, case, rf"^{blamed}: expected .*\b{size}\b.*, got ", bad)
 
 
 def set_entry(name, index, value):
@@ -198,36 +203,132 @@ def used_page(value):
 
 # What only the entries of a tensor in device memory tell.
 VALUES = {
-    "negative length": (READ_ONLY, "cache_seqlens.*2.*-1", set_entry("cache_seqlens", 2, -1)),
-    "very negative length": (READ_ONLY, "cache_seqlens", set_entry("cache_seqlens", 0, -(2**31))),
-    "negative length, append": (PAGED, "cache_seqlens.*-1", set_entry("cache_seqlens", 1, -1)),
-    "negative int length": (READ_ONLY, "cache_seqlens.*-5", lambda a: a.update(cache_seqlens=-5)),
-    "length over the table": (READ_ONLY, "cache_seqlens.*2.*81", set_entry("cache_seqlens", 2, 81)),
-    "length over the table, int": (READ_ONLY, "cache_seqlens.*81", lambda a: a.update(cache_seqlens=81)),
-    "largest length": (READ_ONLY, "cache_seqlens.*2147483647", set_entry("cache_seqlens", 0, 2**31 - 1)),
-    "largest length, append": (PAGED, "cache_seqlens.*2147483647", set_entry("cache_seqlens", 0, 2**31 - 1)),
-    "append over the table": (PAGED, "cache_seqlens.*2.*79", set_entry("cache_seqlens", 2, 79)),
-    "length over the cache": (CONTIGUOUS, "cache_seqlens.*0.*37", set_entry("cache_seqlens", 0, 37)),
-    "too short table": (READ_ONLY, "cache_seqlens.*33", lambda a: a.update(block_table=a["block_table"][:, :2])),
-    "table without columns": (READ_ONLY, "cache_seqlens", lambda a: a.update(block_table=a["block_table"][:, :0])),
-    "page number -1": (READ_ONLY, "block_table.*-1", used_page(-1)),
-    "page number num_pages": (READ_ONLY, "block_table.*8", used_page(8)),
-    "page number wild": (READ_ONLY, "block_table.*2147480000", used_page(2147480000)),
-    "page number, append": (PAGED, "block_table.*-7", used_page(-7)),
-    "leftpad negative": (PAGED, "cache_leftpad.*-1", set_entry("cache_leftpad", 1, -1)),
-    "batch_idx negative": (PAGED, "cache_batch_idx.*-1", set_entry("cache_batch_idx", 1, -1)),
-    "batch_idx too large": (PAGED, "cache_batch_idx.*5", set_entry("cache_batch_idx", 1, 5)),
+    "negative length": (
+        READ_ONLY,
+        r"^cache_seqlens\[2\]: expected at least 0, got -1$",
+        set_entry("cache_seqlens", 2, -1),
+    ),
+    "very negative length": (
+        READ_ONLY,
+        r"^cache_seqlens\[0\]: expected at least 0, got -2147483648$",
+        set_entry("cache_seqlens", 0, -(2**31)),
+    ),
+    "negative length, append": (
+        PAGED,
+        r"^cache_seqlens\[1\]: expected at least 0, got -1$",
+        set_entry("cache_seqlens", 1, -1),
+    ),
+    "negative int length": (
+        READ_ONLY,
+        r"^cache_seqlens\[0\]: expected at least 0, got -5$",
+        lambda a: a.update(cache_seqlens=-5),
+    ),
+    "length over the table": (
+        READ_ONLY,
+        r"^cache_seqlens\[2\]: expected at most max_pages \* page_size = 80, got 81$",
+        set_entry("cache_seqlens", 2, 81),
+    ),
+    "length over the table, int": (
+        READ_ONLY,
+        r"^cache_seqlens\[0\]: expected at most max_pages \* page_size = 80, got 81$",
+        lambda a: a.update(cache_seqlens=81),
+    ),
+    "largest length": (
+        READ_ONLY,
+        r"^cache_seqlens\[0\]: expected at most max_pages \* page_size = 80, got 2147483647$",
+        set_entry("cache_seqlens", 0, 2**31 - 1),
+    ),
+    "largest length, append": (
+        PAGED,
+        r"^cache_seqlens\[0\]: expected at most max_pages \* page_size = 80 minus the 2 new to",
+        set_entry("cache_seqlens", 0, 2**31 - 1),
+    ),
+    "append over the table": (
+        PAGED,
+        r"^cache_seqlens\[2\]: expected at most max_pages \* page_size = 80 minus the 2 new tokens, got 79$",
+        set_entry("cache_seqlens", 2, 79),
+    ),
+    "length over the cache": (
+        CONTIGUOUS,
+        r"^cache_seqlens\[0\]: expected at most the cache's 38 minus the 2 new tokens, got 37$",
+        set_entry("cache_seqlens", 0, 37),
+    ),
+    "too short table": (
+        READ_ONLY,
+        r"^cache_seqlens\[2\]: expected at most max_pages \* page_size = 32, got 33$",
+        lambda a: a.update(block_table=a["block_table"][:, :2]),
+    ),
+    "table without columns": (
+        READ_ONLY,
+        r"^cache_seqlens\[0\]: expected at most max_pages \* page_size = 0, got 20$",
+        lambda a: a.update(block_table=a["block_table"][:, :0]),
+    ),
+    "page number -1": (
+        READ_ONLY,
+        r"^block_table: expected page numbers in \[0, num_pages = 8\), got -1 for batch entry 2, page 1$",
+        used_page(-1),
+    ),
+    "page number num_pages": (
+        READ_ONLY,
+        r"^block_table: expected page numbers in \[0, num_pages = 8\), got 8 for batch entry 2, page 1$",
+        used_page(8),
+    ),
+    "page number wild": (
+        READ_ONLY,
+        r"^block_table: expected page numbers in \[0, num_pages = 8\), got 2147480000 for bat",
+        used_page(2147480000),
+    ),
+    "page number, append": (
+        PAGED,
+        r"^block_table: expected page numbers in \[0, num_pages = 9\), got -7 for batch entry 2, page 1$",
+        used_page(-7),
+    ),
+    "leftpad negative": (
+        PAGED,
+        r"^cache_leftpad\[1\]: expected at least 0, got -1$",
+        set_entry("cache_leftpad", 1, -1),
+    ),
+    "batch_idx negative": (
+        PAGED,
+        r"^cache_batch_idx\[1\]: expected a row in \[0, 5\), got -1$",
+        set_entry("cache_batch_idx", 1, -1),
+    ),
+    "batch_idx too large": (
+        PAGED,
+        r"^cache_batch_idx\[1\]: expected a row in \[0, 5\), got 5$",
+        set_entry("cache_batch_idx", 1, 5),
+    ),
     "batch_idx too large, contiguous": (
-        CONTIGUOUS, "cache_batch_idx.*3", lambda a: a.update(cache_batch_idx=int32(0, 3, 1)),
+        CONTIGUOUS,
+        r"^cache_batch_idx\[1\]: expected a row in \[0, 3\), got 3$",
+        lambda a: a.update(cache_batch_idx=int32(0, 3, 1)),
     ),
-    "rotary_seqlens negative": (PAGED, "rotary_seqlens.*-1", set_entry("rotary_seqlens", 1, -1)),
-    "rotary_seqlens past the table": (PAGED, "rotary_cos.*2.*1002", set_entry("rotary_seqlens", 2, 1000)),
+    "rotary_seqlens negative": (
+        PAGED,
+        r"^rotary_seqlens\[1\]: expected at least 0, got -1$",
+        set_entry("rotary_seqlens", 1, -1),
+    ),
+    "rotary_seqlens past the table": (
+        PAGED,
+        r"^rotary_cos\[2\]: expected at least 1002 positions for this batch entry, got 21$",
+        set_entry("rotary_seqlens", 2, 1000),
+    ),
     "rotary table too short": (
-        PAGED, "rotary_cos", lambda a: a.update(rotary_cos=a["rotary_cos"][:-1], rotary_sin=a["rotary_sin"][:-1]),
+        PAGED,
+        r"^rotary_cos\[0\]: expected at least 21 positions for this batch entry, got 20$",
+        lambda a: a.update(rotary_cos=a["rotary_cos"][:-1], rotary_sin=a["rotary_sin"][:-1]),
     ),
-    "cu_seqlens_q starts late": (VARLEN, "cu_seqlens_q.*1", set_entry("cu_seqlens_q", 0, 1)),
-    "cu_seqlens_q falls": (VARLEN, "cu_seqlens_q", set_entry("cu_seqlens_q", 1, 9)),
-    "cu_seqlens_q ends too late": (VARLEN, "cu_seqlens_q", set_entry("cu_seqlens_q", 3, 99)),
+    "cu_seqlens_q starts late": (VARLEN, r"^cu_seqlens_q\[0\]: expected 0, got 1$", set_entry("cu_seqlens_q", 0, 1)),
+    "cu_seqlens_q falls": (
+        VARLEN,
+        r"^cu_seqlens_q\[2\]: expected at least the entry before it, 9, got 3$",
+        set_entry("cu_seqlens_q", 1, 9),
+    ),
+    "cu_seqlens_q ends too late": (
+        VARLEN,
+        r"^cu_seqlens_q\[3\]: expected at most the number of tokens, 7, got 99$",
+        set_entry("cu_seqlens_q", 3, 99),
+    ),
     "max_seqlen_q too small": (
         VARLEN, r"^max_seqlen_q: expected at least the 4 tokens of batch entry 2, got 3$",
         lambda a: a.update(max_seqlen_q=3),
@@ -236,39 +337,117 @@ VALUES = {
         VARLEN, r"^max_seqlen_q: expected at least the \d tokens of batch entry \d, got 0$",
         lambda a: a.update(max_seqlen_q=0),
     ),
-    "cu_seqlens_k_new starts late": (VARLEN, "cu_seqlens_k_new", set_entry("cu_seqlens_k_new", 0, 1)),
-    "cu_seqlens_k_new falls": (VARLEN, "cu_seqlens_k_new", set_entry("cu_seqlens_k_new", 1, 9)),
-    "cu_seqlens_k_new ends too late": (VARLEN, "cu_seqlens_k_new", set_entry("cu_seqlens_k_new", 3, 99)),
+    "cu_seqlens_k_new starts late": (
+        VARLEN,
+        r"^cu_seqlens_k_new\[0\]: expected 0, got 1$",
+        set_entry("cu_seqlens_k_new", 0, 1),
+    ),
+    "cu_seqlens_k_new falls": (
+        VARLEN,
+        r"^cu_seqlens_k_new\[2\]: expected at least the entry before it, 9, got 3$",
+        set_entry("cu_seqlens_k_new", 1, 9),
+    ),
+    "cu_seqlens_k_new ends too late": (
+        VARLEN,
+        r"^cu_seqlens_k_new\[3\]: expected at most the number of tokens, 4, got 99$",
+        set_entry("cu_seqlens_k_new", 3, 99),
+    ),
 }  # fmt: skip
 COMBINATIONS = {
-    "softcap negative": (READ_ONLY, "softcap.*-1", lambda a: a.update(softcap=-1.0)),
-    "softcap NaN": (READ_ONLY, "softcap.*nan", lambda a: a.update(softcap=float("nan"))),
-    "num_splits negative": (READ_ONLY, "num_splits.*-1", lambda a: a.update(num_splits=-1)),
+    "softcap negative": (
+        READ_ONLY,
+        r"^softcap: expected at least 0 \(0 is off\), got -1\.000000$",
+        lambda a: a.update(softcap=-1.0),
+    ),
+    "softcap NaN": (
+        READ_ONLY,
+        r"^softcap: expected at least 0 \(0 is off\), got nan$",
+        lambda a: a.update(softcap=float("nan")),
+    ),
+    "num_splits negative": (
+        READ_ONLY,
+        r"^num_splits: expected at least 0 \(0 chooses\), got -1$",
+        lambda a: a.update(num_splits=-1),
+    ),
     "max_seqlen_q negative": (
         VARLEN, "^max_seqlen_q: expected at least 0, got -1$", lambda a: a.update(max_seqlen_q=-1),
     ),
-    "attention_chunk negative": (READ_ONLY, "attention_chunk.*-1", lambda a: a.update(attention_chunk=-1)),
-    "window below -1": (READ_ONLY, "window_size.*-2", lambda a: a.update(window_size=(-2, 0))),
-    "k alone": (PAGED, "k and v|v: ", lambda a: a.pop("v")),
-    "v alone": (PAGED, "k and v|k: ", lambda a: a.pop("k")),
-    "k without cache_seqlens": (PAGED, "cache_seqlens", lambda a: a.pop("cache_seqlens")),
-    "rotary_cos alone": (PAGED, "rotary_sin", lambda a: a.pop("rotary_sin")),
-    "rotary_sin alone": (PAGED, "rotary_cos", lambda a: a.pop("rotary_cos")),
-    "rotary without k": (PAGED, "rotary_cos", lambda a: (a.pop("k"), a.pop("v"))),
+    "attention_chunk negative": (
+        READ_ONLY,
+        r"^attention_chunk: expected at least 0 \(0 is off\), got -1$",
+        lambda a: a.update(attention_chunk=-1),
+    ),
+    "window below -1": (
+        READ_ONLY,
+        r"^window_size: expected -1 \(unlimited\) or at least 0, got \(-2, 0\)$",
+        lambda a: a.update(window_size=(-2, 0)),
+    ),
+    "k alone": (PAGED, "^k and v: expected both or neither, got only one of them$", lambda a: a.pop("v")),
+    "v alone": (PAGED, "^k and v: expected both or neither, got only one of them$", lambda a: a.pop("k")),
+    "k without cache_seqlens": (
+        PAGED,
+        "^cache_seqlens: expected where to append k and v, got None$",
+        lambda a: a.pop("cache_seqlens"),
+    ),
+    "rotary_cos alone": (
+        PAGED,
+        "^rotary_cos and rotary_sin: expected both or neither, got only one of them$",
+        lambda a: a.pop("rotary_sin"),
+    ),
+    "rotary_sin alone": (
+        PAGED,
+        "^rotary_cos and rotary_sin: expected both or neither, got only one of them$",
+        lambda a: a.pop("rotary_cos"),
+    ),
+    "rotary without k": (
+        PAGED,
+        r"^rotary_cos: expected new keys \(k and v\) to rotate, got k = None$",
+        lambda a: (a.pop("k"), a.pop("v")),
+    ),
     "rotary_dim over head_dim": (
-        PAGED, "rotary", lambda a: a.update({n: torch.zeros(100, 33).bfloat16() for n in ("rotary_cos", "rotary_sin")}),
+        PAGED,
+        "^rotary_cos: expected rotary_dim of at most head_dim = 64, got 66$",
+        lambda a: a.update({n: torch.zeros(100, 33).bfloat16() for n in ("rotary_cos", "rotary_sin")}),
     ),
-    "q packed without cu_seqlens_q": (VARLEN, "q: ", lambda a: a.pop("cu_seqlens_q")),
-    "k packed without cu_seqlens_k_new": (VARLEN, "k: ", lambda a: a.pop("cu_seqlens_k_new")),
-    "cu_seqlens_q empty": (VARLEN, "cu_seqlens_q", lambda a: a.update(cu_seqlens_q=a["cu_seqlens_q"][:0])),
+    "q packed without cu_seqlens_q": (
+        VARLEN,
+        r"^q: expected float32 or float16 or bfloat16 or float8_e4m3fn or float8_e5m2 \[batc",
+        lambda a: a.pop("cu_seqlens_q"),
+    ),
+    "k packed without cu_seqlens_k_new": (
+        VARLEN,
+        r"^k: expected \[batch, seqlen_new, kv_heads, head_dim\] \(or cu_seqlens_k_new with it",
+        lambda a: a.pop("cu_seqlens_k_new"),
+    ),
+    "cu_seqlens_q empty": (
+        VARLEN,
+        r"^cu_seqlens_q: expected int32 \[batch \+ 1\], got int32 \[0\]$",
+        lambda a: a.update(cu_seqlens_q=a["cu_seqlens_q"][:0]),
+    ),
     "block_table and page_table": (
-        READ_ONLY, "block_table.*page_table", lambda a: a.update(page_table=a["block_table"]),
+        READ_ONLY,
+        "^block_table and page_table are two names of one argument: expected one of them, got both$",
+        lambda a: a.update(page_table=a["block_table"]),
     ),
-    "s_aux and sinks": (PAGED, "s_aux.*sinks", lambda a: a.update(sinks=a["s_aux"])),
-    "unknown keyword": (READ_ONLY, "block_tables", lambda a: a.update(block_tables=a["block_table"])),
-    "fp8 cache of another kind of 8 bits": (FP8, "k_cache", lambda a: a.update(k_cache=a["k_cache"].view(torch.int8))),
+    "s_aux and sinks": (
+        PAGED,
+        "^s_aux and sinks are two names of one argument: expected one of them, got both$",
+        lambda a: a.update(sinks=a["s_aux"]),
+    ),
+    "unknown keyword": (
+        READ_ONLY,
+        r"^flash_attn_with_kvcache\(\) got an unexpected keyword argument 'block_tables'$",
+        lambda a: a.update(block_tables=a["block_table"]),
+    ),
+    "fp8 cache of another kind of 8 bits": (
+        FP8,
+        r"^k_cache: expected the dtype of q \(bfloat16\) or float8_e4m3fn or float8_e5m2, got int8$",
+        lambda a: a.update(k_cache=a["k_cache"].view(torch.int8)),
+    ),
     "batch larger than the contiguous cache": (
-        CONTIGUOUS, "batch", lambda a: a.update(k_cache=a["k_cache"][:2], v_cache=a["v_cache"][:2]),
+        CONTIGUOUS,
+        r"^k_cache: expected at least batch = 3 \(from q\) rows, got bfloat16 \[2, 38, 2, 64\]$",
+        lambda a: a.update(k_cache=a["k_cache"][:2], v_cache=a["v_cache"][:2]),
     ),
 }  # fmt: skip
 
@@ -294,13 +473,15 @@ def test_strided_last_dim(paged_attn, device, name):
     def bad(a):
         a[name] = torch.stack([a[name], a[name]], -1)[..., 0]
 
-    refused(paged_attn, device, PAGED, f"{name}.*(contiguous|stride)", bad)
+    match = rf"^{name}: expected a contiguous last dimension \(stride 1\), got stride 2$"
+    refused(paged_attn, device, PAGED, match, bad)
 
 
 @pytest.mark.parametrize("q_heads", [1, 3, 5])
 def test_heads_that_do_not_divide(paged_attn, device, q_heads):
+    match = rf"^q_heads: expected a multiple of kv_heads = 2 \(from k_cache\), got {q_heads}$"
     refused(
-        paged_attn, device, READ_ONLY, f"q_heads.*{q_heads}",
+        paged_attn, device, READ_ONLY, match,
         lambda a: a.update(q=torch.zeros(3, 1, q_heads, 64, dtype=torch.bfloat16, device=device)),
     )  # fmt: skip
 
@@ -310,7 +491,8 @@ def test_heads_that_do_not_divide(paged_attn, device, q_heads):
 )
 def test_head_dims_that_nobody_promised(paged_attn, device, head_dim, head_dim_v):
     case = Case(batch=2, lens=(5, 9), head_dim=head_dim, head_dim_v=head_dim_v)
-    refused(paged_attn, device, case, f"head_dim.*{head_dim}.*{head_dim_v}", lambda a: None)
+    match = rf"^head_dim and head_dim_v: expected 1 to 256 each, .+, got \({head_dim}, {head_dim_v}\)$"
+    refused(paged_attn, device, case, match, lambda a: None)
 
 
 @pytest.mark.parametrize("kv_len", [1, 17])
@@ -323,7 +505,14 @@ def test_no_pages_at_all(paged_attn, device, kv_len):
         a["block_table"] = torch.zeros_like(a["block_table"])
 
     case = Case(batch=2, lens=(0, kv_len))
-    refused(paged_attn, device, case, "block_table.*num_pages.*0|block_table.*0", bad, by_value=True)
+    refused(
+        paged_attn,
+        device,
+        case,
+        r"^block_table: expected page numbers in \[0, num_pages = 0\), got 0 ",
+        bad,
+        by_value=True,
+    )
     call = cases.build(Case(batch=2, lens=(0, 0))).to(device)
     k_cache, v_cache = (cache[:0] for cache in call.caches())
     out, lse = paged_attn.flash_attn_with_kvcache(k_cache=k_cache, v_cache=v_cache, **call.kwargs)
@@ -336,7 +525,14 @@ def test_a_bad_page_is_seen_by_whichever_row_reads_it(paged_attn, device, page, 
     """The first rows and the last see few keys; the rows between them read every page."""
     case = Case(batch=1, lens=(34,), q_len=45, page_size=4, window=options.get("window_size", (-1, -1)),
                 chunk=options.get("attention_chunk", 0), causal="causal" in options)  # fmt: skip
-    refused(paged_attn, device, case, "block_table.*-3", set_entry("block_table", (0, page), -3), by_value=True)
+    refused(
+        paged_attn,
+        device,
+        case,
+        "^block_table: expected page numbers .+, got -3 ",
+        set_entry("block_table", (0, page), -3),
+        by_value=True,
+    )
 
 
 def test_a_bad_page_that_nobody_reads_is_no_error(paged_attn, device):
@@ -355,29 +551,74 @@ def test_inputs_that_require_grad(paged_attn, device, name):
     def bad(a):
         a[name] = a[name].detach().clone().requires_grad_()
 
-    refused(paged_attn, device, case, f"{name}.*grad", bad)
+    refused(paged_attn, device, case, f"^{name}: expected a tensor that asks for no gradient ", bad)
     call = cases.build(READ_ONLY).to(device)
     with torch.no_grad():
         run(paged_attn, call, q=call.kwargs["q"].requires_grad_())
 
 
-def test_fp8_queries(paged_attn, device):
-    """Promised on CUDA only; elsewhere the message says so."""
-    if torch.device(device).type == "cuda":
-        pytest.skip("fp8 queries work on CUDA")
-    change = lambda a: a.update(q=a["q"].to(torch.float8_e4m3fn), k=None, v=None)  # noqa: E731
-    refused(paged_attn, device, FP8, "q: .*(8-bit|float8)", change)
+FP8_QUERY = Case(batch=3, lens=(20, 0, 33), q_len=2, dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn", append=2)
+FP8_QUERIES = {
+    "rotary": (
+        r"^rotary_cos: expected None with an 8-bit q \(float8_e4m3fn\), got a tensor$",
+        lambda a: a.update({n: torch.zeros(100, 16).to(a["q"]) for n in ("rotary_cos", "rotary_sin")}),
+    ),
+    "new keys for a cache of another dtype": (
+        r"^k: expected the dtype of k_cache \(float8_e5m2\) with an 8-bit q, .+; got float8_e4m3fn$",
+        lambda a: a.update({n: a[n].view(torch.float8_e5m2) for n in ("k_cache", "v_cache")}),
+    ),
+    "wider cache": (
+        r"^k_cache: expected the dtype of q \(float8_e4m3fn\) or .+, got float32; q\.to\(k_cache\.dtype\) would fit$",
+        lambda a: a.update({n: a[n].float() for n in ("k_cache", "v_cache")}),
+    ),
+    "8-bit out": (r"^out: expected bfloat16 ", lambda a: a.update(out=torch.empty_like(a["q"]))),
+}
+
+
+@pytest.mark.parametrize("name", FP8_QUERIES)
+def test_fp8_queries(paged_attn, device, name):
+    refused(paged_attn, device, FP8_QUERY, *FP8_QUERIES[name])
 
 
 PLAIN = {
-    "dropout": ({"dropout_p": 0.1}, "dropout_p.*0.1"),
-    "unknown keyword": ({"block_tabel": None}, "block_tabel"),
-    "both names of the sink": ({"sinks": torch.zeros(4), "s_aux": torch.zeros(4)}, "s_aux.*sinks"),
-    "heads": ({"k": torch.zeros(2, 5, 3, 64), "v": torch.zeros(2, 5, 3, 64)}, "q_heads.*4"),
-    "batch": ({"k": torch.zeros(1, 5, 2, 64), "v": torch.zeros(1, 5, 2, 64)}, "batch"),
-    "length of v": ({"v": torch.zeros(2, 6, 2, 64)}, "v"),
-    "dtype": ({"v": torch.zeros(2, 5, 2, 64).half()}, "v"),
-    "grad": ({"q": torch.zeros(2, 3, 4, 64, requires_grad=True)}, "q.*grad"),
+    "dropout": ({"dropout_p": 0.1}, r"^dropout_p: expected 0\.0 \(forward only, for inference\), got 0\.1$"),
+    "unknown keyword": (
+        {"block_tabel": None},
+        r"^flash_attn_func\(\) got an unexpected keyword argument 'block_tabel'$",
+    ),
+    "both names of the sink": (
+        {"sinks": torch.zeros(4), "s_aux": torch.zeros(4)},
+        "^s_aux and sinks are two names of one argument: expected one of them, got both$",
+    ),
+    "sinks": (
+        {"sinks": torch.zeros(3)},
+        r"^sinks: expected float32 or float16 or bfloat16 \[q_heads = 4 \(from q\)\], got float32 \[3\]$",
+    ),
+    "heads": (
+        {"k": torch.zeros(2, 5, 3, 64), "v": torch.zeros(2, 5, 3, 64)},
+        r"^q_heads: expected a multiple of kv_heads = 3 \(from k\), got 4$",
+    ),
+    "batch": (
+        {"k": torch.zeros(1, 5, 2, 64), "v": torch.zeros(1, 5, 2, 64)},
+        r"^k: expected at least batch = 2 \(from q\) rows, got float32 \[1, 5, 2, 64\]$",
+    ),
+    "length of v": (
+        {"v": torch.zeros(2, 6, 2, 64)},
+        r"^v: expected float32 \[batch = 2 \(from k\), seqlen_k = 5 \(from k\), .*, got float32 \[2, 6, 2, 64\]$",
+    ),
+    "dtype of v": ({"v": torch.zeros(2, 5, 2, 64).half()}, r"^v: expected float32 .*, got float16 \[2, 5, 2, 64\]$"),
+    "dtype of k": (
+        {"k": torch.zeros(2, 5, 2, 64).half()},
+        r"^k: expected the dtype of q \(float32\) or .*, got float16; q\.to\(k\.dtype\) would fit$",
+    ),
+    "grad": (
+        {"q": torch.zeros(2, 3, 4, 64, requires_grad=True)},
+        "^q: expected a tensor that asks for no gradient ",
+    ),
+    "grad of v": (
+        {"v": torch.zeros(2, 5, 2, 64, requires_grad=True)},
+        "^v: expected a tensor that asks for no gradient ",
+    ),
 }
 
 
@@ -391,26 +632,72 @@ def test_flash_attn_func(paged_attn, device, name):
 
 
 VARLEN_FUNC = {
-    "dropout": ({"dropout_p": 0.5}, "dropout_p.*0.5"),
-    "unknown keyword": ({"max_seqlen_kv": 3}, "max_seqlen_kv"),
-    "int64 cu_seqlens_q": ({"cu_seqlens_q": torch.tensor([0, 3, 6])}, "cu_seqlens_q"),
-    "int64 cu_seqlens_k": ({"cu_seqlens_k": torch.tensor([0, 5, 10])}, "cu_seqlens_k"),
-    "no cu_seqlens_q": ({"cu_seqlens_q": None}, "cu_seqlens_q"),
-    "no cu_seqlens_k": ({"cu_seqlens_k": None}, "cu_seqlens_k"),
-    "other batch": ({"cu_seqlens_k": int32(0, 5, 7, 10)}, "cu_seqlens_k"),
-    "rank of q": ({"q": torch.zeros(2, 3, 4, 64)}, "q: "),
-    "table int64": (
-        {"block_table": torch.zeros(2, 3, dtype=torch.int64)},
-        "^k: expected float32 .num_pages, page_size, kv_heads, head_dim",
+    "dropout": ({"dropout_p": 0.5}, r"^dropout_p: expected 0\.0 \(forward only, for inference\), got 0\.5$"),
+    "unknown keyword": (
+        {"max_seqlen_kv": 3},
+        r"^flash_attn_varlen_func\(\) got an unexpected keyword argument 'max_seqlen_kv'$",
+    ),
+    "int64 cu_seqlens_q": (
+        {"cu_seqlens_q": torch.tensor([0, 3, 6])},
+        r"^cu_seqlens_q: expected int32 \[batch \+ 1\], got int64 \[3\]$",
+    ),
+    "int64 cu_seqlens_k": (
+        {"cu_seqlens_k": torch.tensor([0, 5, 10])},
+        r"^cu_seqlens_k: expected int32 \[batch \+ 1 = 3 \(from cu_seqlens_q\)\], got int64 \[3\]$",
+    ),
+    "no cu_seqlens_q": ({"cu_seqlens_q": None}, r"^cu_seqlens_q: expected int32 \[batch \+ 1\], got None$"),
+    "no cu_seqlens_k": (
+        {"cu_seqlens_k": None},
+        r"^cu_seqlens_k: expected int32 \[batch \+ 1\] \(or block_table and seqused_k\), got None$",
+    ),
+    "other batch": (
+        {"cu_seqlens_k": int32(0, 5, 7, 10)},
+        r"^cu_seqlens_k: expected int32 \[batch \+ 1 = 3 \(from cu_seqlens_q\)\], got int32 \[4\]$",
+    ),
+    "rank of q": (
+        {"q": torch.zeros(2, 3, 4, 64)},
+        r"^q: expected float32 or .* \[total_q, q_heads, head_dim\], got float32 \[2, 3, 4, 64\]$",
+    ),
+    "rank of k": (
+        {"k": torch.zeros(2, 5, 2, 64)},
+        r"^k: expected float32 \[total_k, kv_heads, head_dim = 64 \(from q\)\], got float32 \[2, 5, 2, 64\]$",
+    ),
+    "rank of k, pages": (
+        {"block_table": torch.zeros(2, 3, dtype=torch.int32)},
+        r"^k: expected float32 \[num_pages, page_size, kv_heads, head_dim = 64 \(from q\)\], got float32 \[10, 2, 64\]$",
+    ),
+    "length of v": (
+        {"v": torch.zeros(9, 2, 64)},
+        r"^v: expected float32 \[total_k = 10 \(from k\), kv_heads = 2 \(from k\), head_dim_v\], got float32 \[9, 2, 64\]$",
+    ),
+    "int64 seqused_k": (
+        {"seqused_k": torch.tensor([5, 5])},
+        r"^seqused_k: expected int32 \[batch = 2 \(from cu_seqlens_q\)\], got int64 \[2\]$",
     ),
 }
 VARLEN_VALUES = {
-    "cu_seqlens_k falls": ({"cu_seqlens_k": int32(0, 10, 5)}, "cu_seqlens_k"),
-    "cu_seqlens_k too long": ({"cu_seqlens_k": int32(0, 5, 11)}, "cu_seqlens_k.*11"),
-    "cu_seqlens_k negative": ({"cu_seqlens_k": int32(-1000, 5, 10)}, "cu_seqlens_k.*-1000"),
-    "cu_seqlens_q too long": ({"cu_seqlens_q": int32(0, 5, 7)}, "cu_seqlens_q.*7"),
-    "seqused_k too large": ({"seqused_k": int32(5, 6)}, "seqused_k.*6|cache_seqlens.*6"),
-    "seqused_k negative": ({"seqused_k": int32(-1, 5)}, "seqused_k.*-1|cache_seqlens.*-1"),
+    "cu_seqlens_k falls": (
+        {"cu_seqlens_k": int32(0, 10, 5)},
+        r"^cu_seqlens_k\[2\]: expected at least the entry before it, 10, got 5$",
+    ),
+    "cu_seqlens_k too long": (
+        {"cu_seqlens_k": int32(0, 5, 11)},
+        r"^cu_seqlens_k\[2\]: expected at most the number of tokens, 10, got 11$",
+    ),
+    "cu_seqlens_k negative": ({"cu_seqlens_k": int32(-1000, 5, 10)}, r"^cu_seqlens_k\[0\]: expected 0, got -1000$"),
+    "cu_seqlens_q too long": (
+        {"cu_seqlens_q": int32(0, 5, 7)},
+        r"^cu_seqlens_q\[2\]: expected at most the number of tokens, 6, got 7$",
+    ),
+    "seqused_k too large": (
+        {"seqused_k": int32(5, 6)},
+        r"^seqused_k\[1\]: expected at most the cache's 5, got 6$",
+    ),
+    "seqused_k negative": ({"seqused_k": int32(-1, 5)}, r"^seqused_k\[0\]: expected at least 0, got -1$"),
+    "max_seqlen_q too small": (
+        {"max_seqlen_q": 2},
+        "^max_seqlen_q: expected at least the 3 tokens of batch entry 0, got 2$",
+    ),
 }
 
 
@@ -429,52 +716,174 @@ def test_flash_attn_varlen_func(paged_attn, device, name):
         paged_attn.flash_attn_varlen_func(**arguments)
 
 
+OTHER_NAMES = {
+    "page_table": (
+        lambda a: a.update(page_table=a.pop("block_table").long()),
+        r"^page_table: expected int32 \[batch = 3 \(from q\), max_pages\], got int64 \[3, 5\]$",
+    ),
+    "sinks": (
+        lambda a: a.update(sinks=torch.zeros(3, device=a["q"].device)),
+        r"^sinks: expected float32 or float16 or bfloat16 \[q_heads = 4 \(from q\)\], got float32 \[3\]$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_other_names_are_named(paged_attn, device, name):
+    """The message says what the caller wrote."""
+    change, match = OTHER_NAMES[name]
+    refused(paged_attn, device, READ_ONLY, match, change)
+
+
+def test_lengths_of_pages_by_cu_seqlens_k(paged_attn, device):
+    """The caller gave no seqused_k: the message says what the lengths are."""
+    if not values_are_checked(device):
+        pytest.skip("lengths are not checked")
+    call = cases.build(Case(batch=2, lens=(20, 33), varlen_q=True)).to(device)
+    with pytest.raises(
+        ERRORS, match=r"^\(cu_seqlens_k\[1:\] - cu_seqlens_k\[:-1\]\)\[1\]: expected at most .*, got 380$"
+    ):
+        paged_attn.flash_attn_varlen_func(
+            call.kwargs["q"], *call.caches(), call.kwargs["cu_seqlens_q"], int32(0, 20, 400).to(device), 1, 400,
+            block_table=call.kwargs["block_table"],
+        )  # fmt: skip
+
+
 WRITE = Case(batch=3, lens=(20, 0, 33), append=2)
 WRITE_FP8 = Case(batch=3, lens=(20, 0, 33), append=2, kv_dtype="float8_e5m2", descale="full")
 SLOTS = torch.tensor([0, -1, 17, 18, 40, 41])
 WRITE_VALUES = {
     "slot past the cache": (
-        WRITE, "slot_mapping.*4.*144", lambda a: a.update(slot_mapping=SLOTS.index_fill(0, torch.tensor([4]), 144)),
+        WRITE,
+        r"^slot_mapping\[4\]: expected less than num_pages \* page_size = 144, got 144$",
+        lambda a: a.update(slot_mapping=SLOTS.index_fill(0, torch.tensor([4]), 144)),
     ),
     "slot far past the cache": (
-        WRITE, "slot_mapping", lambda a: a.update(slot_mapping=SLOTS.index_fill(0, torch.tensor([4]), 2**62)),
+        WRITE,
+        r"^slot_mapping\[4\]: expected less than num_pages \* page_size = 144, got 4611686018427387904$",
+        lambda a: a.update(slot_mapping=SLOTS.index_fill(0, torch.tensor([4]), 2**62)),
     ),
-    "negative length": (WRITE, "cache_seqlens.*-1", set_entry("cache_seqlens", 2, -1)),
-    "past the table": (WRITE, "cache_seqlens.*2.*79", set_entry("cache_seqlens", 2, 79)),
-    "bad page": (WRITE, "block_table.*2147480000", set_entry("block_table", (2, 2), 2147480000)),
-    "negative page": (WRITE, "block_table.*-4", set_entry("block_table", (0, 1), -4)),
+    "negative length": (WRITE, r"^cache_seqlens\[2\]: expected at least 0, got -1$", set_entry("cache_seqlens", 2, -1)),
+    "past the table": (
+        WRITE,
+        r"^cache_seqlens\[2\]: expected at most max_pages \* page_size = 80 minus the 2 new tokens, got 79$",
+        set_entry("cache_seqlens", 2, 79),
+    ),
+    "bad page": (
+        WRITE,
+        r"^block_table: expected page numbers in \[0, num_pages = 9\), got 2147480000 for bat",
+        set_entry("block_table", (2, 2), 2147480000),
+    ),
+    "negative page": (
+        WRITE,
+        r"^block_table: expected page numbers in \[0, num_pages = 9\), got -4 for batch entry 0, page 1$",
+        set_entry("block_table", (0, 1), -4),
+    ),
     "no pages": (
-        WRITE, "block_table", lambda a: a.update(k_cache=a["k_cache"][:0], v_cache=a["v_cache"][:0]),
+        WRITE,
+        r"^block_table: expected page numbers in \[0, num_pages = 0\), got 2 for batch entry 0, page 1$",
+        lambda a: a.update(k_cache=a["k_cache"][:0], v_cache=a["v_cache"][:0]),
     ),
     "no pages, slots": (
-        WRITE, "slot_mapping",
+        WRITE, r"^slot_mapping\[0\]: expected less than num_pages \* page_size = 0, got 0$",
         lambda a: a.update(k_cache=a["k_cache"][:0], v_cache=a["v_cache"][:0], slot_mapping=SLOTS),
     ),
 }  # fmt: skip
 WRITES = {
-    "int64 table": (WRITE, "block_table", lambda a: a.update(block_table=a["block_table"].long())),
-    "int64 lengths": (WRITE, "cache_seqlens", lambda a: a.update(cache_seqlens=a["cache_seqlens"].long())),
-    "int32 slots": (WRITE, "slot_mapping", lambda a: a.update(slot_mapping=SLOTS.int())),
-    "too few slots": (WRITE, "slot_mapping", lambda a: a.update(slot_mapping=SLOTS[:5])),
-    "no table and no slots": (WRITE, "block_table", lambda a: a.update(block_table=None)),
-    "no lengths and no slots": (WRITE, "cache_seqlens", lambda a: a.update(cache_seqlens=None)),
-    "dtype of k": (WRITE, "k", lambda a: a.update(k=a["k"].float())),
-    "dtype of v": (WRITE, "v", lambda a: a.update(v=a["v"].half())),
-    "fp8 k": (WRITE_FP8, "k", lambda a: a.update(k=a["k"].to(torch.float8_e5m2), v=a["v"].to(torch.float8_e5m2))),
-    "heads": (WRITE, "kv_heads", lambda a: a.update(k=a["k"][:, :, :1], v=a["v"][:, :, :1])),
-    "head_dim": (WRITE, "head_dim", lambda a: a.update(k=a["k"][..., :32])),
-    "batch": (WRITE, "block_table|k:|batch", lambda a: a.update(k=a["k"][:2], v=a["v"][:2])),
-    "tokens of v": (WRITE, "v: ", lambda a: a.update(v=a["v"][:, :1])),
-    "rank": (WRITE, "k: ", lambda a: a.update(k=a["k"][0, 0], v=a["v"][0, 0])),
-    "flat k that nothing cuts": (
-        WRITE, "cu_seqlens_k_new|k: ", lambda a: a.update(k=a["k"].flatten(0, 1), v=a["v"].flatten(0, 1)),
+    "int64 table": (
+        WRITE,
+        r"^block_table: expected int32 \[batch = 3 \(from k\), max_pages\], got int64 \[3, 5\]$",
+        lambda a: a.update(block_table=a["block_table"].long()),
     ),
-    "device": (WRITE, "device|meta", lambda a: a.update(v=a["v"].to("meta"))),
-    "device of the slots": (WRITE, "device|meta", lambda a: a.update(slot_mapping=SLOTS.to("meta"))),
-    "descale": (WRITE_FP8, "k_descale", lambda a: a.update(k_descale=a["k_descale"].half())),
-    "unknown keyword": (WRITE, "slots", lambda a: a.update(slots=SLOTS)),
+    "int64 lengths": (
+        WRITE,
+        r"^cache_seqlens: expected int32 \[batch = 3 \(from k\)\], got int64 \[3\]$",
+        lambda a: a.update(cache_seqlens=a["cache_seqlens"].long()),
+    ),
+    "16-bit slots": (
+        WRITE, r"^slot_mapping: expected int64 \[total_new = 6 \(from k\)\], got int16 \[6\]$",
+        lambda a: a.update(slot_mapping=SLOTS.short()),
+    ),
+    "too many slots": (
+        WRITE, r"^slot_mapping: expected int64 \[total_new = 6 \(from k\)\], got int64 \[12\]$",
+        lambda a: a.update(slot_mapping=SLOTS.repeat(2)),
+    ),
+    "too few slots": (
+        WRITE,
+        r"^slot_mapping: expected int64 \[total_new = 6 \(from k\)\], got int64 \[5\]$",
+        lambda a: a.update(slot_mapping=SLOTS[:5]),
+    ),
+    "no table and no slots": (
+        WRITE,
+        r"^block_table: expected int32 \[batch, max_pages\], or slot_mapping in its place, got None$",
+        lambda a: a.update(block_table=None),
+    ),
+    "no lengths and no slots": (
+        WRITE,
+        r"^cache_seqlens: expected int32 \[batch\], or slot_mapping in its place, got None$",
+        lambda a: a.update(cache_seqlens=None),
+    ),
+    "dtype of k": (
+        WRITE,
+        r"^v: expected float32 \[batch = 3 \(from k\), seqlen_new = 2 \(from k\), kv_heads = 2 \(",
+        lambda a: a.update(k=a["k"].float()),
+    ),
+    "dtype of v": (
+        WRITE,
+        r"^v: expected bfloat16 \[batch = 3 \(from k\), seqlen_new = 2 \(from k\), kv_heads = 2 ",
+        lambda a: a.update(v=a["v"].half()),
+    ),
+    "fp8 k": (
+        WRITE_FP8,
+        "^k: expected float32, float16 or bfloat16, got float8_e5m2$",
+        lambda a: a.update(k=a["k"].to(torch.float8_e5m2), v=a["v"].to(torch.float8_e5m2)),
+    ),
+    "heads": (
+        WRITE,
+        r"^k_cache: expected bfloat16 \[num_pages = 9 \(from k_cache\), page_size = 16 \(from k",
+        lambda a: a.update(k=a["k"][:, :, :1], v=a["v"][:, :, :1]),
+    ),
+    "head_dim": (
+        WRITE,
+        r"^k_cache: expected bfloat16 \[.*head_dim = 32 \(from k\)\], got bfloat16 \[9, 16, 2, 64\]$",
+        lambda a: a.update(k=a["k"][..., :32]),
+    ),
+    "batch": (
+        WRITE,
+        r"^block_table: expected int32 \[batch = 2 \(from k\), max_pages\], got int32 \[3, 5\]$",
+        lambda a: a.update(k=a["k"][:2], v=a["v"][:2]),
+    ),
+    "tokens of v": (
+        WRITE,
+        r"^v: expected bfloat16 \[batch = 3 \(from k\), seqlen_new = 2 \(from k\), kv_heads = 2 ",
+        lambda a: a.update(v=a["v"][:, :1]),
+    ),
+    "rank": (
+        WRITE,
+        r"^k: expected a tensor of 3 or 4 dimensions, got shape \(2, 64\)$",
+        lambda a: a.update(k=a["k"][0, 0], v=a["v"][0, 0]),
+    ),
+    "flat k that nothing cuts": (
+        WRITE,
+        r"^cu_seqlens_k_new: expected int32 \[batch \+ 1\] for k of \[total_new, kv_heads, head_dim\], got None$",
+        lambda a: a.update(k=a["k"].flatten(0, 1), v=a["v"].flatten(0, 1)),
+    ),
+    "device": (WRITE, "^v: expected a tensor on the device of k ", lambda a: a.update(v=a["v"].to("meta"))),
+    "device of the slots": (
+        WRITE,
+        "^slot_mapping: expected a tensor on the device of k ",
+        lambda a: a.update(slot_mapping=SLOTS.to("meta")),
+    ),
+    "descale": (
+        WRITE_FP8,
+        r"^k_descale: expected float32 \[batch = 3 \(from k\), kv_heads = 2 \(from k\)\] or a 1 i",
+        lambda a: a.update(k_descale=a["k_descale"].half()),
+    ),
+    "unknown keyword": (WRITE, "unexpected keyword argument 'slots'", lambda a: a.update(slots=SLOTS)),
     "strided last dim": (
-        WRITE, "k_cache", lambda a: a.update(k_cache=torch.stack([a["k_cache"], a["k_cache"]], -1)[..., 0]),
+        WRITE,
+        r"^k_cache: expected a contiguous last dimension \(stride 1\), got stride 2$",
+        lambda a: a.update(k_cache=torch.stack([a["k_cache"], a["k_cache"]], -1)[..., 0]),
     ),
 }  # fmt: skip
 
@@ -506,41 +915,52 @@ def test_kv_paged_write_of_inputs_that_require_grad(paged_attn, device, name):
     arguments = {n: call.kwargs[n] for n in ("k", "v", "block_table", "cache_seqlens")}
     arguments |= dict(zip(("k_cache", "v_cache"), call.caches()))
     arguments[name] = arguments[name].detach().clone().requires_grad_()
-    with pytest.raises(ERRORS, match=f"{name}.*grad"):
+    with pytest.raises(ERRORS, match=f"^{name}: expected a tensor that asks for no gradient "):
         paged_attn.kv_paged_write(**arguments)
 
 
 def test_slots_of_pages_without_slots(paged_attn, device):
     cache, token = torch.zeros(3, 0, 1, 4, device=device), torch.zeros(1, 1, 4, device=device)
     slots = torch.zeros(1, dtype=torch.int64, device=device)
-    with pytest.raises(ERRORS, match=r"page_size.*0"):
+    with pytest.raises(ERRORS, match=r"^k_cache: expected page_size of at least 1, got 0$"):
         paged_attn.kv_paged_write(token, token, cache, cache, slot_mapping=slots)
 
 
 def test_scalars_with_an_int_length(paged_attn, device):
     """The batch size of an int length is read from the first tensor: that must have one."""
     cache, scalar = torch.zeros(1, 2, 1, 4, device=device), torch.zeros((), device=device)
-    with pytest.raises(ERRORS, match="q: expected"):
+    with pytest.raises(ERRORS, match=r"^q: expected"):
         paged_attn.flash_attn_with_kvcache(scalar, cache, cache, cache_seqlens=1)
-    with pytest.raises(ERRORS, match="k: expected"):
+    with pytest.raises(ERRORS, match=r"^k: expected"):
         paged_attn.kv_paged_write(scalar, scalar, cache, cache, None, 1)
 
 
+# argument, its shape and dtype, the whole message
 MERGES = {
-    "shape of out_b": (1, (2, 3, 4, 32), "out_b"),
-    "shape of lse_a": (2, (2, 3, 4), "lse_a"),
-    "shape of lse_b": (3, (2, 4), "lse_b"),
+    "out_b": ((2, 3, 4, 32), torch.float32, "out_b: expected shape (2, 3, 4, 64) like out_a, got (2, 3, 4, 32)"),
+    "lse_a": ((2, 3, 4), torch.float32, "lse_b: expected shape (2, 3, 4) like lse_a, got (2, 4, 3)"),
+    "lse_b": ((2, 4), torch.float32, "lse_b: expected shape (2, 4, 3) like lse_a, got (2, 4)"),
+    "out": ((2, 3, 4, 32), torch.float32, "out: expected torch.float32 (2, 3, 4, 64), got torch.float32 (2, 3, 4, 32)"),
+    "lse": ((2, 4, 3), torch.float64, "lse: expected torch.float32 (2, 4, 3), got torch.float64 (2, 4, 3)"),
 }
 
 
 @pytest.mark.parametrize("name", MERGES)
 def test_merge_attn_states(paged_attn, device, name):
-    index, shape, match = MERGES[name]
+    shape, dtype, message = MERGES[name]
     out, lse = torch.zeros(2, 3, 4, 64, device=device), torch.zeros(2, 4, 3, device=device)
-    arguments = [out, out, lse, lse]
-    arguments[index] = torch.zeros(shape, device=device)
-    with pytest.raises(ERRORS, match=match):
-        paged_attn.merge_attn_states(arguments[0], arguments[2], arguments[1], arguments[3])
+    arguments = {"out_a": out, "lse_a": lse, "out_b": out, "lse_b": lse}
+    arguments[name] = torch.zeros(shape, dtype=dtype, device=device)
+    with pytest.raises(ERRORS, match=f"^{re.escape(message)}$"):
+        paged_attn.merge_attn_states(**arguments)
+
+
+def test_merge_attn_states_of_another_layout(paged_attn, device):
+    """(tokens, heads) is not ours; where both are equal nobody could tell."""
+    out, lse = torch.zeros(5, 4, 64, device=device), torch.zeros(5, 4, device=device)
+    message = "lse_a: expected (batch, q_heads, seqlen_q) or (q_heads, total_q) for out_a (5, 4, 64), got (5, 4)"
+    with pytest.raises(ERRORS, match=f"^{re.escape(message)}$"):
+        paged_attn.merge_attn_states(out, lse, out, lse)
 
 
 def test_again_with_checks(device):

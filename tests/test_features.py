@@ -17,8 +17,11 @@ def test_random(paged_attn, device, case):
 
 def test_pairs_are_complete():
     """A pair is left out only when it cannot be asked, and for one of these reasons."""
-    reasons = {"K and V share memory: an append would write each slot twice", "rotary_dim <= head_dim",
-               "an 8-bit q is not rotated"}
+    reasons = {
+        "K and V share memory: an append would write each slot twice",
+        "rotary_dim <= head_dim",
+        "an 8-bit q is not rotated",
+    }
     left_out = [
         cases.conflict(cases.FEATURES[a], cases.FEATURES[b])
         for a in cases.FEATURES

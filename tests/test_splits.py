@@ -149,6 +149,18 @@ def test_merge_of_nothing_is_nothing(paged_attn, device):
     assert_same_bits(paged_attn.merge_attn_states(out, lse, *some), some)
 
 
+def test_merge_into_given_tensors(paged_attn, device):
+    """Also into the tensors of one of the parts, as engines do."""
+    a, b = ((torch.randn(5, 4, 64, device=device), torch.randn(4, 5, device=device)) for _ in range(2))
+    expected = paged_attn.merge_attn_states(*a, *b)
+    out, lse = torch.full_like(a[0], torch.nan), torch.full_like(a[1], torch.nan)
+    result = paged_attn.merge_attn_states(*a, *b, out=out, lse=lse)
+    assert result[0] is out and result[1] is lse
+    assert_same_bits(result, expected)
+    assert_same_bits(paged_attn.merge_attn_states(*a, *b, out=a[0], lse=a[1]), expected)
+    assert_same_bits(a, expected)
+
+
 def test_window_equals_the_keys_alone(paged_attn, device):
     """A window by another definition: the same keys in a cache of their own."""
     case = Case(batch=1, kv_len=300, page_size=0, dtype="float32")

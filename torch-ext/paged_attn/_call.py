@@ -49,17 +49,16 @@ _NO_FEATURES = Features()
 # The schemas fix the order (torch-ext/arguments.h); the one copy of it here is checked.
 assert tuple(argument.name for argument in _attend._schema.arguments)[-len(_NO_FEATURES) :] == Features._fields
 
-# Keywords of other kernels that callers pass as a matter of course. Hints never change a result, so any value is fine;
-# of the rest we have nothing, so they may only say that nothing is asked for.
+# Keywords of other kernels that callers pass as a matter of course. Hints never change a result, so any value is fine.
+# Of the rest we have nothing, so they may only say that nothing is asked for: None, False, or the number given here.
 _HINTS = frozenset(("fa_version", "ver", "pack_gqa", "sm_margin", "scheduler_metadata", "max_seqlen_k"))
-_NEUTRAL_ONLY = frozenset((
-    "only_qv", "seqused_q", "score_mod", "mask_mod", "aux_tensors", "aux_tensor_leading_dims", "block_sparse_tensors",
-    "dynamic_causal", "output_scale", "learnable_sink", "leftpad_k", "cp_world_size", "cp_rank", "cp_tot_seqused_k",
-    "sfq", "sfk", "sfv", "rel_bias", "rel_bias_k", "rel_bias_q", "rel_bias_prep_cache", "rel_extra_h", "q_v",
-    "softmax_offset",
-))  # fmt: skip
-# One rank of one: vLLM says so with every call.
-_ALSO_NEUTRAL = (("cp_world_size", 1), ("cp_rank", 0))
+_ABSENT = {
+    "only_qv": None, "seqused_q": None, "score_mod": None, "mask_mod": None, "aux_tensors": None,
+    "aux_tensor_leading_dims": None, "block_sparse_tensors": None, "leftpad_k": None, "dynamic_causal": None,
+    "output_scale": None, "learnable_sink": None, "cp_world_size": 1, "cp_rank": 0, "cp_tot_seqused_k": None,
+    "sfq": None, "sfk": None, "sfv": None, "rel_bias": None, "rel_bias_k": None, "rel_bias_q": None,
+    "rel_bias_prep_cache": None, "rel_extra_h": None, "q_v": None, "softmax_offset": None,
+}  # fmt: skip
 
 
 def run(
@@ -129,14 +128,14 @@ def one_of(name, value, other_name, other):
 def refuse_others(function, others):
     """Keywords that a function does not have: fine if they ask for nothing, else refused by name."""
     for name, value in others.items():
-        if name in _HINTS or (name in _NEUTRAL_ONLY and (value is None or value is False)):
+        if name in _HINTS:
             continue
-        if isinstance(value, int) and (name, value) in _ALSO_NEUTRAL:
+        if name not in _ABSENT:
+            raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
+        if value is None or value is False or (type(value) is int and value == _ABSENT[name]):
             continue
-        if name in _NEUTRAL_ONLY:
-            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-            raise ValueError(f"{name}: expected None or False (not supported by paged_attn), got {what}")
-        raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ValueError(f"{name}: expected None or False (not supported by paged_attn), got {what}")
 
 
 def refuse_dropout(dropout_p):

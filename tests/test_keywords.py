@@ -1,0 +1,128 @@
+"""Keywords of other kernels: accepted where they ask for nothing, refused by name where they ask for something."""
+
+import cases
+import pytest
+import torch
+from cases import Case
+from compare import run
+
+CASE = Case(q_len=3, kv_len=90, causal=True, varlen_q=True)
+
+# What FlashAttention 3 and 4, vLLM and SGLang pass as a matter of course.
+NOTHING = {
+    "window_size": None,
+    "attention_chunk": None,
+    "softcap": None,
+    "num_splits": None,
+    "sm_margin": 0,
+    "pack_gqa": None,
+    "only_qv": False,
+    "seqused_q": None,
+    "score_mod": None,
+    "mask_mod": None,
+    "aux_tensors": None,
+    "block_sparse_tensors": None,
+    "dynamic_causal": None,
+    "output_scale": None,
+    "learnable_sink": None,
+    "cp_world_size": None,
+    "cp_rank": None,
+    "cp_tot_seqused_k": None,
+    "sfq": None,
+    "sfk": None,
+    "sfv": None,
+    "q_v": None,
+    "fa_version": 3,
+    "ver": 4,
+    "scheduler_metadata": None,
+}
+SOMETHING = {
+    "only_qv": True,
+    "seqused_q": torch.ones(4, dtype=torch.int32),
+    "score_mod": lambda score: score,
+    "mask_mod": lambda mask: mask,
+    "aux_tensors": [torch.zeros(1)],
+    "dynamic_causal": True,
+    "output_scale": torch.ones(1),
+    "cp_world_size": 2,
+    "sfq": torch.ones(2, 2),
+}
+
+
+def with_kvcache(paged_attn, call, **keywords):
+    return run(paged_attn, call, **keywords)
+
+
+def varlen(paged_attn, call, **keywords):
+    kwargs = {"window_size": (-1, -1)} | keywords
+    return paged_attn.flash_attn_varlen_func(
+        call.kwargs["q"], *call.caches(), call.kwargs["cu_seqlens_q"], None, call.kwargs["max_seqlen_q"], 90,
+        causal=True, block_table=call.kwargs["block_table"], seqused_k=call.kwargs["cache_seqlens"],
+        return_softmax_lse=True, **kwargs,
+    )  # fmt: skip
+
+
+def func(paged_attn, call, **keywords):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, h, 64, device=call.kwargs["q"].device) for n, h in ((5, 4), (20, 2), (20, 2)))
+    return paged_attn.flash_attn_func(q, k, v, causal=True, return_softmax_lse=True, **keywords)
+
+
+FUNCTIONS = pytest.mark.parametrize("function", [with_kvcache, varlen, func])
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("name", NOTHING)
+def test_nothing_is_accepted(paged_attn, device, function, name):
+    call = cases.build(CASE).to(device)
+    for a, b in zip(function(paged_attn, call, **{name: NOTHING[name]}), function(paged_attn, call)):
+        assert torch.equal(a, b)
+
+
+@FUNCTIONS
+def test_a_world_of_one(paged_attn, device, function):
+    """vLLM's numbers for no context parallelism."""
+    call = cases.build(CASE).to(device)
+    for a, b in zip(function(paged_attn, call, cp_world_size=1, cp_rank=0), function(paged_attn, call)):
+        assert torch.equal(a, b)
+
+
+@FUNCTIONS
+def test_everything_of_nothing_at_once(paged_attn, device, function):
+    call = cases.build(CASE).to(device)
+    for a, b in zip(function(paged_attn, call, **NOTHING), function(paged_attn, call)):
+        assert torch.equal(a, b)
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("name", SOMETHING)
+def test_something_is_refused_by_name(paged_attn, device, function, name):
+    call = cases.build(CASE).to(device)
+    with pytest.raises(ValueError, match=rf"^{name}: expected None or False \(not supported by paged_attn\), got "):
+        function(paged_attn, call, **{name: SOMETHING[name]})
+
+
+@FUNCTIONS
+def test_typing_errors_are_not_swallowed(paged_attn, device, function):
+    call = cases.build(CASE).to(device)
+    with pytest.raises(TypeError, match=r"^flash_attn_\w+\(\) got an unexpected keyword argument 'score_mods'$"):
+        function(paged_attn, call, score_mods=None)
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_k_new", "rotary_seqlens"])
+@pytest.mark.parametrize("case", [Case(q_len=3), Case(q_len=3, alibi="head"), Case(varlen_q=True)], ids=str)
+def test_companions_without_their_tensors(paged_attn, device, case, name):
+    """FlashAttention 3's callers always pass them, with or without k, v and the tables of angles."""
+    call = cases.build(case).to(device)
+    companion = torch.arange(case.batch + 1 if name == "cu_seqlens_k_new" else case.batch, dtype=torch.int32)
+    with_it = run(paged_attn, call, **{name: companion.to(device)})
+    for a, b in zip(with_it, run(paged_attn, call)):
+        assert torch.equal(a, b)
+
+
+def test_rotary_seqlens_with_new_keys_but_no_angles(paged_attn, device):
+    case = Case(q_len=3, append=2)
+    calls = [cases.build(case).to(device) for _ in range(2)]
+    given = run(paged_attn, calls[0], rotary_seqlens=torch.arange(4, dtype=torch.int32, device=device))
+    for a, b in zip(given, run(paged_attn, calls[1])):
+        assert torch.equal(a, b)
