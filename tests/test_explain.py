@@ -1,0 +1,90 @@
+"""explain: what a call would do, without doing it. The routes of a device are tested beside its own tests."""
+
+import cases
+import pytest
+import torch
+from cases import Case
+from compare import assert_same_bytes, run
+
+CASES = {
+    "decode": Case(kv_len=200),
+    "append": Case(kv_len=200, append=3, q_len=3, causal=True, give_out=True),
+    "prefill": Case(q_len=80, kv_len=100, causal=True),
+    "fp8": Case(kv_len=100, kv_dtype="float8_e4m3fn", descale="full"),
+    "batch 0": Case(batch=0),
+    "no query": Case(q_len=0),
+}
+
+
+def explain(paged_attn, call, **overrides):
+    k_cache, v_cache = call.caches()
+    return paged_attn.explain(k_cache=k_cache, v_cache=v_cache, **(call.kwargs | overrides))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_runs(paged_attn, device, name):
+    """A route, reasons for every route before it, numbers; and no byte of cache or out is written."""
+    call, before = cases.build(CASES[name]).to(device), cases.build(CASES[name])
+    explained = explain(paged_attn, call)
+    assert explained.route and explained.route not in explained.why_not
+    assert all(isinstance(reason, str) and reason for reason in explained.why_not.values())
+    assert all(isinstance(number, int) for number in explained.plan.values())
+    for a, b in zip(call.storage, before.storage):
+        assert_same_bytes("cache", a, b)
+    if "out" in call.kwargs:
+        assert call.kwargs["out"].isnan().all()
+    run(paged_attn, call)
+
+
+def test_the_errors_are_those_of_the_call(paged_attn, device):
+    call = cases.build(Case()).to(device)
+    with pytest.raises(
+        RuntimeError, match=r"^cache_seqlens: expected int32 \[batch = 4 \(from q\)\], got int64 \[4\]$"
+    ):
+        explain(paged_attn, call, cache_seqlens=call.kwargs["cache_seqlens"].long())
+
+
+def test_other_functions(paged_attn, device):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, h, 64, device=device) for n, h in ((5, 4), (20, 2), (20, 2)))
+    by_func = paged_attn.explain(q, k, v, function=paged_attn.flash_attn_func)
+    by_cache = paged_attn.explain(q, k, v)
+    assert by_func == by_cache
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 5, 10], [0, 20, 40]))
+    assert paged_attn.explain(*packed, cu_q, cu_k, 5, 20, function=paged_attn.flash_attn_varlen_func).route
+
+
+class TestCpu:
+    """The products of the CPU: from some number of rows on, keys and values are laid out first."""
+
+    @pytest.fixture(autouse=True)
+    def on_the_cpu(self, device):
+        if device != "cpu":
+            pytest.skip("the CPU's routes")
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    def test_products(self, paged_attn, device, dtype):
+        numbers = "bf16" if dtype == "bfloat16" and "bf16" in paged_attn.cpu_isa() else "f32"
+        few, many = (explain(paged_attn, cases.build(Case(q_len=n, dtype=dtype))) for n in (1, 40))
+        assert few.route == f"in_place_{numbers}"
+        assert "rows (q_len * group) of a kv_head in a block, got 2" in few.why_not[f"packed_{numbers}"]
+        assert few.plan["packed_blocks"] == 0
+        assert many.plan["packed_blocks"] == many.plan["blocks"] == 4
+
+    @pytest.mark.parametrize("splits", [1, 3, 7])
+    def test_splits_that_were_asked_for(self, paged_attn, device, splits):
+        call = cases.build(Case(kv_len=3000))
+        assert explain(paged_attn, call, num_splits=splits).plan["splits"] == splits
+
+    def test_one_long_request_is_cut(self, paged_attn, device):
+        """Every thread has work, also where there is one request with one kv_head."""
+        threads = torch.get_num_threads()
+        call = cases.build(Case(batch=1, kv_len=60000, q_heads=4, kv_heads=1))
+        try:
+            torch.set_num_threads(4)
+            plan = explain(paged_attn, call).plan
+        finally:
+            torch.set_num_threads(threads)
+        assert plan["threads"] == 4
+        assert plan["items"] >= 4 and plan["splits"] >= 4
