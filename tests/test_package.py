@@ -242,3 +242,35 @@ def test_card(paged_attn, device):
         names = {}
         exec(code, names)
         assert names["out"].shape == (2, 1, 32, 128)
+
+
+def test_kernels_benchmark(device, tmp_path):
+    """`kernels benchmark <this directory>` finds every script, and each workload equals its reference."""
+    if device != ("cuda" if torch.cuda.is_available() else "cpu"):
+        pytest.skip("it takes the device that a user's process has")
+    kernels, output = Path(sys.executable).with_name("kernels"), tmp_path / "results.json"
+    command = [kernels, "benchmark", REPOSITORY, "--iterations=1", "--warmup=0", f"--output={output}"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    for script in (REPOSITORY / "benchmarks").glob("benchmark*.py"):
+        assert f"Running {script.name}..." in run.stderr
+    results = json.loads(output.read_text())["results"]
+    assert len(results) > 10
+    assert all(result["verified"] for result in results)
+    assert run.stderr.count("x faster") == len(results)
+
+
+def test_explain_from_the_command_line(device, tmp_path):
+    """tools/explain.py: route, plan, floor and time of each length, and the plot."""
+    if device == "mps" and not torch.backends.mps.is_built():
+        pytest.skip("a fresh process has no fake mps device")
+    picture = tmp_path / "roofline.svg"
+    command = [sys.executable, REPOSITORY / "tools" / "explain.py", "--device", device, "--kv-len", "64", "300"]
+    command += ["--keyword", "softcap=30.0", "--plot", picture]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    for word in ("route", "plan", "work", "floor", "measured"):
+        assert len(re.findall(rf"^  {word} +\S", run.stdout, re.MULTILINE)) == 2, word
+    assert "1 x 1 of 300 tokens" in run.stdout and "<svg" in picture.read_text()
+    run = subprocess.run([*command, "--q-len", "100"], capture_output=True, text=True)
+    assert run.returncode == 2 and "--kv-len: expected at least q_len = 100, got 64" in run.stderr
