@@ -213,6 +213,7 @@ def test_built_variant_is_complete(variant):
     assert extension.stat().st_size < 40e6
     assert f"PyInit_{metadata['id']}".encode() in extension.read_bytes()
     modules = {path.stem for path in variant.glob("*.py")} | {metadata["id"]}
+    modules |= {path.parent.name for path in variant.glob("*/__init__.py")}
     assert {"__init__", "_ops"} < modules
     for path in variant.glob("*.py"):
         for node in ast.parse(path.read_text()).body:

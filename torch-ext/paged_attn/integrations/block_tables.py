@@ -98,7 +98,7 @@ def _decodes_here(config) -> bool:
     from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
     from transformers.utils.generic import is_flash_attention_requested
 
-    from . import flash_attn_with_kvcache
+    from ..attention import flash_attn_with_kvcache
 
     if not is_flash_attention_requested(config):
         return False

@@ -1,0 +1,28 @@
+"""Opt-in help for the libraries that call this kernel. Importing this module changes nothing.
+
+transformers_block_tables   block tables in transformers' continuous batching, on any device
+PagedCache                  pages for transformers' generate(); needs transformers
+"""
+
+from . import paged_cache
+from .block_tables import (
+    KNOWN_TRANSFORMERS,
+    disable_transformers_block_tables,
+    enable_transformers_block_tables,
+    transformers_block_tables,
+)
+
+__all__ = [
+    "KNOWN_TRANSFORMERS",
+    "PagedCache",
+    "disable_transformers_block_tables",
+    "enable_transformers_block_tables",
+    "transformers_block_tables",
+]
+
+
+def __getattr__(name):
+    # The kernel itself does not need transformers.
+    if name == "PagedCache":
+        return paged_cache.paged_cache_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
