@@ -22,100 +22,92 @@ PD_DEVICE float warp_sum(float x) {
   return x;
 }
 
-// kDims and kDimsV: dimensions per lane. kQv: the score has a second part, qv.v.
-template <typename T, int kDims, int kDimsV, bool kQv>
-__global__ void __launch_bounds__(kFallbackWarps* kWarp, 1)
-    fallback_kernel(const __grid_constant__ Problem p, const __grid_constant__ Plan plan) {
-  constexpr int kBatch = 4;  // keys in flight
-  __shared__ float4 row_acc[kFallbackWarps][kDimsV * kWarp / 4];
-  const int lane = threadIdx.x % kWarp, row = threadIdx.x / kWarp;
-
-  wait_for_predecessor();
-  let_successor_start();
-  clear_unclaimed(p);
-
-  // Which row, which keys
-  Walker walker = {};
-  Dealing dealing = {};
-  find_split(p, plan, walker, dealing);
-  Segment segment;
-  Item item;
-  if (!walker.next(p, plan, dealing, segment, item)) return;
-  // Warps without a row go through the motions with no keys, as the block meets again at its end.
-  const bool exists = row < item.rows;
-  const int head = segment.head;
-  const int token = plan.group.divide(item.first_row + (exists ? row : 0));
-  const RowTarget target = row_target(p, plan, item, head, exists ? row : 0);
-  const KvRange seen = row_keys(p, plan, item, token);
-  const int begin = max(static_cast<int>(seen.begin), segment.tile << kFallbackTileShift);
-  const int end = exists ? min(static_cast<int>(seen.end), segment.tile_end << kFallbackTileShift) : begin;
-  const int q_pos = item.kv_len - item.q_len + token;
-  const float slope = row_slope(p, item.b, target.q_head);
-  const float scale_all = kQv ? query_scale(p, item.b, head) : score_scale(p, item.b, head);
-  const Cache& cache = p.cache;
-  // With qv the two parts of the score have descales of their own, so those go into q and qv.
-  const float q_factor = kQv ? k_descale_of(cache, item.b, head) : 1.f;
-  const float qv_factor = kQv ? v_descale_of(cache, item.b, head) : 1.f;
-
-  // Load the query
-  float q[kDims], qv[kQv ? kDimsV : 1];
-  const int64_t query = item.q_begin + token;
+// What a lane holds of a row: dimensions lane, lane + kWarp, ...
+template <int kDims>
+PD_DEVICE void load_row(const void* base, DType dtype, int64_t offset, int64_t dims, float factor, float (&x)[kDims]) {
 #pragma unroll
   for (int i = 0; i < kDims; ++i) {
-    int dim = i * kWarp + lane;
-    q[i] = 0.f;
-    if (dim < p.head_dim) {
-      const int64_t offset =
-          item.b * p.q_stride_batch + query * p.q_stride_token + target.q_head * p.q_stride_head + dim;
-      q[i] = load_float(p.q, p.q_dtype, offset) * q_factor;
-    }
+    const int dim = i * kWarp + threadIdx.x % kWarp;
+    x[i] = dim < dims ? load_float(base, dtype, offset + dim) * factor : 0.f;
   }
-  if constexpr (kQv) {
-#pragma unroll
-    for (int i = 0; i < kDimsV; ++i) {
-      int dim = i * kWarp + lane;
-      qv[i] = 0.f;
-      if (dim < p.head_dim_v) {
-        int64_t offset =
-            item.b * p.qv_stride_batch + query * p.qv_stride_token + target.q_head * p.qv_stride_head + dim;
-        qv[i] = load_float(p.qv, p.q_dtype, offset) * qv_factor;
-      }
-    }
+}
+
+// Finds the keys of a request, in any of the three forms of a cache.
+struct KeyFinder {
+  bool paged;
+  const int32_t* pages;  // with a block table
+  int64_t page, begin;   // without
+
+  PD_MEMBER void start(const Problem& p, int b) {
+    const Cache& cache = p.cache;
+    const int row = cache.cu_seqlens_k ? 0 : table_row(p, b);
+    paged = static_cast<bool>(cache.block_table);
+    pages = cache.block_table.data + (paged ? row * cache.block_table_stride : 0);
+    page = row;
+    begin = cache.cu_seqlens_k ? cache.cu_seqlens_k[b] : 0;
   }
 
-  // For each key: load, score, update
-  const bool paged = static_cast<bool>(cache.block_table);
-  const int32_t* pages = cache.block_table.data + (paged ? table_row(p, item.b) * cache.block_table_stride : 0);
-  const T* k_head = static_cast<const T*>(cache.k) + head * cache.k_stride_head;
-  const T* v_head = static_cast<const T*>(cache.v) + head * cache.v_stride_head;
-  float m = -INFINITY, l = 0.f, acc[kDimsV] = {};
-  for (int first = begin; first < end; first += kBatch) {
-    int64_t v_offset[kBatch];
+  // False when it lies in no page.
+  PD_MEMBER bool find(const Cache& cache, const Plan& plan, int key, int64_t& in_page, int64_t& slot) const {
+    in_page = page;
+    slot = begin + key;
+    if (paged) {
+      const int index = plan.page_size.divide(key);
+      in_page = index < cache.max_pages ? pages[index] : -1;
+      slot = key - index * static_cast<int>(plan.page_size.divisor);
+    }
+    return in_page >= 0 && in_page < cache.num_pages && slot >= 0 && slot < cache.page_size;
+  }
+};
+
+// The sums of one row over some of its keys, spread over a warp; (m, l) are the same in every lane.
+template <int kDims, int kDimsV, bool kQv>
+struct FallbackRow {
+  static constexpr int kBatch = 4;  // keys in flight
+
+  float q[kDims], qv[kQv ? kDimsV : 1];
+  float m, l, acc[kDimsV];
+  int q_pos;
+  float scale, slope;
+
+  PD_MEMBER void start(const Problem& p, const Item& item, int head, int token, int q_head) {
+    // With qv the two parts of the score have descales of their own, so those go into q and qv.
+    const float k_factor = kQv ? k_descale_of(p.cache, item.b, head) : 1.f;
+    const int64_t b = item.b, query = item.q_begin + token;
+    load_row(p.q, p.q_dtype, b * p.q_stride_batch + query * p.q_stride_token + q_head * p.q_stride_head, p.head_dim,
+             k_factor, q);
+    if constexpr (kQv) {
+      load_row(p.qv.data, p.q_dtype, b * p.qv_stride_batch + query * p.qv_stride_token + q_head * p.qv_stride_head,
+               p.head_dim_v, v_descale_of(p.cache, item.b, head), qv);
+    }
+    q_pos = item.kv_len - item.q_len + token;
+    scale = kQv ? query_scale(p, item.b, head) : score_scale(p, item.b, head);
+    slope = row_slope(p, item.b, q_head);
+    m = -INFINITY;
+    l = 0.f;
+#pragma unroll
+    for (int d = 0; d < kDimsV; ++d) acc[d] = 0.f;
+  }
+
+  // Adds keys [first, end), kBatch at most. k_head, v_head: where the head begins in the first slot of the first page.
+  template <typename T>
+  PD_MEMBER void add_keys(const Problem& p, const Plan& plan, const KeyFinder& finder, const T* k_head, const T* v_head,
+                          int first, int end) {
+    const Cache& cache = p.cache;
+    const int lane = threadIdx.x % kWarp;
+    const T* v_rows[kBatch];
     bool found[kBatch];
-    float s[kBatch];
-    float v[kBatch][kDimsV];
+    float s[kBatch], v[kBatch][kDimsV];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      int key = first + i;
-      int64_t page = -1, slot = key;
-      if (key < end) {
-        if (paged) {
-          int index = plan.page_size.divide(key);
-          slot = key - index * static_cast<int>(plan.page_size.divisor);
-          if (index < cache.max_pages) page = pages[index];
-        } else {
-          page = cache.cu_seqlens_k ? 0 : table_row(p, item.b);
-          if (cache.cu_seqlens_k) slot += cache.cu_seqlens_k[item.b];
-          if (slot < 0 || slot >= cache.page_size) page = -1;
-        }
-      }
-      found[i] = page >= 0 && page < cache.num_pages;
-      v_offset[i] = page * cache.v_stride_page + slot * cache.v_stride_slot;
+      int64_t page = 0, slot = 0;
+      found[i] = first + i < end && finder.find(cache, plan, first + i, page, slot);
+      v_rows[i] = v_head + page * cache.v_stride_page + slot * cache.v_stride_slot;
       const T* k = k_head + page * cache.k_stride_page + slot * cache.k_stride_slot;
       s[i] = 0.f;
 #pragma unroll
       for (int d = 0; d < kDims; ++d) {
-        int dim = d * kWarp + lane;
+        const int dim = d * kWarp + lane;
         if (found[i] && dim < p.head_dim) s[i] += q[d] * widen(k[dim]);
       }
     }
@@ -123,44 +115,75 @@ __global__ void __launch_bounds__(kFallbackWarps* kWarp, 1)
     for (int i = 0; i < kBatch; ++i)
 #pragma unroll
       for (int d = 0; d < kDimsV; ++d) {
-        int dim = d * kWarp + lane;
-        v[i][d] = found[i] && dim < p.head_dim_v ? widen(v_head[v_offset[i] + dim]) : 0.f;
+        const int dim = d * kWarp + lane;
+        v[i][d] = found[i] && dim < p.head_dim_v ? widen(v_rows[i][dim]) : 0.f;
         if constexpr (kQv) s[i] += qv[d] * v[i][d];
       }
     float top = m;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      s[i] = pd_score(warp_sum(s[i]), scale_all, p.softcap, slope, fabsf(static_cast<float>(q_pos - first - i))) *
-             PD_LOG2E;
+      const float distance = fabsf(static_cast<float>(q_pos - first - i));
+      s[i] = pd_score(warp_sum(s[i]), scale, p.softcap, slope, distance) * PD_LOG2E;
       if (first + i >= end) s[i] = -INFINITY;
       top = fmaxf(top, s[i]);
     }
-    float factor = pd_rescale(m, top);
-    float base = top == -INFINITY ? 0.f : top;
+    const float factor = pd_rescale(m, top), base = top == -INFINITY ? 0.f : top;
     m = top;
     l *= factor;
 #pragma unroll
     for (int d = 0; d < kDimsV; ++d) acc[d] *= factor;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      float probability = exp2f(s[i] - base);
+      const float probability = exp2f(s[i] - base);
       l += probability;
 #pragma unroll
       for (int d = 0; d < kDimsV; ++d) acc[d] += probability * v[i][d];
     }
   }
+};
 
-  // Write the row or its partial, four dimensions at a time
-  if (!exists) return;
+// kDims and kDimsV: dimensions per lane. kQv: the score has a second part, qv.v.
+template <typename T, int kDims, int kDimsV, bool kQv>
+__global__ void __launch_bounds__(kFallbackWarps* kWarp, 1)
+    fallback_kernel(const __grid_constant__ Problem p, const __grid_constant__ Plan plan) {
+  __shared__ float4 row_acc[kFallbackWarps][kDimsV * kWarp / 4];
+  const int lane = threadIdx.x % kWarp, row = threadIdx.x / kWarp;
+  wait_for_predecessor();
+  let_successor_start();
+  clear_unclaimed(p);
+
+  Walker walker = {};
+  Dealing dealing = {};
+  find_split(p, plan, walker, dealing);
+  Segment segment;
+  Item item;
+  if (!walker.next(p, plan, dealing, segment, item) || row >= item.rows) return;
+  const int head = segment.head, token = plan.group.divide(item.first_row + row);
+  const KvRange seen = row_keys(p, plan, item, token);
+  const int begin = max(static_cast<int>(seen.begin), segment.tile << kFallbackTileShift);
+  const int end = min(static_cast<int>(seen.end), segment.tile_end << kFallbackTileShift);
+
+  using Row = FallbackRow<kDims, kDimsV, kQv>;
+  Row sums;
+  sums.start(p, item, head, token, row_target(p, plan, item, head, row).q_head);
+  KeyFinder finder;
+  finder.start(p, item.b);
+  const T* k_head = static_cast<const T*>(p.cache.k) + head * p.cache.k_stride_head;
+  const T* v_head = static_cast<const T*>(p.cache.v) + head * p.cache.v_stride_head;
+  for (int first = begin; first < end; first += Row::kBatch) {
+    sums.add_keys(p, plan, finder, k_head, v_head, first, end);
+  }
+
+  // From one dimension of each lane to four neighbouring ones, then the row or its partial
 #pragma unroll
-  for (int d = 0; d < kDimsV; ++d) reinterpret_cast<float*>(row_acc[row])[d * kWarp + lane] = acc[d];
+  for (int d = 0; d < kDimsV; ++d) reinterpret_cast<float*>(row_acc[row])[d * kWarp + lane] = sums.acc[d];
   __syncwarp();
   const Parts parts = {segment.first ? parts_behind(item, segment, dealing) : 0, 1};
 #pragma unroll 1
   for (int first = 0; first * 4 < p.head_dim_v; first += kWarp) {
     const int quad = first + lane;
     const float4 values = row_acc[row][min(quad, kDimsV * kWarp / 4 - 1)];
-    RowSum sum = {m, l, {values.x, values.y, values.z, values.w}};
+    RowSum sum = {sums.m, sums.l, {values.x, values.y, values.z, values.w}};
     add_parts(plan, 0, 1, parts, row, quad, sum);
     if (quad * 4 >= p.head_dim_v) break;
     if (segment.first) {

@@ -1,0 +1,54 @@
+"""Runs tests under compute-sanitizer's four tools; needs a GPU.
+
+    python tools/sanitize_cuda.py [arguments of pytest; default: every feature once]
+
+Nothing is prepared for the tools: what they see is what a call does. initcheck reports that a block polls words of the
+workspace before another has written them. That is how partials travel (paged_decode_cuda/exchange.cuh), so reports from
+load_word are counted apart; every other report of any tool is a failure.
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+TOOLS = {
+    "memcheck": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # torch's cache hides the ends of tensors
+    "racecheck": {},
+    "synccheck": {},
+    "initcheck": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+}
+SELECTION = ["-q", "-x", "tests/test_decode.py::test_feature_alone"]
+POLLING = "load_word"
+
+
+def reports(output):
+    """The first lines of every report: what happened, and where."""
+    lines = [line.removeprefix("=========").strip() for line in output.splitlines() if line.startswith("=========")]
+    for i, line in enumerate(lines):
+        if re.match(r"(Invalid|Uninitialized|Error|Race|Barrier error|Potential|Misaligned)", line):
+            yield line, lines[i + 1] if i + 1 < len(lines) else ""
+
+
+def main():
+    selection = sys.argv[1:] or SELECTION
+    failed = False
+    for tool, environment in TOOLS.items():
+        command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=paged_attn", "--target-processes", "all"]
+        command += ["--print-limit", "1000", sys.executable, "-m", "pytest", *selection]
+        result = subprocess.run(
+            command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        found = list(reports(result.stdout))
+        polling = [report for report in found if tool == "initcheck" and POLLING in report[1]]
+        others = [report for report in found if report not in polling]
+        tests = (re.findall(r"^.*(?:passed|failed|error).*$", result.stdout, re.MULTILINE) or ["no test ran"])[-1]
+        print(f"{tool}: {len(others)} reports, {len(polling)} of polling; {tests}", flush=True)
+        for what, where in others[:20]:
+            print(f"    {what} | {where}")
+        failed |= bool(others) or " passed" not in tests or "failed" in tests
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
