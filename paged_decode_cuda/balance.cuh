@@ -1,24 +1,33 @@
 // How the keys of all requests are dealt to thread blocks.
 //
-//   item      rows of one request that are handled together, rows_per_tile consecutive (token, head in group); the same
-//             for every kv_head
-//   unit      one tile of tile_keys keys of one (item, kv_head)
-//   segment   a run of units of one (item, kv_head) inside one thread block
+//   item      rows of one request that are handled together, see items.cuh
+//   pair      an item and a kv_head
+//   unit      a tile of keys of one pair
+//   stretch   the units of one thread block
+//   segment   those of them that are of one pair: what a block does at a time
 //
-// Balanced: all units form one line (item by item, head by head, key by key), which is cut into stretches, one for a
-// block. To end one (item, kv_head) and begin another takes the time of some units, which stand before it. The blocks
-// compute the line from the lengths themselves, so nothing depends on what the host knows, and a replayed CUDA graph
-// balances the lengths that it finds. Blocks go down the line: the one with the keys before a cut starts after the one
-// with the keys behind it.
-// Even: where the lengths hardly differ, all (item, kv_head) count as many units as the longest. With blocks for every
-// one, each has as many of its own: fewer cuts, and no block serves two. With more of them than blocks, every block
-// gets as many whole ones, and only the remainder is a line that is cut. That line comes first, so that parts are
-// merged while the memory is busy, and then neighbouring blocks read the heads of the same keys at the same time.
-// Fixed: one block per (item, kv_head, split), where the cuts of a request depend on its own length alone.
+// Line: all units form one line, pair by pair and key by key, which is cut into equal stretches. To end one pair and
+// begin another takes the time of some units ($), which stand before it.
 //
-// When a segment is only a part of its (item, kv_head), its block leaves a partial; the block with the first keys
-// merges all, where there are very many after some others merged a few each, in an order that does not depend on who is
-// last.
+//     units    $$AAAAAAAAAAAA$$BBB$$CCCCCCC$$DDDDDDDDDDDDDDDDDDDD
+//     blocks   [    3     ][    2     ][    1     ][    0     ]      block 0 takes the end
+//
+// Every warp computes the line from the lengths themselves, so nothing depends on what the host knows, and a replayed
+// CUDA graph balances the lengths that it finds. The block with the keys before a cut starts after the one with the
+// keys behind it.
+//
+// Even: where the lengths hardly differ, all pairs count as many units as the longest. With blocks for every one, each
+// pair has as many blocks of its own: fewer cuts, and no block serves two. With more pairs than blocks, every block
+// gets as many whole ones, and only the remainder is a line that is cut. That line comes first, so that partials are
+// added while the memory is busy, and then neighbouring blocks read the heads of the same keys at the same time.
+//
+//     pairs    AAAA BBBB                           AAAA BBBB CCCC DDDD EEEE FFFF GGGG HHHH
+//     blocks   3322 1100    blocks for each        3333 2222 1111 0000|3333 2222 1111 0000    whole ones
+//
+// Fixed: a block for every pair and split, where the cuts of a request depend on its own length alone.
+//
+// When a segment is only a part of its pair, its block leaves a partial; the block with the first keys adds them all.
+// Where there are very many, some others add a few each before. The order does not depend on who is last.
 #pragma once
 
 #include "decode/sizes.h"
@@ -47,21 +56,22 @@ PD_DEVICE int item_splits(const Plan& plan, int tiles) {
 struct Segment {
   int head;
   int tile, tile_end;  // tiles of keys, counted from the start of the request
-  bool first;          // of the tiles of (item, head)
+  bool first;          // it has the first tile of its pair
 };
 
 // The same for all segments of a thread block.
 struct Dealing {
-  int length;  // of every stretch
-  int most;    // units that every (item, kv_head) counts, those past its end being empty; 0: its own, and its cost
+  int length;          // of every stretch
+  int most;            // units that every pair counts, those past its end being empty; 0: its own, and its cost
   int surplus_rounds;  // see Plan; 0 where no request has more rows than it was given tiles for
 };
 
-// Steps through the segments of one thread block. Every warp holds copies, so stepping needs no barrier.
+// Steps through the segments of one thread block: those of its stretch, then whole pairs, then surplus items. Every
+// warp holds copies, so stepping needs no barrier.
 struct Walker {
-  int pair, unit;   // the next unit, counted from the first of its (item, kv_head)
+  int pair, unit;   // the next unit, counted from the first of its pair
   int left;         // units of the stretch
-  int whole_pairs;  // to come after it; below 0, rounds of surplus tiles that are done
+  int whole_pairs;  // to come after it; below 0, surplus items that are done
 
   // False at the end.
   PD_MEMBER bool next(const Problem& p, const Plan& plan, const Dealing& dealing, Segment& segment, Item& item) {
@@ -80,7 +90,7 @@ struct Walker {
       int cost = dealing.most > 0 ? 0 : plan.pair_cost;
       int units = dealing.most > 0 ? dealing.most : item.tiles + cost;
       if (plan.surplus_rounds > 0 && index >= plan.items) {
-        // A surplus tile of rows is not cut.
+        // A surplus item is not cut.
         cost = 0;
         units = left = item.tiles;
       }
@@ -146,8 +156,8 @@ PD_DEVICE int deal_line(const Plan& plan, int total, Walker& walker, Dealing& de
   return position;
 }
 
-// What of even dealing does not depend on lengths: which (item, kv_head) this block serves, a negative one for none,
-// and in walker.unit, as which of its blocks, counted from the first keys.
+// What of even dealing does not depend on lengths: which pair this block serves, a negative one for none, and in
+// walker.unit, as which of its blocks, counted from the first keys.
 PD_DEVICE void expect_even_stretch(const Problem& p, const Plan& plan, Walker& walker) {
   const int each = static_cast<int>(plan.blocks_each.divisor), block = static_cast<int>(blockIdx.x);
   const int place = plan.blocks_each.divide(block);
@@ -171,17 +181,19 @@ PD_DEVICE void deal_evenly(const Plan& plan, int most, Walker& walker, Dealing& 
   divide_small(position, most, walker.pair, walker.unit);
 }
 
-// Finds this block's stretch. Every warp does so by itself, without a barrier: the lanes share the items out in runs
-// and find the run in which the stretch begins, then the item in it.
+// Finds this block's stretch. Every warp does so by itself, without a barrier, in two levels: the lanes share all items
+// out in runs and find the run in which the stretch begins; then they share out the items of that run.
 PD_DEVICE void find_stretch(const Problem& p, const Plan& plan, Walker& walker, Dealing& dealing) {
   static_assert(kMaxBalancedItems <= kWarp * kWarp, "a run has an item per lane at most");
   const int lane = threadIdx.x % kWarp, heads = static_cast<int>(p.kv_heads);
-  int first = 0, before = 0;  // first item of the runs, units before it
-  int owner, units, position = 0, run = (plan.items + kWarp - 1) / kWarp;
+  int first_item = 0, units_before = 0;                  // of what the lanes share out at this level
+  int items_of_lane = (plan.items + kWarp - 1) / kWarp;  // 1 at the last level
+  int position = 0;                                      // where the stretch begins in the line
+  int units, owner;                                      // of one kv_head of this lane's items; the lane that has it
 #pragma unroll 1
   while (true) {
-    const int run_begin = first + lane * run, run_end = min(plan.items, run_begin + run);
-    const TileCount count = count_tiles(p, plan, run_begin, run_end);
+    const int begin = first_item + lane * items_of_lane, end = min(plan.items, begin + items_of_lane);
+    const TileCount count = count_tiles(p, plan, begin, end);
     if (plan.surplus_rounds > 0 && __any_sync(~0u, count.surplus)) dealing.surplus_rounds = plan.surplus_rounds;
     if (dealing.length == 0 && (plan.blocks_each.divisor > 0 || plan.whole_pairs > 0)) {
       const int most = __reduce_max_sync(~0u, count.most), all = __reduce_add_sync(~0u, count.sum);
@@ -190,29 +202,29 @@ PD_DEVICE void find_stretch(const Problem& p, const Plan& plan, Walker& walker, 
         return;
       }
     }
-    units = count.sum + plan.pair_cost * max(run_end - run_begin, 0);
-    int sum = units * heads;
+    units = count.sum + plan.pair_cost * max(end - begin, 0);
+    int units_through = units * heads;  // of this lane's items and those before them
 #pragma unroll
     for (int step = 1; step < kWarp; step *= 2) {
-      const int other = __shfl_up_sync(~0u, sum, step);
-      if (lane >= step) sum += other;
+      const int other = __shfl_up_sync(~0u, units_through, step);
+      if (lane >= step) units_through += other;
     }
     if (dealing.length == 0) {
-      position = deal_line(plan, __shfl_sync(~0u, sum, kWarp - 1), walker, dealing);
+      position = deal_line(plan, __shfl_sync(~0u, units_through, kWarp - 1), walker, dealing);
       if (walker.left == 0) return;
     }
-    owner = __popc(__ballot_sync(~0u, before + sum <= position));
-    before += __shfl_sync(~0u, sum - units * heads, owner);
-    first += owner * run;
-    if (run == 1) break;
-    run = 1;
+    owner = __popc(__ballot_sync(~0u, units_before + units_through <= position));
+    units_before += __shfl_sync(~0u, units_through - units * heads, owner);
+    first_item += owner * items_of_lane;
+    if (items_of_lane == 1) break;
+    items_of_lane = 1;
   }
   int head;
-  divide_small(position - before, __shfl_sync(~0u, units, owner), head, walker.unit);
-  walker.pair = first * heads + head;
+  divide_small(position - units_before, __shfl_sync(~0u, units, owner), head, walker.unit);
+  walker.pair = first_item * heads + head;
 }
 
-// This block's (item, head, split) when the cuts are fixed.
+// This block's pair and split when the cuts are fixed.
 PD_DEVICE void find_split(const Problem& p, const Plan& plan, Walker& walker, Dealing& dealing) {
   if (plan.items == 0) return;
   walker.pair = plan.max_splits.divide(blockIdx.x);
@@ -226,9 +238,8 @@ PD_DEVICE void find_split(const Problem& p, const Plan& plan, Walker& walker, De
   walker.left = min(tiles - walker.unit, dealing.length);
 }
 
-// How many parts of its (item, kv_head) are behind a segment: the stretches of the blocks before this one, which cover
-// the rest.
-PD_DEVICE int parts_behind(const Item& item, const Segment& segment, const Dealing& dealing) {
+// How many partials are behind a segment: one of each block before this one that has a stretch of the rest of its pair.
+PD_DEVICE int partials_behind(const Item& item, const Segment& segment, const Dealing& dealing) {
   const int rest = item.first_tile + item.tiles - segment.tile_end;
   return rest == 0 ? 0 : (rest - 1) / dealing.length + 1;
 }

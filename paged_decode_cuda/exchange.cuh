@@ -1,4 +1,4 @@
-// How the partials of rows travel between thread blocks whose keys are parts of one (item, kv_head).
+// How the partials of rows travel between thread blocks whose keys are those of one pair.
 //
 //     blocks     4        3        2        1        0      they start in this order: 0 first
 //     keys    [ first ][       ][       ][       ][ last ]
@@ -13,7 +13,7 @@
 // so that the replay of a graph, in the same workspace and with the same tag, finds nothing old.
 //
 // What this rests on:
-// 1. A block waits only for blocks of a smaller index (parts_behind), and those have started: the grid's blocks are
+// 1. A block waits only for blocks of a smaller index (partials_behind), and those have started: the grid's blocks are
 //    started in the order of their index. CUDA documents no order, yet single-pass scans (decoupled look-back in CUB)
 //    took it for granted on every GPU before they drew tickets, and hardware has not broken it. Were it broken, or
 //    were lengths changed during a call, a block would wait for ever: it gives up after PD_MOST_LOOKS and ends the
@@ -88,7 +88,7 @@ struct RowSum {
   }
 };
 
-// Where a row of the partial of a block begins. A block leaves one partial at most, for the (item, kv_head) whose first
+// Where a row of the partial of a block begins. A block leaves one partial at most, for the pair whose first
 // keys are not its own.
 PD_DEVICE TaggedWord* partial_row(const Plan& plan, int block, int row) {
   return plan.partials + static_cast<uint32_t>(block * plan.rows_per_tile + row) * row_words(plan.partial_quads);
@@ -114,27 +114,28 @@ PD_DEVICE void give_up() {
 #define PD_MOST_LOOKS (1 << 25)
 #endif
 
-// Which parts a block adds to a sum: `count` in all, of the block before it and those at distances of `spacing`
+// Which partials a block adds to a sum: `count` in all, of the block before it and those at distances of `spacing`
 // further.
-struct Parts {
+struct Partials {
   int count, spacing;
 };
 
-constexpr int kPartsAtOnce = 5;  // whose words a thread holds
+constexpr int kPartialsAtOnce = 5;  // whose words a thread holds
 
-// Adds kBatch parts to some of a sum: `first` and on in steps, as long as there are any. A team calls it together and
-// each of its lanes looks for (m, l) of one part; lanes past the last quad go through the motions with that.
+// Adds kBatch partials to some of a sum: `first` and on in steps, as long as there are any. A team calls it together
+// and each of its lanes looks for (m, l) of one part; lanes past the last quad go through the motions with that.
 template <int kBatch>
-PD_DEVICE void add_batch(const Plan& plan, int first, int step, const Parts& parts, int row, int quad, RowSum& sum) {
+PD_DEVICE void add_batch(const Plan& plan, int first, int step, const Partials& partials, int row, int quad,
+                         RowSum& sum) {
   static_assert(kBatch <= kTeam, "there is a lane for every part");
   const unsigned team = ((1u << kTeam) - 1) << (threadIdx.x % kWarp / kTeam * kTeam);
   const int lane = threadIdx.x % kTeam;
   const unsigned long long number = launch_number();
   unsigned long long payload[kBatch][2], found[kBatch][2], ml_payload, ml_found;
-  TaggedWord* const nearest = partial_row(plan, static_cast<int>(blockIdx.x) - 1 - first * parts.spacing, row);
-  const int stride = step * parts.spacing * plan.rows_per_tile * row_words(plan.partial_quads);
+  TaggedWord* const nearest = partial_row(plan, static_cast<int>(blockIdx.x) - 1 - first * partials.spacing, row);
+  const int stride = step * partials.spacing * plan.rows_per_tile * row_words(plan.partial_quads);
   // The nearest stands in for those past the end.
-  const int existing = min((parts.count - first + step - 1) / step, kBatch);
+  const int existing = min((partials.count - first + step - 1) / step, kBatch);
   const bool own = quad < plan.partial_quads;
   TaggedWord* const sums = nearest + min(quad, plan.partial_quads - 1);
   TaggedWord* const ml_word = nearest - min(lane, existing - 1) * stride + 2 * plan.partial_quads + quad / kTeam;
@@ -174,14 +175,15 @@ PD_DEVICE void add_batch(const Plan& plan, int first, int step, const Parts& par
   sum.add(ml, values);
 }
 
-// Adds every `step`-th of the parts, from `first` on, to some of a sum.
-PD_DEVICE void add_parts(const Plan& plan, int first, int step, const Parts& parts, int row, int quad, RowSum& sum) {
+// Adds every `step`-th of the partials, from `first` on, to some of a sum.
+PD_DEVICE void add_partials(const Plan& plan, int first, int step, const Partials& partials, int row, int quad,
+                            RowSum& sum) {
   if (quad / kTeam * kTeam >= plan.partial_quads) return;  // no lane of the team has a quad
 #pragma unroll 1
-  for (; first + step < parts.count; first += step * kPartsAtOnce) {
-    add_batch<kPartsAtOnce>(plan, first, step, parts, row, quad, sum);
+  for (; first + step < partials.count; first += step * kPartialsAtOnce) {
+    add_batch<kPartialsAtOnce>(plan, first, step, partials, row, quad, sum);
   }
-  if (first < parts.count) add_batch<1>(plan, first, step, parts, row, quad, sum);
+  if (first < partials.count) add_batch<1>(plan, first, step, partials, row, quad, sum);
 }
 
 // Adds the sink, writes output and lse. kPacked: an output of 16 bits in aligned groups of four.

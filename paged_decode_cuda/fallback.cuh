@@ -178,13 +178,13 @@ __global__ void __launch_bounds__(kFallbackWarps* kWarp, 1)
 #pragma unroll
   for (int d = 0; d < kDimsV; ++d) reinterpret_cast<float*>(row_acc[row])[d * kWarp + lane] = sums.acc[d];
   __syncwarp();
-  const Parts parts = {segment.first ? parts_behind(item, segment, dealing) : 0, 1};
+  const Partials partials = {segment.first ? partials_behind(item, segment, dealing) : 0, 1};
 #pragma unroll 1
   for (int first = 0; first * 4 < p.head_dim_v; first += kWarp) {
     const int quad = first + lane;
     const float4 values = row_acc[row][min(quad, kDimsV * kWarp / 4 - 1)];
     RowSum sum = {sums.m, sums.l, {values.x, values.y, values.z, values.w}};
-    add_parts(plan, 0, 1, parts, row, quad, sum);
+    add_partials(plan, 0, 1, partials, row, quad, sum);
     if (quad * 4 >= p.head_dim_v) break;
     if (segment.first) {
       write_output<false>(p, plan, item, head, row, quad, sum);

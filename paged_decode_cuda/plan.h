@@ -20,40 +20,53 @@ PD_METHOD int row_words(int quads) { return 2 * quads + (quads + kTeam - 1) / kT
 
 // What every kernel needs to know of the plan.
 struct CommonPlan {
+  // Sizes of the problem that something is divided by
   FastDivisor page_size, group, kv_heads;
+
+  // The line, see balance.cuh
   FastDivisor blocks;  // of the grid
-  // Dealt evenly: blocks of an (item, kv_head), divisor 0: there are not enough; or the whole (item, kv_head) of every
-  // block, 0: none, and how many are left for the line.
+  int32_t items;
+  int32_t min_units;  // a shorter stretch is not worth a block
+  int32_t pair_cost;  // units of time that a pair takes besides its own
+
+  // Even dealing: blocks of every pair, divisor 0: there are not enough. Or the whole pairs of every block, 0: none,
+  // and how many are left for the line.
   FastDivisor blocks_each;
   int32_t whole_pairs, line_pairs;
-  int32_t items;
-  int32_t min_units;  // balanced: a shorter stretch is not worth a block
-  int32_t pair_cost;  // balanced: units of time that an (item, kv_head) takes besides its own
-  uint32_t k_page_pieces, k_slot_pieces, k_head_pieces;  // strides of the cache in pieces of 16 bytes
+
+  // The cache, strides in pieces of 16 bytes
+  uint32_t k_page_pieces, k_slot_pieces, k_head_pieces;
   uint32_t v_page_pieces, v_slot_pieces, v_head_pieces;
   int32_t max_keys;                 // that the cache can hold for one request
   int32_t max_pages, table_stride;  // of the block table
   int32_t q_lines, table_lines;     // to prefetch of q and of the block table
-  int32_t new_keys, hidden_keys;    // basic: keys that an append has added; keys that the first token does not see
   bool whole_runs;                  // every page holds whole runs of kRunKeys
-  // Workspace; nothing of it is set before the launch. nullptr when nothing is ever cut.
-  TaggedWord* partials;  // [blocks, rows_per_tile, row_words(partial_quads)]
+
+  // Basic calls: keys that an append has added; keys that the first token does not see
+  int32_t new_keys, hidden_keys;
+
+  // [blocks, rows_per_tile, row_words(partial_quads)]; nothing of it is set before the launch. Nowhere when nothing is
+  // ever cut.
+  TaggedWord* partials;
 };
 
 struct Plan : CommonPlan {
-  FastDivisor row_tiles, max_splits, chunk;
-  // Items below this number are row_tiles for every request, whatever its length. The others are packed: as many as all
-  // tokens together can fill, see packed_begin(). Those past `items` are for the rows of a request that row_tiles do
-  // not hold; each block has a look at one per round, and needs none where every request is as short as it was told.
+  // Rows. Items below direct_items are row_tiles for every request, whatever its length. The others are packed: as many
+  // as all tokens together can fill, see packed_begin(). Those past `items` are the surplus, for rows of a request that
+  // its row_tiles do not hold: each block has a look at one per round, and at none where no request is that long.
+  FastDivisor row_tiles, chunk;
   int32_t direct_items, surplus_rounds;
-  int32_t row_shift;  // log2 of rows_per_tile
-  int32_t rows_per_tile;
-  int32_t tile_shift;  // log2 of the keys of a unit
-  int32_t num_splits;  // fixed: parts asked for; 0: one for every split_tiles, at most max_splits
-  int32_t split_tiles;
+  int32_t row_shift, rows_per_tile;  // log2 of the rows of an item; the rows
+
+  // Keys
+  int32_t tile_shift;  // log2 of the keys of a tile
+  bool balanced;       // the line or even dealing; else fixed cuts
+  FastDivisor max_splits;
+  int32_t num_splits;   // fixed: splits asked for; 0: one for every split_tiles, at most max_splits
+  int32_t split_tiles;  // of keys
+
   int32_t partial_quads;  // of head_dim_v, rounded up
-  bool balanced;
-  bool basic;  // an item is a request and its length says which keys it sees; see decode/basic_call.cuh
+  bool basic;             // an item is a request and its length says which keys it sees; see decode/basic_call.cuh
 };
 
 // What every route plans alike; keys are in tiles of 2^tile_shift.

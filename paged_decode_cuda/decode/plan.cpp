@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kSplitKeys = 2048;  // of a request whose splits must not depend on the batch
 constexpr int kDeterministicSplits = 16;
-// Tiles that a multiprocessor reads while one of its blocks ends one (item, kv_head) and begins another.
+// Tiles that a multiprocessor reads while one of its blocks ends one pair and begins another, see balance.cuh.
 constexpr int kPairCost = 12;
 
 // How rows are cut into tiles.
@@ -83,8 +83,8 @@ int most_warps(const DecodeInstance& instance, const DeviceLimits& limits) {
 }
 
 // Several blocks on a multiprocessor; one of all warps that fit where its shared memory is too small for that, or where
-// `few` asks for it: then most (item, kv_head) are cut, and big blocks make fewer parts. Where there is hardly a tile
-// for every warp a block between the two sizes does.
+// `few` asks for it: then most pairs are cut, and big blocks make fewer partials. Where there is hardly a
+// tile for every warp a block between the two sizes does.
 void plan_block(const DeviceLimits& limits, bool few, int64_t tiles, DecodePlan& plan) {
   const DecodeInstance& instance = plan.instance;
   const int beside = blocks_beside(instance, instance.warps, limits), most = most_warps(instance, limits);
@@ -143,7 +143,7 @@ void plan_balanced(const Problem& p, const RowTiles& tiles, const DeviceLimits& 
   plan_direct_rows(p, tiles.instance.row_shift, tiles.each, work);
   const int64_t pairs = work.items * p.kv_heads;
   const int64_t units = pairs * pd_ceil_div(capacity(p), int64_t{1} << tiles.instance.tile_shift);
-  // No more (item, kv_head) than multiprocessors: most are cut. With more of them, all warps of a big block would
+  // No more pairs than multiprocessors: most are cut. With more of them, all warps of a big block would
   // meet too often. Only where results may depend on the batch, as the number of warps decides the order of sums.
   const bool few = pairs <= limits.processors && most_warps(tiles.instance, limits) > tiles.instance.warps;
   plan_block(limits, few, units, plan);

@@ -49,35 +49,35 @@ PD_DEVICE RowSum sum_warps(char* queues, const int* free_stages, const float2* s
 }
 
 // How the threads of a block share the merge of a segment: each takes four dimensions of a row at a time; where threads
-// are left over, groups of them share the parts. Known when the segment begins, so not computed at its end.
+// are left over, groups of them share the partials. Known when the segment begins, so not computed at its end.
 struct Sharing {
-  Parts parts;  // of other blocks, to be added
+  Partials partials;  // of other blocks, to be added
   int groups;
 };
 
 template <typename Shape>
 PD_DEVICE Sharing share_merge(const Item& item, const Segment& segment, const Dealing& dealing) {
-  // Many more parts than are looked at in one go are merged in two levels: a block for itself and those before it.
+  // Many more partials than are looked at in one go are merged in two levels: a block for itself and those before it.
   constexpr int kManyBatches = 3;
   Sharing sharing = {{0, 1}, 1};
-  const int many = kManyBatches * kPartsAtOnce * dealing.length;
+  const int many = kManyBatches * kPartialsAtOnce * dealing.length;
   if (!segment.first && item.tiles <= many) return sharing;
-  const int behind = parts_behind(item, segment, dealing);
+  const int behind = partials_behind(item, segment, dealing);
   if (behind == 0) return sharing;
   const int threads = blockDim.x, pieces = item.rows * Shape::kQuads;
   while ((sharing.groups + 1) * pieces <= threads) ++sharing.groups;
-  const int fan = kPartsAtOnce * sharing.groups + 1;
+  const int fan = kPartialsAtOnce * sharing.groups + 1;
   const bool two_levels = item.tiles > many * sharing.groups;
   if (segment.first) {
-    sharing.parts = {two_levels ? (behind - 1) / fan + 1 : behind, two_levels ? fan : 1};
+    sharing.partials = {two_levels ? (behind - 1) / fan + 1 : behind, two_levels ? fan : 1};
   } else if (two_levels && (segment.tile - item.first_tile - 1) / dealing.length % fan == 0) {
-    sharing.parts.count = min(behind, fan - 1);
+    sharing.partials.count = min(behind, fan - 1);
   }
-  sharing.groups = max(min(sharing.groups, sharing.parts.count), 1);
+  sharing.groups = max(min(sharing.groups, sharing.partials.count), 1);
   return sharing;
 }
 
-// Merges the warps and the parts that this block adds; writes the rows or their partial.
+// Merges the warps and the partials that this block adds; writes the rows or their partial.
 template <typename Shape, typename Rows>
 PD_DEVICE void finish_segment(const Problem& p, const Plan& plan, const Item& item, const Segment& segment,
                               const Sharing& sharing, char* queues, const int* free_stages, const float2* shared_ml,
@@ -95,7 +95,7 @@ PD_DEVICE void finish_segment(const Problem& p, const Plan& plan, const Item& it
     const bool exists = group < groups && quad * 4 < p.head_dim_v;  // others are only in the team of such a thread
     RowSum sum;
     if (exists && group == 0) sum = sum_warps<Shape, Rows>(queues, free_stages, shared_ml, row, quad);
-    if (group < groups) add_parts(plan, group, groups, sharing.parts, row, quad, sum);
+    if (group < groups) add_partials(plan, group, groups, sharing.partials, row, quad, sum);
     if (groups > 1) {
       // One round, in which all threads are.
       if (group > 0) shared_sums[thread] = sum;

@@ -96,7 +96,7 @@ static int64_t follow(const Problem& p, const Plan& plan, int64_t blocks, Share*
                            segment.tile,
                            segment.tile_end,
                            segment.first,
-                           parts_behind(item, segment, dealing),
+                           partials_behind(item, segment, dealing),
                            item.key_begin,
                            item.key_end};
         }
