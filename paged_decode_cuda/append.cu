@@ -41,7 +41,7 @@ void append_tokens(const Problem& p, bool rotates, void* rotated_q, const Contex
   plan.rotated_q = rotated_q;
   plan.moving_queries = p.window_left >= 0 || p.window_right >= 0 || p.attention_chunk > 0;
   const int64_t tokens = p.append.total_new + (rotates ? p.total_q : 0);
-  if (tokens == 0) return;
+  if (tokens == 0 || p.batch == 0) return;  // tokens of no request
   if (rotates || !fits_copy_kernel(p)) {
     launch(reinterpret_cast<const void*>(&append_kernel), {tokens, kAppendThreads, 0}, context, p, plan);
     return;
