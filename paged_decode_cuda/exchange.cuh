@@ -190,7 +190,7 @@ PD_DEVICE void add_partials(const Plan& plan, int first, int step, const Partial
 template <bool kPacked>
 PD_DEVICE void write_output(const Problem& p, const Plan& plan, const Item& item, int head, int row, int quad,
                             const RowSum& sum) {
-  const DType dtype = output_dtype(p);
+  const DType dtype = out_dtype(p.q_dtype);
   const RowTarget target = row_target(p, plan, item, head, row);
   const float factor = finish_row(p, target, item.b, head, sum.m, sum.l, quad == 0);
   const int64_t out = target.out + quad * 4;

@@ -6,11 +6,6 @@
 
 namespace paged_attn {
 
-// fp8 queries give a bf16 output.
-PD_DEVICE DType output_dtype(const Problem& p) {
-  return p.q_dtype == DType::kFloat8E4M3 || p.q_dtype == DType::kFloat8E5M2 ? DType::kBFloat16 : p.q_dtype;
-}
-
 // Tokens of q past cu_seqlens_q[batch] belong to no request: out 0, lse -inf.
 PD_DEVICE void clear_unclaimed(const Problem& p) {
   if (!p.cu_seqlens_q) return;
@@ -18,7 +13,7 @@ PD_DEVICE void clear_unclaimed(const Problem& p) {
     for (int h = 0; h < p.q_heads; ++h) {
       int64_t out = token * p.out_stride_token + h * p.out_stride_head;
       for (int dim = threadIdx.x; dim < p.head_dim_v; dim += blockDim.x)
-        store_float(p.out, output_dtype(p), out + dim, 0.f);
+        store_float(p.out, out_dtype(p.q_dtype), out + dim, 0.f);
       if (p.lse && threadIdx.x == 0) p.lse[h * p.lse_stride_head + token] = -INFINITY;
     }
   }
