@@ -69,15 +69,12 @@ PD_FN int first_position(constant Arguments& a, Tables tables, RotaryTables rota
 PD_FN float rotated(constant Arguments& a, RotaryTables rotary, const device void* base, int type, long row, int dim,
                     int position) {
   const float x = load_float(base, type, row + dim);
-  const int half_dim = a.rotary_dim / 2;
   if (!has_rotary || dim >= a.rotary_dim || position < 0 || position >= a.rotary_len) return x;
-  const bool second = interleaved ? dim % 2 == 1 : dim >= half_dim;
-  const int pair = interleaved ? dim / 2 : second ? dim - half_dim : dim;
-  const int partner = interleaved ? dim ^ 1 : second ? dim - half_dim : dim + half_dim;
-  const float y = load_float(base, type, row + partner);
-  const float cosine = load_float(rotary.cos, query_type, position * a.cos_stride + pair);
-  const float sine = load_float(rotary.sin, query_type, position * a.sin_stride + pair);
-  return second ? y * sine + x * cosine : x * cosine - y * sine;
+  const RotaryPair pair = rotary_pair(dim, a.rotary_dim, interleaved);
+  const float y = load_float(base, type, row + pair.partner);
+  const float cosine = load_float(rotary.cos, query_type, position * a.cos_stride + pair.angle);
+  const float sine = load_float(rotary.sin, query_type, position * a.sin_stride + pair.angle);
+  return pd_rotate(x, y, cosine, sine, pair.second);
 }
 
 // Copies elements of one size, at most a vector of them.

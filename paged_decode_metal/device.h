@@ -25,7 +25,9 @@ PD_FN float pd_tanh(float x) { return precise::tanh(x); }
 
 #include "arguments.h"
 #include "spec/ranges.h"
+#include "spec/rotary.h"
 #include "spec/score.h"
+#include "spec/search.h"
 #include "spec/state.h"
 
 namespace paged_attn {

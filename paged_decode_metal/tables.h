@@ -89,21 +89,6 @@ PD_FN Place find_place(constant Arguments& a, Tables tables, int b, int key) {
   return place.page < 0 || place.page >= a.num_pages || place.slot >= a.cache_slots ? nowhere : place;
 }
 
-// Largest b with begin_of(b) <= index, 0 if there is none; begin_of never falls.
-template <typename Begin>
-PD_FN int find_request(int batch, int index, Begin begin_of) {
-  int low = 0, high = batch;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (begin_of(middle) <= index) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
-
 // Offset in elements; 64-bit products are slow, and few caches need them.
 PD_FN long cache_offset(constant Strides& strides, Place place) {
   if (wide) return place.page * strides.outer + place.slot * strides.middle;
