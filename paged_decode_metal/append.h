@@ -153,8 +153,10 @@ PD_FN void write_vector(constant Arguments& a, Tables tables, RotaryTables rotar
 [[kernel]] void append(
     constant Arguments& a [[buffer(kArgumentsBuffer)]], PD_TABLE_BUFFERS,
     const device void* q [[buffer(kQueryBuffer), function_constant(rotates_queries)]],
-    const device void* new_k [[buffer(kNewKeysBuffer)]], const device void* new_v [[buffer(kNewValuesBuffer)]],
-    device void* k_cache [[buffer(kKeyCacheBuffer)]], device void* v_cache [[buffer(kValueCacheBuffer)]],
+    const device void* new_k [[buffer(kNewKeysBuffer), function_constant(writes_tokens)]],
+    const device void* new_v [[buffer(kNewValuesBuffer), function_constant(writes_tokens)]],
+    device void* k_cache [[buffer(kKeyCacheBuffer), function_constant(writes_tokens)]],
+    device void* v_cache [[buffer(kValueCacheBuffer), function_constant(writes_tokens)]],
     const device float* k_descale [[buffer(kKDescaleBuffer), function_constant(has_k_descale)]],
     const device float* v_descale [[buffer(kVDescaleBuffer), function_constant(has_v_descale)]],
     const device long* slot_mapping [[buffer(kSlotMappingBuffer), function_constant(has_slot_mapping)]],
@@ -171,6 +173,7 @@ PD_FN void write_vector(constant Arguments& a, Tables tables, RotaryTables rotar
     if (rotates_queries) rotate_query(a, tables, rotary, q, rotated_q, index - a.total_new, vector, vectors_k);
     return;
   }
+  if (!writes_tokens) return;
   const bool keys = vector < a.kv_heads * vectors_k;
   const int of_cache = keys ? vector : vector - a.kv_heads * vectors_k, vectors = keys ? vectors_k : vectors_v;
   const int head = of_cache / vectors, dim = (of_cache - head * vectors) * kVector;

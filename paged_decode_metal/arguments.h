@@ -67,7 +67,8 @@ enum ConstantIndex {
   kHasSoftcap,
   kHasSplits,       // a request may be cut
   kHasPrefill,      // requests with more than kVectorRows rows are left to prefill
-  kRotatesQueries,  // on the way of the append
+  kWritesTokens,    // append: there is a new token; else no cache is an argument
+  kRotatesQueries,  // append: queries too
   kWide,            // the cache has offsets of more than 31 bits
   kAligned,         // rows of the caches (when writing: also of the new tokens) are whole vectors of 8 elements
   kInterleaved,
@@ -125,7 +126,7 @@ struct Arguments {
   int32_t split_keys;              // kSplitKeys or kBusySplitKeys
   int32_t wanted_splits;           // of an item, for enough threadgroups
   int32_t split_rows;              // a request with more rows is not cut
-  int32_t packed_tiles;            // tiles of rows of all requests in the grid of attend, 0: a row of it per request
+  int32_t packed_row_tiles;        // tiles of rows of all requests in the grid of attend, 0: a row of it per request
   int32_t seqlen_new, total_new;
   int64_t total_words;  // of a table that the host fetches
   int32_t rotary_dim, rotary_len;

@@ -253,13 +253,13 @@ template <int kDims, int kDimsV, int kLanes, int kRows, bool kQv>
   clear_unclaimed(a, tables, operands.output, position.x + grid.x * (position.y + grid.y * position.z),
                   grid.x * grid.y * grid.z, worker);
 
-  ItemPlace place = find_item(a, tables, position, kRows, a.packed_tiles);
-  if (place.b >= a.batch) return;
-  for (;; ++place.row_tile) {
-    const Item item = load_item(a, tables, place, position.y, kRows);
-    if (item.rows == 0 || place.split >= item.splits) return;
+  ItemIndex index = find_item(a, tables, position, kRows, a.packed_row_tiles);
+  if (index.b >= a.batch) return;
+  for (;; ++index.row_tile) {
+    const Item item = load_item(a, tables, index, position.y, kRows);
+    if (item.rows == 0 || index.split >= item.splits) return;
     if (has_prefill && item.request.q_len * a.group > kVectorRows) return;
-    const KvRange keys = has_splits ? split_keys(item.keys, place.split, item.splits, kSimdWidth) : item.keys;
+    const KvRange keys = has_splits ? split_keys(item.keys, index.split, item.splits, kSimdWidth) : item.keys;
     stage_queries<S>(a, operands, item, worker, vectors);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     LaneScores s = scores_of_lane<S>(a, operands, item, worker);
@@ -267,9 +267,9 @@ template <int kDims, int kDimsV, int kLanes, int kRows, bool kQv>
     for (int r = 0; r < kRows; ++r)
       for (int piece = 0; piece < S::kPiecesV; ++piece) acc.of[r][piece] = {float4(0.f), float4(0.f)};
     walk_keys<S>(a, tables, operands, item, keys, worker, memory, s, acc);
-    finish_item<S>(a, operands, item, place.split, worker, memory, s, acc);
+    finish_item<S>(a, operands, item, index.split, worker, memory, s, acc);
     // Where each request has one place in the grid, it may have more rows than max_seqlen_q promised: go on with them.
-    if (!has_cu_seqlens_q || a.packed_tiles > 0) return;
+    if (!has_cu_seqlens_q || a.packed_row_tiles > 0) return;
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the next queries overwrite what is merged
   }
 }

@@ -129,6 +129,7 @@ Call append_call(const Problem& p, Optional<void> rotated) {
   call.bind(kNewKeysBuffer, p.append.k);
   call.bind(kNewValuesBuffer, p.append.v);
   call.bind(kRotatedBuffer, rotated, kRotatesQueries);
+  call.constants[kWritesTokens] = p.append.total_new > 0;
   call.bind(kSinBuffer, p.rotary.sin);
   call.bind(kCosBuffer, p.rotary.cos, kHasRotary);
   call.bind(kRotarySeqlensBuffer, p.rotary.seqlens, kHasRotarySeqlens);

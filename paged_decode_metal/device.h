@@ -53,6 +53,7 @@ constant bool has_rotary_seqlens [[function_constant(kHasRotarySeqlens)]];
 constant bool has_softcap [[function_constant(kHasSoftcap)]];
 constant bool has_splits [[function_constant(kHasSplits)]];
 constant bool has_prefill [[function_constant(kHasPrefill)]];
+constant bool writes_tokens [[function_constant(kWritesTokens)]];
 constant bool rotates_queries [[function_constant(kRotatesQueries)]];
 constant bool wide [[function_constant(kWide)]];
 constant bool aligned [[function_constant(kAligned)]];

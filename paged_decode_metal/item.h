@@ -35,47 +35,47 @@ PD_FN int splits_of(constant Arguments& a, Request request) {
   return clamp(min(a.num_splits > 0 ? a.num_splits : max(by_length, by_cores), tiles), 1, a.max_splits);
 }
 
-// Where a threadgroup works. The grid is (tiles of rows times splits, kv_heads, requests), or with packed_tiles
+// Where a threadgroup works. The grid is (row tiles times splits, kv_heads, requests), or with packed_row_tiles
 //
-//   | first tiles of all requests, first splits | request 0: tiles x further splits | request 1 ... |
-//     packed_tiles                                cut_tiles * (max_splits - 1)
+//   | row tiles of all requests, first split | request 0: row tiles x further splits | request 1 | ...
+//     packed_row_tiles                         cut_row_tiles * (max_splits - 1)         the same
 //
 // so that it grows with the tokens and the requests, but not with their product.
-struct ItemPlace {
+struct ItemIndex {
   int b, row_tile, split;
 };
 
-// With cu_seqlens_q a request begins at tile floor(tokens before it * group / rows) + b: there is always room for the
-// tiles of those before it, and no more than one tile in each request stays empty.
-struct FirstTile {
+// With cu_seqlens_q the row tiles of request b begin at floor(tokens before it * group / rows) + b: there is always
+// room for those of the requests before it, and at most one of each request stays empty.
+struct FirstRowTile {
   const device int* cu_seqlens_q;
   int total_q, group, rows;
 
   int operator()(int b) const { return clamp(cu_seqlens_q[b], 0, total_q) * group / rows + b; }
 };
 
-PD_FN ItemPlace find_item(constant Arguments& a, Tables tables, uint3 position, int rows, int packed_tiles) {
+PD_FN ItemIndex find_item(constant Arguments& a, Tables tables, uint3 position, int rows, int packed_row_tiles) {
   const int max_splits = has_splits ? a.max_splits : 1;
   const int x = position.x;
-  if (!has_cu_seqlens_q || packed_tiles == 0) return {int(position.z), x / max_splits, x % max_splits};
-  if (x < packed_tiles) {
-    const FirstTile first = {tables.cu_seqlens_q, a.total_q, a.group, rows};
+  if (!has_cu_seqlens_q || packed_row_tiles == 0) return {int(position.z), x / max_splits, x % max_splits};
+  if (x < packed_row_tiles) {
+    const FirstRowTile first = {tables.cu_seqlens_q, a.total_q, a.group, rows};
     const int b = find_request(a.batch, x, first);
     return {b, x - first(b), 0};
   }
-  const int index = (x - packed_tiles) / (max_splits - 1), split = 1 + (x - packed_tiles) % (max_splits - 1);
-  const int cut_tiles = (a.split_rows + rows - 1) / rows;
-  return {index / cut_tiles, index % cut_tiles, split};
+  const int index = (x - packed_row_tiles) / (max_splits - 1), split = 1 + (x - packed_row_tiles) % (max_splits - 1);
+  const int cut_row_tiles = (a.split_rows + rows - 1) / rows;
+  return {index / cut_row_tiles, index % cut_row_tiles, split};
 }
 
-PD_FN Item load_item(constant Arguments& a, Tables tables, ItemPlace place, int kv_head, int rows_per_tile) {
+PD_FN Item load_item(constant Arguments& a, Tables tables, ItemIndex index, int kv_head, int tile_rows) {
   Item item;
-  item.b = place.b;
+  item.b = index.b;
   item.kv_head = kv_head;
-  item.request = load_request(a, tables, place.b);
-  item.first_row = place.row_tile * rows_per_tile;
+  item.request = load_request(a, tables, index.b);
+  item.first_row = index.row_tile * tile_rows;
   // Wrong entries of cu_seqlens_q may place a tile before its request.
-  item.rows = place.row_tile < 0 ? 0 : clamp(item.request.q_len * a.group - item.first_row, 0, rows_per_tile);
+  item.rows = index.row_tile < 0 ? 0 : clamp(item.request.q_len * a.group - item.first_row, 0, tile_rows);
   item.keys = {0, 0};
   item.splits = splits_of(a, item.request);
   if (item.rows == 0) return item;

@@ -77,7 +77,7 @@ void use_plan(const Problem& p, const Plan& plan, Call* call) {
   a.split_keys = static_cast<int32_t>(plan.split_keys);
   a.wanted_splits = static_cast<int32_t>(plan.wanted_splits);
   a.split_rows = static_cast<int32_t>(plan.split_rows);
-  a.packed_tiles = static_cast<int32_t>(plan.packed_tiles);
+  a.packed_row_tiles = static_cast<int32_t>(plan.packed_row_tiles);
   call->constants[kHasSplits] = plan.max_splits > 1;
   call->constants[kHasPrefill] = plan.prefill_rows > 0;
 }

@@ -10,10 +10,10 @@
 
 namespace paged_attn {
 
-// Rows of a simdgroup, and sides of a matrix; in the softmax so many lanes share a row.
-constant constexpr int kBlock = 8, kRowLanes = kSimdWidth / kBlock;
+// The side of a matrix, and rows of a simdgroup; in the softmax so many lanes share a row.
+constant constexpr int kSide = 8, kRowLanes = kSimdWidth / kSide;
 
-typedef simdgroup_matrix<float, 8, 8> Block;
+typedef simdgroup_matrix<float, 8, 8> Matrix;
 
 // Threadgroup memory, of the whole threadgroup and of this simdgroup. The last line for all simdgroups is the sums of
 // their rows, in float32; it takes the room of queries and tile.
@@ -64,9 +64,9 @@ PD_FN void stage_tile(const device void* cache, threadgroup const long* offsets,
 
 PD_FN LaneRow row_of_lane(constant Arguments& a, Operands operands, Item item, Worker worker) {
   LaneRow s;
-  s.row = load_row(a, item, worker.simdgroup * kBlock + worker.lane / kRowLanes);
+  s.row = load_row(a, item, worker.simdgroup * kSide + worker.lane / kRowLanes);
   s.q_pos = item.request.kv_len - item.request.q_len + s.row.token;
-  s.first_key = worker.lane % kRowLanes * kBlock;
+  s.first_key = worker.lane % kRowLanes * kSide;
   s.scale = a.scale * q_descale_of(a, operands, item) * k_descale_of(a, operands, item);
   s.slope = slope_of(a, operands, item, s.row);
   s.m = PD_EMPTY;
@@ -77,31 +77,30 @@ PD_FN LaneRow row_of_lane(constant Arguments& a, Operands operands, Item item, W
 // The products of the simdgroup's rows with the tile, to memory.scores.
 template <typename T, int kDims>
 PD_FN void multiply_keys(PrefillMemory<T> memory, Worker worker) {
-  threadgroup const T* own_queries = memory.queries + worker.simdgroup * kBlock * kDims;
-  for (int block = 0; block < kSimdWidth / kBlock; ++block) {
-    Block products = make_filled_simdgroup_matrix<float, 8, 8>(0.f);
+  threadgroup const T* own_queries = memory.queries + worker.simdgroup * kSide * kDims;
+  for (int first = 0; first < kSimdWidth; first += kSide) {
+    Matrix products = make_filled_simdgroup_matrix<float, 8, 8>(0.f);
 #pragma clang loop unroll(full)
-    for (int i = 0; i < kDims / kBlock; ++i) {
-      if (i * kBlock >= head_dim) continue;
+    for (int i = 0; i < kDims / kSide; ++i) {
+      if (i * kSide >= head_dim) continue;
       simdgroup_matrix<T, 8, 8> rows, keys;
-      simdgroup_load(rows, own_queries + i * kBlock, kDims);
-      simdgroup_load(keys, (threadgroup const T*)memory.tile + block * kBlock * kDims + i * kBlock, kDims, ulong2(0, 0),
-                     true);
+      simdgroup_load(rows, own_queries + i * kSide, kDims);
+      simdgroup_load(keys, (threadgroup const T*)memory.tile + first * kDims + i * kSide, kDims, ulong2(0, 0), true);
       simdgroup_multiply_accumulate(products, rows, keys, products);
     }
-    simdgroup_store(products, memory.scores + block * kBlock, kSimdWidth);
+    simdgroup_store(products, memory.scores + first, kSimdWidth);
   }
 }
 
 // Products to probabilities relative to the row's new maximum. Whether a maximum has grown: then the diagonal holds the
 // factors for what is summed so far.
 template <typename T>
-PD_FN bool weigh_block(constant Arguments& a, PrefillMemory<T> memory, thread LaneRow& s, int tile_key, Worker worker) {
+PD_FN bool weigh_tile(constant Arguments& a, PrefillMemory<T> memory, thread LaneRow& s, int tile_key, Worker worker) {
   const int row = worker.lane / kRowLanes;
   threadgroup float* scores = memory.scores + row * kSimdWidth + s.first_key;
   float top = s.m;
 #pragma clang loop unroll(full)
-  for (int i = 0; i < kBlock; ++i) {
+  for (int i = 0; i < kSide; ++i) {
     const int key = tile_key + s.first_key + i;
     const float score = log2_score(a, scores[i], s.scale, s.slope, s.q_pos, key);
     const bool seen = key >= s.row.keys.begin && key < s.row.keys.end;
@@ -113,38 +112,38 @@ PD_FN bool weigh_block(constant Arguments& a, PrefillMemory<T> memory, thread La
   const float factor = pd_rescale(s.m, top);
   s.l *= factor;
 #pragma clang loop unroll(full)
-  for (int i = 0; i < kBlock; ++i) {
+  for (int i = 0; i < kSide; ++i) {
     const float probability = probability_of(scores[i], top);
     s.l += probability;
     // A row that is not a number stays alone: in a matrix it would meet the rows beside it. Its l tells.
     scores[i] = is_finite(probability) ? probability : 0.f;
   }
-  if (s.first_key == 0) memory.diagonal[row * (kBlock + 1)] = factor;
+  if (s.first_key == 0) memory.diagonal[row * (kSide + 1)] = factor;
   const bool grown = simd_any(top != s.m);
   s.m = top;
   return grown;
 }
 
 template <typename T, int kDims>
-PD_FN void multiply_values(PrefillMemory<T> memory, thread Block* acc, bool grown) {
+PD_FN void multiply_values(PrefillMemory<T> memory, thread Matrix* acc, bool grown) {
   if (grown) {
-    Block factors;
+    Matrix factors;
     simdgroup_load(factors, (threadgroup const float*)memory.diagonal);
 #pragma clang loop unroll(full)
-    for (int i = 0; i < kDims / kBlock; ++i) {
-      Block scaled;
+    for (int i = 0; i < kDims / kSide; ++i) {
+      Matrix scaled;
       simdgroup_multiply(scaled, factors, acc[i]);
       acc[i] = scaled;
     }
   }
-  for (int block = 0; block < kSimdWidth / kBlock; ++block) {
-    Block probabilities;
-    simdgroup_load(probabilities, (threadgroup const float*)memory.scores + block * kBlock, kSimdWidth);
+  for (int first = 0; first < kSimdWidth; first += kSide) {
+    Matrix probabilities;
+    simdgroup_load(probabilities, (threadgroup const float*)memory.scores + first, kSimdWidth);
 #pragma clang loop unroll(full)
-    for (int i = 0; i < kDims / kBlock; ++i) {
-      if (i * kBlock >= head_dim_v) continue;
+    for (int i = 0; i < kDims / kSide; ++i) {
+      if (i * kSide >= head_dim_v) continue;
       simdgroup_matrix<T, 8, 8> values;
-      simdgroup_load(values, (threadgroup const T*)memory.tile + block * kBlock * kDims + i * kBlock, kDims);
+      simdgroup_load(values, (threadgroup const T*)memory.tile + first * kDims + i * kSide, kDims);
       simdgroup_multiply_accumulate(acc[i], probabilities, values, acc[i]);
     }
   }
@@ -158,7 +157,7 @@ PD_FN void finish_rows(constant Arguments& a, Operands operands, Item item, int 
   for (int mask = 1; mask < kRowLanes; mask *= 2) s.l += simd_shuffle_xor(s.l, ushort(mask));
   simdgroup_barrier(mem_flags::mem_threadgroup);
   for (int r = 0; r < own_rows; ++r) {
-    const int row = worker.simdgroup * kBlock + r;
+    const int row = worker.simdgroup * kSide + r;
     const float m = simd_shuffle(s.m, ushort(r * kRowLanes)), l = simd_shuffle(s.l, ushort(r * kRowLanes));
     if (has_splits && item.splits > 1) {
       for (int dim = worker.lane; dim < head_dim_v; dim += kSimdWidth)
@@ -178,11 +177,11 @@ template <typename T, int kDims, int kRows>
                         uint3 position [[threadgroup_position_in_grid]],
                         uint thread_index [[thread_index_in_threadgroup]],
                         uint simdgroup [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
-  constexpr int kSimdgroups = kRows / kBlock;
+  constexpr int kSimdgroups = kRows / kSide;
   static_assert(sizeof(T) == 2, "the sums of the rows take the room of queries and tile");
   threadgroup float4 scratch[(kRows + kSimdWidth) * kDims * sizeof(T) / sizeof(float4)];  // vectors for alignment
-  threadgroup float scores[kSimdgroups][kBlock * kSimdWidth];
-  threadgroup float diagonals[kSimdgroups][kBlock * kBlock];
+  threadgroup float scores[kSimdgroups][kSide * kSimdWidth];
+  threadgroup float diagonals[kSimdgroups][kSide * kSide];
   threadgroup long k_offsets[kSimdWidth];
   threadgroup long v_offsets[kSimdWidth];
 
@@ -193,20 +192,20 @@ template <typename T, int kDims, int kRows>
   const PrefillMemory<T> memory = {queries,   queries + kRows * kDims, k_offsets,
                                    v_offsets, scores[simdgroup],       diagonals[simdgroup]};
 
-  const ItemPlace place = find_item(a, tables, position, kRows, a.total_q * a.group / kRows + a.batch);
-  if (place.b >= a.batch) return;
-  const Item item = load_item(a, tables, place, position.y, kRows);
-  if (item.rows == 0 || item.request.q_len * a.group <= kVectorRows || place.split >= item.splits) return;
-  const KvRange keys = has_splits ? split_keys(item.keys, place.split, item.splits, kSimdWidth) : item.keys;
+  const ItemIndex index = find_item(a, tables, position, kRows, a.total_q * a.group / kRows + a.batch);
+  if (index.b >= a.batch) return;
+  const Item item = load_item(a, tables, index, position.y, kRows);
+  if (item.rows == 0 || item.request.q_len * a.group <= kVectorRows || index.split >= item.splits) return;
+  const KvRange keys = has_splits ? split_keys(item.keys, index.split, item.splits, kSimdWidth) : item.keys;
   // All simdgroups lay out the tiles, those without rows do nothing else.
-  const int own_rows = clamp(item.rows - worker.simdgroup * kBlock, 0, int(kBlock));
+  const int own_rows = clamp(item.rows - worker.simdgroup * kSide, 0, int(kSide));
 
   stage_rows<T, kDims, kRows>(a, operands, item, worker, queries);
-  for (int i = lane; i < kBlock * kBlock; i += kSimdWidth) memory.diagonal[i] = 0.f;
+  for (int i = lane; i < kSide * kSide; i += kSimdWidth) memory.diagonal[i] = 0.f;
   LaneRow s = row_of_lane(a, operands, item, worker);
-  Block acc[kDims / kBlock];
+  Matrix acc[kDims / kSide];
 #pragma clang loop unroll(full)
-  for (int i = 0; i < kDims / kBlock; ++i) acc[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.f);
+  for (int i = 0; i < kDims / kSide; ++i) acc[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.f);
 
   const int first_tile = keys.begin / kSimdWidth;
   const int end_tile = keys.begin < keys.end ? (keys.end + kSimdWidth - 1) / kSimdWidth : first_tile;
@@ -219,7 +218,7 @@ template <typename T, int kDims, int kRows>
     if (own_rows > 0) {
       multiply_keys<T, kDims>(memory, worker);
       simdgroup_barrier(mem_flags::mem_threadgroup);
-      grown = weigh_block(a, memory, s, tile_key, worker);
+      grown = weigh_tile(a, memory, s, tile_key, worker);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     stage_tile<T, kDims>(operands.v_cache, v_offsets, head_dim_v, memory.tile, worker);
@@ -229,10 +228,10 @@ template <typename T, int kDims, int kRows>
   }
 
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  threadgroup float* sums = (threadgroup float*)scratch + worker.simdgroup * kBlock * kDims;
+  threadgroup float* sums = (threadgroup float*)scratch + worker.simdgroup * kSide * kDims;
 #pragma clang loop unroll(full)
-  for (int i = 0; i < kDims / kBlock; ++i) simdgroup_store(acc[i], sums + i * kBlock, kDims);
-  finish_rows<kDims>(a, operands, item, place.split, own_rows, sums, s, worker);
+  for (int i = 0; i < kDims / kSide; ++i) simdgroup_store(acc[i], sums + i * kSide, kDims);
+  finish_rows<kDims>(a, operands, item, index.split, own_rows, sums, s, worker);
 }
 
 }  // namespace paged_attn

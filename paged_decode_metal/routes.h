@@ -17,7 +17,7 @@ struct Plan {
   // Splits of the keys of a request, at most; for a request of up to split_rows rows. The others as in Arguments.
   int64_t max_splits, split_rows, split_keys, wanted_splits;
   // Tiles of all requests in the grid of attend; 0: the first tile of each request has its place there.
-  int64_t packed_tiles;
+  int64_t packed_row_tiles;
 };
 
 struct Route {

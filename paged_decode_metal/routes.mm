@@ -14,15 +14,15 @@ constexpr int64_t kWantedThreadgroups = 128;
 // Simdgroups of a threadgroup, so that 3 of them can be in a core; more where there are too few threadgroups.
 constexpr int64_t kUsualSimdgroups = 4;
 constexpr int64_t kPrefillDims = 128;  // the widest head_dim of prefill
-constexpr int64_t kBlockRows = 8;      // rows of a simdgroup of prefill
+constexpr int64_t kSimdgroupRows = 8;  // rows of a simdgroup of prefill
 
 int64_t widest_dim(const Problem& p) { return pd_max(p.head_dim, p.head_dim_v); }
 
 // Rows of a request and kv_head, at most; with cu_seqlens_q only as many as the caller believes.
 int64_t rows_of(const Problem& p) { return pd_max(p.max_q_len * p.group, 1); }
 
-// Tiles of rows of one kv_head, of all requests. With cu_seqlens_q at most: see PackedTiles in item.h.
-int64_t tiles_of(const Problem& p, int64_t rows) {
+// Tiles of rows of one kv_head, of all requests. With cu_seqlens_q at most: see FirstRowTile in item.h.
+int64_t row_tiles_of(const Problem& p, int64_t rows) {
   return p.cu_seqlens_q ? p.total_q * p.group / rows + p.batch : pd_ceil_div(rows_of(p), rows) * p.batch;
 }
 
@@ -55,26 +55,27 @@ void plan_simdgroups(const Problem& p, int64_t items, Plan* plan) {
 
 // ---- Dispatches
 
-// Where a threadgroup of attend or prefill works: ItemPlace in item.h.
-MTLSize grid_of(const Problem& p, const Plan& plan, int64_t rows, int64_t packed_tiles) {
-  if (packed_tiles == 0) {
+// Where a threadgroup of attend or prefill works: ItemIndex in item.h.
+MTLSize grid_of(const Problem& p, const Plan& plan, int64_t rows, int64_t packed_row_tiles) {
+  if (packed_row_tiles == 0) {
     const int64_t tiles = p.cu_seqlens_q ? 1 : pd_ceil_div(rows_of(p), rows);
     return MTLSizeMake(tiles * plan.max_splits, pd_max(p.kv_heads, 1), pd_max(p.batch, 1));
   }
-  const int64_t cut_tiles = p.batch * pd_ceil_div(plan.split_rows, rows);
-  return MTLSizeMake(packed_tiles + cut_tiles * (plan.max_splits - 1), pd_max(p.kv_heads, 1), 1);
+  const int64_t cut_row_tiles = p.batch * pd_ceil_div(plan.split_rows, rows);
+  return MTLSizeMake(packed_row_tiles + cut_row_tiles * (plan.max_splits - 1), pd_max(p.kv_heads, 1), 1);
 }
 
 Dispatch attend_dispatch(const Problem& p, const Plan& plan) {
   return {"attend_d" + std::to_string(plan.dims) + "_r" + std::to_string(plan.rows),
-          grid_of(p, plan, plan.rows, plan.packed_tiles), plan.simdgroups * kSimdWidth, kSimdWidth};
+          grid_of(p, plan, plan.rows, plan.packed_row_tiles), plan.simdgroups * kSimdWidth, kSimdWidth};
 }
 
 Dispatch prefill_dispatch(const Problem& p, const Plan& plan) {
   const std::string type = p.q_dtype == DType::kFloat16 ? "f16" : "bf16";
-  const int64_t threads = plan.prefill_rows / kBlockRows * kSimdWidth;
+  const int64_t threads = plan.prefill_rows / kSimdgroupRows * kSimdWidth;
   return {"prefill_" + type + (widest_dim(p) <= 64 ? "_d64_r" : "_d128_r") + std::to_string(plan.prefill_rows),
-          grid_of(p, plan, plan.prefill_rows, p.cu_seqlens_q ? tiles_of(p, plan.prefill_rows) : 0), threads, threads};
+          grid_of(p, plan, plan.prefill_rows, p.cu_seqlens_q ? row_tiles_of(p, plan.prefill_rows) : 0), threads,
+          threads};
 }
 
 void add_merge(const Problem& p, const Plan& plan, std::vector<Dispatch>* dispatches) {
@@ -111,7 +112,7 @@ Plan plan_prefill(const Problem& p) {
   // Deterministic results of a request may not depend on how many tokens the others have.
   plan.prefill_rows = rows_of(p) <= 16 && !(p.deterministic && p.cu_seqlens_q) ? 16 : 32;
   const int64_t items = pd_min(pd_ceil_div(pd_min(rows_of(p), kMaxSplitRows), plan.prefill_rows) * p.batch,
-                               tiles_of(p, plan.prefill_rows)) *
+                               row_tiles_of(p, plan.prefill_rows)) *
                         p.kv_heads;
   plan_splits(p, items, &plan);
   plan_simdgroups(p, items, &plan);
@@ -129,8 +130,8 @@ std::vector<Dispatch> prefill_attend_and_merge(const Problem& p, const Plan& pla
 
 Plan plan_attend(const Problem& p, int64_t rows, int64_t dims) {
   Plan plan = {.rows = rows, .dims = dims};
-  const int64_t tiles = pd_min(pd_ceil_div(rows_of(p), rows) * p.batch, tiles_of(p, rows));
-  if (p.cu_seqlens_q && rows_of(p) > rows) plan.packed_tiles = tiles_of(p, rows);
+  const int64_t tiles = pd_min(pd_ceil_div(rows_of(p), rows) * p.batch, row_tiles_of(p, rows));
+  if (p.cu_seqlens_q && rows_of(p) > rows) plan.packed_row_tiles = row_tiles_of(p, rows);
   plan_splits(p, tiles * p.kv_heads, &plan);
   plan_simdgroups(p, tiles * p.kv_heads, &plan);
   return plan;
