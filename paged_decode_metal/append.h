@@ -150,21 +150,22 @@ PD_FN void write_vector(constant Arguments& a, Tables tables, RotaryTables rotar
 }
 
 // Grid: vectors of a token (of all heads of K, then of V), tokens (the new ones, then those of q to be rotated)
-[[kernel]] void append(
-    constant Arguments& a [[buffer(kArgumentsBuffer)]], PD_TABLE_BUFFERS,
-    const device void* q [[buffer(kQueryBuffer), function_constant(rotates_queries)]],
-    const device void* new_k [[buffer(kNewKeysBuffer), function_constant(writes_tokens)]],
-    const device void* new_v [[buffer(kNewValuesBuffer), function_constant(writes_tokens)]],
-    device void* k_cache [[buffer(kKeyCacheBuffer), function_constant(writes_tokens)]],
-    device void* v_cache [[buffer(kValueCacheBuffer), function_constant(writes_tokens)]],
-    const device float* k_descale [[buffer(kKDescaleBuffer), function_constant(has_k_descale)]],
-    const device float* v_descale [[buffer(kVDescaleBuffer), function_constant(has_v_descale)]],
-    const device long* slot_mapping [[buffer(kSlotMappingBuffer), function_constant(has_slot_mapping)]],
-    const device void* cos [[buffer(kCosBuffer), function_constant(has_rotary)]],
-    const device void* sin [[buffer(kSinBuffer), function_constant(has_rotary)]],
-    const device int* rotary_seqlens [[buffer(kRotarySeqlensBuffer), function_constant(has_rotary_seqlens)]],
-    device void* rotated_q [[buffer(kRotatedBuffer), function_constant(rotates_queries)]],
-    uint3 thread_position [[thread_position_in_grid]]) {
+[[kernel]] void append(constant Arguments& a [[buffer(kArgumentsBuffer)]], PD_TABLE_BUFFERS,
+                       const device void* q [[buffer(kQueryBuffer), function_constant(rotates_queries)]],
+                       const device void* new_k [[buffer(kNewKeysBuffer), function_constant(writes_tokens)]],
+                       const device void* new_v [[buffer(kNewValuesBuffer), function_constant(writes_tokens)]],
+                       device void* k_cache [[buffer(kKeyCacheBuffer), function_constant(writes_tokens)]],
+                       device void* v_cache [[buffer(kValueCacheBuffer), function_constant(writes_tokens)]],
+                       const device float* k_descale [[buffer(kKDescaleBuffer), function_constant(has_k_descale)]],
+                       const device float* v_descale [[buffer(kVDescaleBuffer), function_constant(has_v_descale)]],
+                       const device long* slot_mapping
+                       [[buffer(kSlotMappingBuffer), function_constant(has_slot_mapping)]],
+                       const device void* cos [[buffer(kCosBuffer), function_constant(has_rotary)]],
+                       const device void* sin [[buffer(kSinBuffer), function_constant(has_rotary)]],
+                       const device int* rotary_seqlens
+                       [[buffer(kRotarySeqlensBuffer), function_constant(has_rotary_seqlens)]],
+                       device void* rotated_q [[buffer(kRotatedBuffer), function_constant(rotates_queries)]],
+                       uint3 thread_position [[thread_position_in_grid]]) {
   const Tables tables = PD_TABLES;
   const RotaryTables rotary = {cos, sin, rotary_seqlens};
   const int vectors_k = (head_dim + kVector - 1) / kVector, vectors_v = (head_dim_v + kVector - 1) / kVector;

@@ -42,9 +42,6 @@ constexpr int64_t kMaxKeys = int64_t{1} << 30;  // of a request; positions and t
 // Keys that the cache can hold for one request.
 int64_t capacity_of(const Problem& problem);
 
-// The dtype of out, and of queries rotated on the way: that of q, for an 8-bit q bfloat16.
-DType out_dtype_of(const Problem& problem);
-
 // Everything that writing and attending have in common.
 Call shared_call(const Problem& problem);
 

@@ -91,8 +91,6 @@ int64_t capacity_of(const Problem& p) {
   return p.cache.block_table ? p.cache.max_pages * p.cache.page_size : p.cache.page_size;
 }
 
-DType out_dtype_of(const Problem& p) { return dtype_bytes(p.q_dtype) == 1 ? DType::kBFloat16 : p.q_dtype; }
-
 Call shared_call(const Problem& p) {
   const Cache& c = p.cache;
   Call call;
@@ -117,7 +115,7 @@ Call shared_call(const Problem& p) {
   constants[kHeadDimV] = int32(p.head_dim_v);
   constants[kPageSize] = c.block_table ? int32(c.page_size) : 1;
   constants[kQueryType] = static_cast<int32_t>(p.q_dtype);
-  constants[kOutType] = static_cast<int32_t>(out_dtype_of(p));
+  constants[kOutType] = static_cast<int32_t>(out_dtype(p.q_dtype));
   constants[kCacheType] = static_cast<int32_t>(c.dtype);
   return call;
 }

@@ -97,7 +97,7 @@ void run_attention(const Problem& p) {
   // Queries are rotated on the way of the append, and read from there. Also where k holds no token.
   std::optional<Workspace> rotated, acc, sums;
   if (p.rotary.cos && p.append.k && attends(p))
-    rotated.emplace(p.total_q * p.q_heads * p.head_dim * dtype_bytes(out_dtype_of(p)));
+    rotated.emplace(p.total_q * p.q_heads * p.head_dim * dtype_bytes(out_dtype(p.q_dtype)));
   const Optional<void> queries = rotated ? rotated->given() : Optional<void>{};
   add_append(p, queries, &steps);
   if (attends(p)) {
