@@ -376,11 +376,12 @@ def test_latent_attention_in_chunks_of_the_prefix(engine):
 
 
 @pytest.mark.parametrize("lengths", ["decode", "extend with prefix"])
-def test_latent_attention_without_a_rotary_part(engine, lengths):
+@pytest.mark.parametrize("rank", [256, 512])
+def test_latent_attention_without_a_rotary_part(engine, lengths, rank):
     prefix, new = LENGTHS[lengths]
-    one = engine(prefix, latent=(256, 0), kv_heads=1)
+    one = engine(prefix, latent=(rank, 0), kv_heads=1)
     cached = fill_latent(one)
-    q, k = draw(one, sum(new), Q_HEADS, 256), draw(one, sum(new), 1, 256)
+    q, k = draw(one, sum(new), Q_HEADS, rank), draw(one, sum(new), 1, rank)
     out = forward_latent(one, one.batch(MODES.get(lengths, ForwardMode.EXTEND), new), q, k)
     expected = []
     for b, (begin, end) in enumerate(itertools.pairwise([0, *itertools.accumulate(new)])):

@@ -27,11 +27,13 @@ import pytest
 import torch
 import transformers
 from paged_attn_vllm.backend import PagedAttnImpl, kernel
+from paged_attn_vllm.merge import merge_attn_states
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers.cache_utils import Cache, DynamicLayer
 from vllm import LLM, SamplingParams
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.ops.merge_attn_states import _merge_attn_states_torch as own_merge_attn_states
 
 VOCABULARY = 400
 SIZES = {
@@ -217,6 +219,20 @@ def test_compiled(make_model, run, expect):
     tokens, calls, _ = run(make_model("Llama"), "paged_attn", MIXED, enforce_eager=False)
     assert calls["flash_attn_varlen_func"] > 0
     assert tokens == expect("Llama", MIXED)
+
+
+@pytest.mark.parametrize("with_prefix", [None, 3])
+def test_merge_as_vllm_calls_it(with_prefix):
+    torch.manual_seed(0)
+    prefix, suffix = torch.randn(2, 6, 4, 32).unbind()
+    prefix_lse, suffix_lse = (torch.randn(2, 4, 6) * 3).unbind()
+    prefix_lse[:, 1], suffix_lse[:, 2] = torch.inf, -torch.inf
+    results = []
+    for merge in (own_merge_attn_states, merge_attn_states):
+        output, lse = torch.full_like(prefix, torch.nan), torch.full_like(prefix_lse, torch.nan)
+        merge(output, prefix, prefix_lse, suffix, suffix_lse, lse, with_prefix)
+        results.append((output, lse))
+    torch.testing.assert_close(*results)
 
 
 def test_server_with_streaming_clients(make_model, expect, tmp_path):

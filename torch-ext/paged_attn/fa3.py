@@ -242,10 +242,9 @@ def merge_state_v2(
                 f"{name}: expected (tokens, heads) for values (tokens, heads, head_dim_v), got {tuple(lse.shape)} for "
                 f"{tuple(values.shape)}"
             )
-    merged, lse = merge_attn_states(v_a, s_a.T, v_b, s_b.T)
-    v_merged = merged if v_merged is None else v_merged.copy_(merged)
-    s_merged = lse.T if s_merged is None else s_merged.copy_(lse.T)
-    return v_merged, s_merged
+    lse = None if s_merged is None else s_merged.T
+    merged, lse = merge_attn_states(v_a, s_a.T, v_b, s_b.T, out=v_merged, lse=lse)
+    return merged, lse.T if s_merged is None else s_merged
 
 
 def get_scheduler_metadata(
