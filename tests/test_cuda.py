@@ -144,7 +144,6 @@ REASONS = {  # of a route: what keeps a call from it
         "head_dim or head_dim_v above 256": {"head_dim": 576, "head_dim_v": 512},
         "rows of the cache are not whole pieces of 16 bytes": {"head_dim": 60},
         "k_cache or v_cache does not begin at a multiple of 16 bytes": {"layout": "odd_strides"},
-        "q or out does not begin at a multiple of 16 bytes": {"wide_q": True},
     },
 }
 
@@ -160,6 +159,19 @@ def test_why_a_call_does_not_take_a_route(paged_attn, device, route, reason):
     explained = explain(paged_attn, device, **REASONS[route][reason])
     assert explained.why_not[route] == reason
     assert explained.route != route and explained.plan["blocks"] > 0
+
+
+def test_rows_of_q_that_are_not_aligned(paged_attn, device):
+    call = cases.build(Case(**BASIC)).to(device)
+    k_cache, v_cache = call.caches()
+    q = call.kwargs.pop("q")
+    wide = torch.zeros(*q.shape[:-1], q.shape[-1] + 8, dtype=q.dtype, device=device)
+    for begin, reason in ((0, None), (8, None), (1, "q or out does not begin at a multiple of 16 bytes")):
+        explained = paged_attn.explain(wide[..., begin : begin + 128], k_cache, v_cache, **call.kwargs)
+        assert explained.why_not.get("decode") == reason
+    odd = torch.zeros(*q.shape[:-1], q.shape[-1] + 3, dtype=q.dtype, device=device)
+    explained = paged_attn.explain(odd[..., :128], k_cache, v_cache, **call.kwargs)
+    assert explained.why_not["decode"] == "a stride of q is no multiple of 16 bytes"
 
 
 @pytest.mark.parametrize(

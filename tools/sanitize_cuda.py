@@ -1,12 +1,13 @@
 """Runs tests under compute-sanitizer's four tools; needs a GPU.
 
-    python tools/sanitize_cuda.py [arguments of pytest; default: every feature once]
+    python tools/sanitize_cuda.py [--tool NAME] [arguments of pytest; default: every feature once]
 
 Nothing is prepared for the tools: what they see is what a call does. initcheck reports that a block polls words of the
 workspace before another has written them. That is how partials travel (paged_decode_cuda/exchange.cuh), so reports from
 load_word are counted apart; every other report of any tool is a failure.
 """
 
+import argparse
 import os
 import re
 import subprocess
@@ -31,9 +32,13 @@ def reports(output):
 
 
 def main():
-    selection = sys.argv[1:] or SELECTION
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tool", choices=TOOLS, action="append", help="one of the tools; several times for several")
+    args, selection = parser.parse_known_args()
+    selection = selection or SELECTION
     failed = False
-    for tool, environment in TOOLS.items():
+    for tool in args.tool or TOOLS:
+        environment = TOOLS[tool]
         command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=paged_attn", "--target-processes", "all"]
         command += ["--print-limit", "1000", sys.executable, "-m", "pytest", *selection]
         result = subprocess.run(

@@ -97,7 +97,9 @@ void plan_block(const DeviceLimits& limits, bool few, int64_t tiles, DecodePlan&
   } else if (beside < 2) {
     plan.warps = most;
   }
-  const int by_registers = static_cast<int>(pd_max(instance.most_warps / plan.warps, 1));
+  // The registers that all features take allow no more than the compiler is held to.
+  const int most_beside = plan.basic ? instance.blocks : instance.most_warps / instance.warps;
+  const int by_registers = plan.warps == instance.warps ? most_beside : 1;
   plan.blocks_per_processor =
       static_cast<int>(pd_max(pd_min(blocks_beside(instance, plan.warps, limits), by_registers), 1));
   plan.shared_bytes = shared_bytes(instance, plan.warps);

@@ -26,11 +26,12 @@ struct DecodeSizes {
   static constexpr int kStageBytesK = kTileKeys * kPieces * 16;
   static constexpr int kStageBytes = 2 * kStageBytesK;
   // What fits beside each other on a multiprocessor: the registers of 16 rows or wide heads allow two blocks, else
-  // three, as with the shortest rows.
+  // three, as with the shortest rows, though their compiler is not held to it.
   static constexpr int kWarps = kStageBytes > 8192 ? 3 : 4;
-  static constexpr int kBlocks = kHeadDim > 128 || (kRowTiles > 1 && kHeadDim * kBytes > 64) ? 2 : 3;
-  // The same warps as one block have fewer partials to merge, but all of them meet at the end of a segment.
-  static constexpr int kMostWarps = kWarps * kBlocks;
+  static constexpr bool kManyRegisters = kHeadDim > 128 || kRowTiles > 1;
+  static constexpr int kBlocks = kManyRegisters && kHeadDim * kBytes > 64 ? 2 : 3;
+  // As one block they have fewer partials to merge, but all of them meet at the end of a segment.
+  static constexpr int kMostWarps = kWarps * (kManyRegisters ? 2 : 3);
   // As many as the largest multiprocessor holds. A smaller one gets fewer warps, see plan_block().
   static constexpr int kStagesThatFit = 227 * 1024 / kBlocks / (kWarps * kStageBytes);
   static constexpr int kStages = kStagesThatFit < 4 ? kStagesThatFit : 4;

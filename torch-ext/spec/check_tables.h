@@ -41,7 +41,8 @@ void fetch_tables(Problem& p, Fetch fetch) {
   fetch_given(p.cu_seqlens_q, p.batch + 1);
   fetch_given(p.cache_seqlens, p.batch);
   fetch_given(p.cache_leftpad, p.batch);
-  fetch_given(c.block_table, c.table_rows > 0 ? (c.table_rows - 1) * c.block_table_stride + c.max_pages : 0);
+  fetch_given(c.block_table,
+              c.table_rows > 0 && c.max_pages > 0 ? (c.table_rows - 1) * c.block_table_stride + c.max_pages : 0);
   fetch_given(c.cu_seqlens_k, p.batch + 1);
   fetch_given(c.cache_batch_idx, p.batch);
   fetch_given(p.append.cu_seqlens_k_new, p.batch + 1);
