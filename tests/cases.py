@@ -421,6 +421,16 @@ PAGE_SIZES = (0, 1, 2, 3, 16, 17, 32, 64, 128, 256)
 Q_LENS = (*range(1, 18), 31, 32, 33)
 
 
+def tail_cases():
+    """Every number of elements that a row leaves over in registers of 4, 8 or 16; few rows, and rows for a matrix."""
+    dtypes = [(dtype, kv_dtype) for dtype, kv_dtype in DTYPES if kv_dtype != "float8_e5m2"]
+    for head_dim, (dtype, kv_dtype), q_len in itertools.product(range(33, 49), dtypes, (2, 40)):
+        yield Case(
+            head_dim=head_dim, head_dim_v=81 - head_dim, dtype=dtype, kv_dtype=kv_dtype, q_len=q_len, kv_len=45,
+            q_heads=2, kv_heads=1, batch=2,
+        )  # fmt: skip
+
+
 def size_cases():
     for (head_dim, head_dim_v), (dtype, kv_dtype) in itertools.product(HEAD_DIMS, DTYPES):
         yield Case(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, kv_dtype=kv_dtype, q_len=2, kv_len=70)

@@ -3,11 +3,14 @@
 PAGED_ATTN_BUILD       a build directory instead of the repository's own
 PAGED_ATTN_TEST_DEVICE the device of the tensors; default: the first of cuda, mps and cpu that torch has and that a
                        variant was built for
+PAGED_ATTN_TEST_LIMIT  seconds that a test may take before it counts as hung and ends the run with its name
 """
 
+import faulthandler
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -51,7 +54,37 @@ else:
 collect_ignore = [] if "PAGED_ATTN_ENGINE" in os.environ else ["engines"]
 
 
+# Kernels wait for each other, so a fault may be a test that never ends. Nothing can stop a hung kernel but the end of
+# the process.
+STDERR = pytest.StashKey[int]()
+LIMIT = float(os.environ.get("PAGED_ATTN_TEST_LIMIT", 600))
+LIMIT_WITH_PROCESSES = 6 * LIMIT  # of a test that waits for test runs in processes of its own
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    limit = LIMIT_WITH_PROCESSES if item.get_closest_marker("runs_tests") else LIMIT
+    stderr = item.config.stash[STDERR]
+
+    def say_its_name():
+        os.write(stderr, f"\n{item.nodeid}: no end after {limit:.0f} s, so the run ends here\n".encode())
+
+    # The name comes from a thread of Python. What ends the process needs none, for the hung call may hold the lock.
+    name = threading.Timer(limit, say_its_name)
+    name.daemon = True
+    name.start()
+    faulthandler.dump_traceback_later(limit + 1, exit=True, file=stderr)
+    try:
+        return (yield)
+    finally:
+        name.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+
 def pytest_configure(config):
+    config.stash[STDERR] = os.dup(sys.stderr.fileno())  # the real one: pytest captures only while tests run
+    config.addinivalue_line("markers", "every_isa: on every instruction set of the CPU, in test_isa.py")
+    config.addinivalue_line("markers", "runs_tests: waits for test runs in processes of its own")
     config.addinivalue_line("markers", "kernels_ci: the short run, under a minute")
     config.addinivalue_line("markers", "sanitize: every feature once, for builds with sanitizers")
 

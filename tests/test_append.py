@@ -114,6 +114,7 @@ def test_slot_mapping_shorter_than_k(paged_attn, device, tokens, dtype):
         assert_same_bytes("cache", a, b)
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("with_descale", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("kv_dtype", FP8)
@@ -148,6 +149,7 @@ def test_fp8_rounds_and_saturates(paged_attn, device, kv_dtype, dtype, with_desc
         )
 
 
+@pytest.mark.every_isa
 @pytest.mark.sanitize
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])

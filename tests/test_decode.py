@@ -8,6 +8,7 @@ from cases import Case
 from compare import check, judge, run
 
 
+@pytest.mark.every_isa
 @pytest.mark.kernels_ci
 @pytest.mark.sanitize
 @pytest.mark.parametrize("name", cases.NAMED)
@@ -15,6 +16,7 @@ def test_named(paged_attn, device, name):
     check(paged_attn, cases.NAMED[name], device)
 
 
+@pytest.mark.every_isa
 @pytest.mark.sanitize
 @pytest.mark.parametrize("name", cases.ALONE)
 def test_feature_alone(paged_attn, device, name):
@@ -23,6 +25,12 @@ def test_feature_alone(paged_attn, device, name):
 
 @pytest.mark.parametrize("case", list(cases.size_cases()), ids=str)
 def test_size(paged_attn, device, case):
+    check(paged_attn, case, device)
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("case", list(cases.tail_cases()), ids=str)
+def test_tail(paged_attn, device, case):
     check(paged_attn, case, device)
 
 

@@ -963,6 +963,7 @@ def test_merge_attn_states_of_another_layout(paged_attn, device):
         paged_attn.merge_attn_states(out, lse, out, lse)
 
 
+@pytest.mark.runs_tests
 def test_again_with_checks(device):
     """PAGED_ATTN_CHECK is read once, so the other way needs a process of its own."""
     if values_are_checked(device):

@@ -5,11 +5,13 @@ import pytest
 from compare import check
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("case", cases.PAIRS, ids=str)
 def test_pair(paged_attn, device, case):
     check(paged_attn, case, device)
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("case", cases.random_cases(300), ids=str)
 def test_random(paged_attn, device, case):
     check(paged_attn, case, device)

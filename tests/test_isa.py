@@ -1,10 +1,16 @@
-"""Every instruction set that the processor runs, forced in a process of its own (the choice is made once)."""
+"""Every instruction set that the processor runs, forced in a process of its own (the choice is made once).
 
+The tests marked every_isa run there again, and none of them may be missing.
+"""
+
+import collections
 import os
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
+import cases
 import pytest
 
 TESTS = Path(__file__).resolve().parent
@@ -31,8 +37,6 @@ def available(isa):
 
 
 *OTHERS, BEST = (isa for isa in NEEDS if available(isa))
-CASES = "test_named or test_feature_alone or test_pair or test_random or test_rotary or test_fp8_rounds"
-FILES = ("test_decode.py", "test_features.py", "test_append.py")
 
 
 def environment(isa):
@@ -61,29 +65,63 @@ def test_forced_path(isa):
     assert asked.stdout.strip() == isa
 
 
+def pytest_of(isa, log, *options):
+    """A run of the marked tests on one path: one worker thread, since the threads are not the path's."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+        "-m",
+        "every_isa",
+        *options,
+    ]
+    with log.open("w") as output:
+        keywords = {"stdout": output, "stderr": subprocess.STDOUT, "cwd": TESTS}
+        return subprocess.Popen(command, env=environment(isa) | {"OMP_NUM_THREADS": "1"}, **keywords)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The tests of the other paths, started together: one worker thread each, since the threads are not the path's."""
+    """The runs on the other paths, started together, and the list of what they should run."""
     started = {}
     for isa in OTHERS:
-        log = tmp_path_factory.mktemp(isa) / "log"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-k", CASES, *FILES]
-        with log.open("w") as output:
-            options = {"stdout": output, "stderr": subprocess.STDOUT, "cwd": TESTS}
-            process = subprocess.Popen(command, env=environment(isa) | {"OMP_NUM_THREADS": "1"}, **options)
-        started[isa] = process, log
-    yield started
+        folder = tmp_path_factory.mktemp(isa)
+        started[isa] = pytest_of(isa, folder / "log", f"--junitxml={folder / 'report.xml'}"), folder
+    listing = tmp_path_factory.mktemp("list") / "log"
+    assert pytest_of(BEST, listing, "--collect-only").wait() == 0, listing.read_text()[-3000:]
+    marked = [line for line in listing.read_text().splitlines() if "::" in line]
+    yield started, marked
     for process, _ in started.values():
         process.kill()
         process.wait()
 
 
+def test_marked_tests_cover_the_arithmetic(runs):
+    """Every case of a feature, a pair or a tail of a register, the bytes of a write, and the random combinations."""
+    _, marked = runs
+    functions = collections.Counter(line.split("::")[1].split("[")[0] for line in marked)
+    cases_of = {
+        "test_named": cases.NAMED, "test_feature_alone": cases.ALONE, "test_pair": cases.PAIRS,
+        "test_tail": list(cases.tail_cases()), "test_random": range(300),
+    }  # fmt: skip
+    assert {name: functions[name] for name in cases_of} == {name: len(of) for name, of in cases_of.items()}
+    assert functions["test_rotary"] >= 80 and functions["test_fp8_rounds_and_saturates"] >= 12
+
+
+@pytest.mark.runs_tests
 @pytest.mark.parametrize("isa", OTHERS)
 def test_cases(isa, runs):
-    """Every named case, feature, pair and random case on the paths that the other tests do not take."""
-    process, log = runs[isa]
-    process.wait()
-    assert process.returncode == 0, log.read_text()[-6000:]
+    """Each of the marked tests ran on this path, and passed."""
+    started, marked = runs
+    process, folder = started[isa]
+    assert process.wait() == 0, (folder / "log").read_text()[-6000:]
+    suite = ElementTree.parse(folder / "report.xml").getroot().find("testsuite")
+    counts = {name: int(suite.get(name)) for name in ("tests", "errors", "failures", "skipped")}
+    assert counts == {"tests": len(marked), "errors": 0, "failures": 0, "skipped": 0}
 
 
 def test_best_path_is_the_default():

@@ -21,6 +21,7 @@ PICKED = {
 }
 
 
+@pytest.mark.runs_tests
 @pytest.mark.parametrize("variant", PICKED)
 def test_every_feature(variant):
     metal_build.extension([variant])
@@ -50,6 +51,7 @@ def test_every_feature(variant):
 PARTS = ["B4", "B1 32/8 D128, 1024", "64/8", "4 tokens", "8192 keys, fp8"]
 
 
+@pytest.mark.runs_tests
 def test_keys_and_values_are_loaded_once():
     """No byte of K and V is loaded twice, and lanes exchange little."""
     command = [sys.executable, COUNT, "--ours", *PARTS]
