@@ -1,0 +1,60 @@
+// The CPU's plan for Python. The planner has no header of its own, so its file is compiled here, with an instruction set
+// that does nothing.
+#include "module.h"
+
+#include "../../paged_decode_cpu/paged_decode_cpu.cpp"
+
+namespace paged_attn {
+
+namespace {
+
+Products no_products(const Problem&) { return {"f32", 16}; }
+int64_t scratch_of(const Problem& p, const Block& block) { return block.rows() * block.heads() * p.head_dim_v * 4; }
+
+}  // namespace
+
+const Kernel& kernel_of_this_cpu() {
+  static const Kernel kernel = {"none", no_products, scratch_of, nullptr, nullptr, nullptr};
+  return kernel;
+}
+
+}  // namespace paged_attn
+
+using namespace paged_attn;
+
+void bind_cpu(py::module_& m) {
+  m.attr("split_align") = kSplitAlign;
+  m.attr("max_items_per_thread") = kMaxItemsPerThread;
+  m.attr("min_split_keys") = kMinSplitKeys;
+  m.def("plan", [](const py::dict& d, int64_t threads) {
+    Made made;
+    fill(made, d);
+    const Plan plan = make_plan(made.p, kernel_of_this_cpu(), threads);
+    py::list works;
+    for (const Work& work : plan.works) {
+      py::list splits;
+      for (int64_t s = 0; s < work.num_splits; ++s) {
+        const KvRange keys = work.num_splits == 1 ? work.block.keys
+                                                  : split_keys(work.block.keys, s, work.num_splits, kSplitAlign);
+        splits.append(py::make_tuple(keys.begin, keys.end));
+      }
+      py::dict w;
+      w["batch"] = work.block.batch;
+      w["heads"] = py::make_tuple(work.block.kv_head_begin, work.block.kv_head_end);
+      w["rows"] = py::make_tuple(work.block.row_begin, work.block.row_end);
+      w["splits"] = splits;
+      w["partial"] = py::make_tuple(
+          work.partial_offset,
+          work.partial_offset + (work.num_splits > 1 ? work.num_splits * partial_floats(work.block, made.p.head_dim_v) : 0));
+      works.append(w);
+    }
+    py::list items;
+    for (const Item& item : plan.items) items.append(py::make_tuple(item.work, item.split, item.cost));
+    py::dict result;
+    result["works"] = works;
+    result["items"] = items;
+    result["partial_floats"] = plan.partial_floats;
+    result["scratch_bytes"] = plan.scratch_bytes;
+    return result;
+  });
+}
