@@ -95,6 +95,15 @@ def device():
 
 
 @pytest.fixture(scope="session")
+def native():
+    """spec/ and planners for Python, compiled where something changed; see native/build.py."""
+    sys.path.insert(0, str(REPOSITORY / "tests" / "native"))
+    import build
+
+    return build.load()
+
+
+@pytest.fixture(scope="session")
 def paged_attn(device):
     import kernels
 

@@ -24,6 +24,7 @@ import torch
 
 SPOILED = 0.08  # of the calls
 HANGS_AFTER = 90.0  # seconds in one call
+DEVICE_LOST = 75  # the exit status of a worker that needs a new process
 
 
 def draw(seed):
@@ -115,6 +116,9 @@ def work(options, first, count, stride, progress, results):
     paged_attn = load(options.device, options.package)
     covered, worst = collections.Counter(), (0.0, -1)
     for seed in range(first, first + count, stride):
+        if time.monotonic() > options.end:
+            break
+        covered["calls"] += 1
         progress[0], progress[1] = seed, time.monotonic()
         call = draw(seed)
         if options.sizes == "small" and "small" not in call.features and not call.fault:
@@ -124,6 +128,11 @@ def work(options, first, count, stride, progress, results):
         except Exception as wrong:
             kind = "" if isinstance(wrong, fuzz_judge.Wrong) else traceback.format_exc()
             results.put(("wrong", seed, f"{wrong}{kind}"))
+            if "CUDA error" in str(wrong):  # which every later call of this process would repeat
+                results.put(("done", covered, worst))
+                results.close()
+                results.join_thread()
+                os._exit(DEVICE_LOST)
             continue
         covered.update([*call.features, *taken])
         worst = max(worst, (error, seed))
@@ -173,6 +182,8 @@ class Pool:
                 seed = int(progress[0])
                 if process.exitcode == 0:
                     self.workers.pop(job)
+                elif process.exitcode == DEVICE_LOST:
+                    self.start(job, seed + self.options.jobs)
                 elif process.exitcode is not None:
                     self.fail(job, seed, f"the process died ({process.exitcode})")
                 elif time.monotonic() - progress[1] > HANGS_AFTER:
@@ -197,12 +208,14 @@ def parse_arguments():
     )
     parser.add_argument("--package", help="a build directory, loaded without the kernels package")
     parser.add_argument("--sizes", choices=("all", "small"), default="all", help="small: for an emulated device")
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop then, wherever the calls are")
     parser.add_argument("--width", type=int, default=400, help="characters of a report (default: %(default)s)")
     return parser.parse_args()
 
 
 def main():
     options = parse_arguments()
+    options.end = time.monotonic() + options.seconds
     if options.calls == 1:
         call = draw(options.seed)
         print(call.code())
@@ -212,10 +225,11 @@ def main():
     start = time.monotonic()
     pool = Pool(options)
     pool.run()
+    calls = pool.covered.pop("calls", 0)
     for name, count in sorted(pool.covered.items()):
         print(f"{count:8} {name}")
     print(f"largest error {pool.worst[0]:.2f} of what is allowed, seed {pool.worst[1]}")
-    print(f"{options.calls} calls, {len(pool.wrong)} wrong, {time.monotonic() - start:.0f} s")
+    print(f"{calls} calls, {len(pool.wrong)} wrong, {time.monotonic() - start:.0f} s")
     if pool.wrong:
         print("seeds:", *sorted(seed for seed, _ in pool.wrong)[:200])
     return 1 if pool.wrong else 0

@@ -105,8 +105,8 @@ def attend_request(call, b, request, caches, q, qv, slopes, sinks):
     scale = arguments.get("softmax_scale")
     scale = length**-0.5 if scale is None else scale
     s, size = s * scale, size.sqrt() * abs(scale)
-    random = size * (6 * EPS32 * max(1.0, length**0.5 / 4) + rotated)
-    together = 8 * EPS32 * s.abs()
+    random = size * (6 * EPS32 * max(1.0, length**0.5 / 4))
+    together = 8 * EPS32 * s.abs() + rotated * size
     softcap = arguments.get("softcap", 0.0)
     if softcap > 0:
         s = softcap * torch.tanh(s / softcap)
@@ -191,8 +191,8 @@ def same_bytes(name, actual, expected):
 
 
 def whole(x):
-    """The memory behind a tensor as bytes."""
-    return torch.empty(0, dtype=torch.uint8).set_(x.cpu().untyped_storage())
+    """The memory behind a tensor, all of what it is a slice of, as bytes on the CPU."""
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage()).cpu()
 
 
 def check_inputs(call, before, after):

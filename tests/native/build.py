@@ -1,7 +1,8 @@
-"""Compiles the test-only module: spec/ and every device's planner, for Python.
+"""Compiles the test-only module: spec/, and the planners of the CPU and of Metal, for Python. (CUDA's are compiled by
+test_cuda_plans.py.)
 
-Code that is written for a GPU is compiled for the host from the files themselves: from a copy that lies beside a
-stand-in for what it takes from the GPU (device/).
+Metal's code is compiled for the host from the files themselves, copied behind a stand-in for what they take from Metal
+(metal_host.h).
 """
 
 import hashlib
@@ -17,11 +18,8 @@ import torch
 
 NATIVE = Path(__file__).resolve().parent
 ROOT = NATIVE.parent.parent
-SOURCES = ("spec.cpp", "cpu.cpp", "cuda.cpp", "metal.cpp")
-COMPILED_TOO = (
-    "torch-ext/spec/check_tables.cpp", "paged_decode_cpu/kv_write.cpp", "paged_decode_cuda/plan.cpp",
-    "paged_decode_cuda/fallback_plan.cpp", "paged_decode_cuda/decode/plan.cpp",
-)  # fmt: skip
+SOURCES = ("spec.cpp", "cpu.cpp", "metal.cpp")
+COMPILED_TOO = ("torch-ext/spec/check_tables.cpp", "paged_decode_cpu/kv_write.cpp")
 END_OF_DEALING = "// ---- What goes into scores"  # in item.h: what follows needs the shader's language
 
 
@@ -39,13 +37,8 @@ def generated():
     head = '#pragma once\n#include "metal_host.h"\n'
     metal = "paged_decode_metal/"
     return {
-        "plan.h": f'#include "{ROOT}/paged_decode_cuda/plan.h"\n',
-        "balance.cuh": (ROOT / "paged_decode_cuda/balance.cuh").read_text(),
         "routes_host.h": head + text_of(metal + "routes.h") + "\n" + text_of(metal + "routes.mm"),
         "item_host.h": head + text_of(metal + "tables.h") + "\n" + text_of(metal + "item.h", END_OF_DEALING),
-        # Another namespace for CUDA's planners, as in cuda.cpp.
-        "cuda_plans.cpp": "#define paged_attn paged_attn_cuda\n#define PD_POSITION int32_t\n"
-        + "".join(f'#include "{ROOT / path}"\n' for path in COMPILED_TOO if "cuda" in path),
     }
 
 
@@ -57,7 +50,7 @@ def write_if_changed(path, text):
 
 def ninja_file(folder):
     torch_folder = Path(torch.__file__).parent
-    includes = [folder / "device", ROOT / "torch-ext", ROOT]
+    includes = [folder / "device", NATIVE, ROOT / "torch-ext", ROOT]
     system = [pybind11.get_include(), sysconfig.get_path("include"), torch_folder / "include"]
     # -iquote: a header of ours may be called like one of the system.
     flags = "-std=c++20 -O1 -g -fPIC -fvisibility=hidden -DCPU_KERNEL -DTORCH_TARGET_VERSION=0x020b000000000000"
@@ -68,8 +61,7 @@ def ninja_file(folder):
         f"rule link\n  command = $cxx -shared $in -o $out -L{torch_folder}/lib -ltorch -ltorch_cpu",
         f"flags = {flags}",
     ]
-    sources = [NATIVE / name for name in SOURCES] + [ROOT / path for path in COMPILED_TOO if "cuda" not in path]
-    sources.append(folder / "device" / "cuda_plans.cpp")
+    sources = [NATIVE / name for name in SOURCES] + [ROOT / path for path in COMPILED_TOO]
     objects = []
     for source in sources:
         objects.append(f"{source.name}.o")
@@ -83,8 +75,6 @@ def load():
     folder = ROOT / "build" / ".native" / hashlib.sha256(sys.executable.encode()).hexdigest()[:8]
     for name, text in generated().items():
         write_if_changed(folder / "device" / name, text)
-    for name in ("ptx.cuh", "metal_host.h"):
-        write_if_changed(folder / "device" / name, (NATIVE / "device" / name).read_text())
     write_if_changed(folder / "build.ninja", ninja_file(folder))
     ninja = Path(sys.executable).with_name("ninja")
     run = subprocess.run([ninja if ninja.exists() else "ninja", "-C", folder], capture_output=True, text=True)

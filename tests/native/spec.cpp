@@ -68,10 +68,8 @@ void bind_spec(py::module_& m) {
 }
 
 PYBIND11_MODULE(paged_attn_native, m) {
-  py::module_ spec = m.def_submodule("spec"), cpu = m.def_submodule("cpu"), cuda = m.def_submodule("cuda"),
-              metal = m.def_submodule("metal");
+  py::module_ spec = m.def_submodule("spec"), cpu = m.def_submodule("cpu"), metal = m.def_submodule("metal");
   bind_spec(spec);
   bind_cpu(cpu);
-  bind_cuda(cuda);
   bind_metal(metal);
 }

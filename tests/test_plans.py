@@ -1,0 +1,184 @@
+"""The plans of the CPU and of Metal, without running them: every (row, key) is somebody's, once; shares, grids and
+workspaces stay within bounds. CUDA's: test_cuda_plans.py.
+"""
+
+import itertools
+import math
+import random
+
+import pytest
+
+
+def random_batch(rng, most=6):
+    """A call of a few requests, packed or padded, and what each row of each request sees."""
+    batch = rng.randint(0, most)
+    packed = rng.random() < 0.6
+    longest = rng.choice((1, 1, 3, 20, 90))
+    q_lens = [rng.choice((0, 1, longest, rng.randint(0, longest))) for _ in range(batch)]
+    if not packed:
+        q_lens = [longest] * batch
+    lens = [rng.choice((0, 1, 33, rng.randint(0, 200), rng.choice((700, 3000)))) for _ in range(batch)]
+    room = max([16, *lens])
+    call = {
+        "batch": batch, "kv_heads": rng.choice((1, 2, 3, 8)), "group": rng.choice((1, 2, 4, 7)),
+        "head_dim": rng.choice((64, 80, 128, 256)), "cache_seqlens": lens, "max_q_len": max(q_lens, default=0),
+        "total_q": sum(q_lens) + (rng.choice((0, 3)) if packed else 0), "page_size": room,
+        "window_right": rng.choice((-1, 0, 0)), "window_left": rng.choice((-1, -1, 50)),
+        "num_splits": rng.choice((0, 0, 0, 1, 3, 1000)), "deterministic": int(rng.random() < 0.2),
+        "attention_chunk": rng.choice((0, 0, 0, 64)),
+    }  # fmt: skip
+    if packed:
+        call["cu_seqlens_q"] = [0, *itertools.accumulate(q_lens)]
+    return call, q_lens, lens
+
+
+def row_keys(native, call, q_lens, lens, b, row):
+    token = row // call["group"]
+    return native.spec.visible_keys(
+        lens[b] - q_lens[b] + token, lens[b], 0, call["window_left"], call["window_right"], call["attention_chunk"]
+    )
+
+
+def assert_cover(wanted, shares):
+    """Shares of keys, in any order, hold each key of the range `wanted` once."""
+    begin, end = wanted
+    clipped = sorted((max(a, begin), min(b, end)) for a, b in shares if max(a, begin) < min(b, end))
+    assert [a for a, _ in clipped] == [begin, *(b for _, b in clipped)][: len(clipped)], (wanted, shares)
+    assert begin >= end or (clipped and clipped[-1][1] == end), (wanted, shares)
+
+
+def test_cpu_covers_every_key_once(native):
+    rng = random.Random(5)
+    for _ in range(2000):
+        call, q_lens, lens = random_batch(rng)
+        threads = rng.choice((1, 2, 7, 64))
+        plan = native.cpu.plan(call, threads)
+        owner = {}
+        for work in plan["works"]:
+            for head, row in itertools.product(range(*work["heads"]), range(*work["rows"])):
+                assert owner.setdefault((work["batch"], head, row), work) is work, "a row of two blocks"
+        rows = [
+            (b, h, r) for b, n in enumerate(q_lens) for h in range(call["kv_heads"]) for r in range(n * call["group"])
+        ]
+        assert sorted(owner) == rows
+        for b, head, row in rng.sample(rows, min(20, len(rows))):
+            assert_cover(row_keys(native, call, q_lens, lens, b, row), owner[b, head, row]["splits"])
+        # Each split is one item, the longest first; partial results lie beside each other.
+        assert sorted(item[:2] for item in plan["items"]) == [
+            (w, s) for w, work in enumerate(plan["works"]) for s in range(len(work["splits"]))
+        ]
+        costs = [cost for _, _, cost in plan["items"]]
+        assert costs == sorted(costs, reverse=True)
+        partials = sorted(w["partial"] for w in plan["works"] if w["partial"][0] < w["partial"][1])
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(partials))
+        assert plan["partial_floats"] == (partials[-1][1] if partials else 0)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8, 96])
+def test_cpu_keeps_all_threads_busy(native, threads):
+    """One long request is cut for all threads, in equal shares; with as many requests as threads nothing is."""
+    one = native.cpu.plan({"cache_seqlens": [131072], "page_size": 131072, "kv_heads": 8, "head_dim": 128}, threads)
+    assert len(one["items"]) >= threads
+    # The kv_heads of small requests are shared out first; of each block there are a few items per thread at most.
+    assert len(one["items"]) <= threads * native.cpu.max_items_per_thread + len(one["works"])
+    for work in one["works"]:
+        lengths = [end - begin for begin, end in work["splits"]]
+        assert max(lengths) - min(lengths) <= native.cpu.split_align * len(lengths)
+    many = {"batch": 64 * threads, "cache_seqlens": [2048] * 64 * threads, "page_size": 2048, "kv_heads": 8}
+    assert native.cpu.plan(many, threads)["partial_floats"] == 0
+
+
+def test_cpu_splits_as_asked(native):
+    for asked, keys in itertools.product((1, 2, 5, 1000, 2**40), (0, 1, 15, 16, 17, 5000)):
+        plan = native.cpu.plan({"cache_seqlens": [keys], "page_size": 5000, "num_splits": asked}, 4)
+        assert [len(w["splits"]) for w in plan["works"]] == [max(1, min(asked, math.ceil(keys / 16)))]
+
+
+def test_cpu_deterministic_plans_see_no_other_request(native):
+    rng = random.Random(6)
+    for _ in range(300):
+        lens = [rng.randint(0, 9000) for _ in range(5)]
+        call = {"kv_heads": 2, "deterministic": 1, "page_size": 9000, "head_dim": 128}
+        whole = native.cpu.plan(call | {"batch": 5, "cache_seqlens": lens}, rng.choice((1, 3, 16)))
+        for b, kv_len in enumerate(lens):
+            alone = native.cpu.plan(call | {"batch": 1, "cache_seqlens": [kv_len]}, 2)
+            assert [w["splits"] for w in whole["works"] if w["batch"] == b] == [w["splits"] for w in alone["works"]]
+
+
+def test_cpu_counts_beyond_32_bits(native):
+    """2^31 - 1 keys, and shares of them; no length wraps."""
+    kv_len = 2**31 - 1
+    call = {"cache_seqlens": [kv_len], "page_size": kv_len, "kv_heads": 8, "head_dim": 256, "group": 16}
+    plan = native.cpu.plan(call, 96)
+    for work in plan["works"]:
+        assert_cover((0, kv_len), work["splits"])
+    assert plan["partial_floats"] > 0 and all(0 < cost < 2**62 for _, _, cost in plan["items"])
+
+
+ROUTES = ("prefill", "decode", "wide")
+
+
+def metal_route(native, call):
+    return next(name for name, reason in native.metal.why_not(call).items() if not reason)
+
+
+def test_metal_covers_every_key_once(native):
+    """Over the grids of a call: the threadgroups that own a row hold each key that it sees, once."""
+    rng, taken = random.Random(7), set()
+    for _ in range(1500):
+        call, q_lens, lens = random_batch(rng, most=4)
+        if not call["total_q"] or not call["batch"]:
+            continue
+        call |= rng.choice(({}, {"head_dim": 512}, {"qv": 1}))
+        route = metal_route(native, call)
+        taken.add(route)
+        shares = {}
+        for items in native.metal.deal(call, route).values():
+            for b, head, first_row, rows, begin, end, split, splits in items:
+                assert split < splits
+                for row in range(first_row, first_row + rows):
+                    shares.setdefault((b, head, row), []).append((begin, end, split, splits))
+        rows = [
+            (b, h, r) for b, n in enumerate(q_lens) for h in range(call["kv_heads"]) for r in range(n * call["group"])
+        ]
+        assert sorted(shares) == rows, "a row that no threadgroup writes, or one that does not exist"
+        for b, head, row in rng.sample(rows, min(20, len(rows))):
+            found = shares[b, head, row]
+            assert sorted(split for *_, split, _ in found) == list(range(found[0][3])), "a split twice or not at all"
+            assert_cover(row_keys(native, call, q_lens, lens, b, row), [(a, e) for a, e, *_ in found])
+    assert taken == set(ROUTES)
+
+
+def test_metal_grids_and_workspaces_are_bounded(native):
+    """Threadgroups grow with the tokens and the requests, not with their product, whatever max_seqlen_q says; with more
+    splits of few requests only up to what keeps the GPU busy."""
+    rng = random.Random(8)
+    for _ in range(500):
+        batch, tokens = rng.randint(1, 300), rng.randint(1, 3000)
+        cuts = sorted(rng.randint(0, tokens) for _ in range(batch - 1))
+        call = {
+            "batch": batch, "cu_seqlens_q": [0, *cuts, tokens], "total_q": tokens, "kv_heads": 4, "group": 4,
+            "cache_seqlens": [4096] * batch, "page_size": 4096,
+            "max_q_len": rng.choice((1, tokens, 2**31 // 4 - 1)),
+        }  # fmt: skip
+        plan = native.metal.plan(call, metal_route(native, call))
+        for kernel, width, height, depth, threads in plan["dispatches"]:
+            assert 0 < threads <= 1024 and threads % 32 == 0
+            if kernel != "merge":
+                assert width * height * depth <= 4 * (tokens * 4 + batch) + 16 * 1024 * 4
+        partials = batch * 4 * plan["split_rows"] * plan["max_splits"] if plan["max_splits"] > 1 else 0
+        assert plan["max_splits"] <= 64 and partials <= 4 * 16 * 1024 * 64
+
+
+def test_metal_counts_to_the_edge_of_32_bits(native):
+    """The largest call that the backend takes: no tile or grid wraps."""
+    tokens = (2**31 - 1) // 8
+    for packed in (False, True):
+        call = {"batch": 1, "group": 8, "total_q": tokens, "max_q_len": tokens, "page_size": 2**30 - 1}
+        if packed:
+            call |= {"cu_seqlens_q": [0, tokens]}
+        for route in ROUTES:
+            plan = native.metal.plan(call, route)
+            rows = plan["prefill_rows"] or plan["rows"]
+            kernel, width, *_ = plan["dispatches"][0]
+            assert tokens * 8 // rows <= width < 2**31, (route, kernel)
