@@ -1,5 +1,5 @@
-// The CPU's plan for Python. The planner has no header of its own, so its file is compiled here, with an instruction set
-// that does nothing.
+// The CPU's plan for Python. The planner has no header of its own, so its file is compiled here, with an instruction
+// set that does nothing.
 #include "module.h"
 
 #include "../../paged_decode_cpu/paged_decode_cpu.cpp"
@@ -34,8 +34,8 @@ void bind_cpu(py::module_& m) {
     for (const Work& work : plan.works) {
       py::list splits;
       for (int64_t s = 0; s < work.num_splits; ++s) {
-        const KvRange keys = work.num_splits == 1 ? work.block.keys
-                                                  : split_keys(work.block.keys, s, work.num_splits, kSplitAlign);
+        const KvRange keys =
+            work.num_splits == 1 ? work.block.keys : split_keys(work.block.keys, s, work.num_splits, kSplitAlign);
         splits.append(py::make_tuple(keys.begin, keys.end));
       }
       py::dict w;
@@ -45,7 +45,8 @@ void bind_cpu(py::module_& m) {
       w["splits"] = splits;
       w["partial"] = py::make_tuple(
           work.partial_offset,
-          work.partial_offset + (work.num_splits > 1 ? work.num_splits * partial_floats(work.block, made.p.head_dim_v) : 0));
+          work.partial_offset +
+              (work.num_splits > 1 ? work.num_splits * partial_floats(work.block, made.p.head_dim_v) : 0));
       works.append(w);
     }
     py::list items;

@@ -4,8 +4,8 @@
 
 #include "module.h"
 
-#include "routes_host.h"  // routes.mm, on the stand-ins beside it
 #include "item_host.h"    // how device.h, tables.h and item.h find the item of a threadgroup
+#include "routes_host.h"  // routes.mm, on the stand-ins beside it
 
 using namespace paged_attn;
 
@@ -58,7 +58,7 @@ Tables tables_of(const Problem& p) {
   has_new = p.append.k.given;
   has_cu_seqlens_new = p.append.cu_seqlens_k_new.given;
   page_size = static_cast<int>(p.cache.page_size);
-  return {p.cache.block_table, p.cache.cache_batch_idx, p.cache_seqlens, p.cache_leftpad,
+  return {p.cache.block_table, p.cache.cache_batch_idx, p.cache_seqlens,          p.cache_leftpad,
           p.cu_seqlens_q,      p.cache.cu_seqlens_k,    p.append.cu_seqlens_k_new};
 }
 
@@ -78,7 +78,8 @@ py::list work_of(const Problem& p, const Plan& plan, const Dispatch& dispatch, b
     const bool many = item.request.q_len * a.group > kVectorRows;
     if (prefill ? !many : many && plan.prefill_rows > 0) return false;
     const KvRange keys = has_splits ? split_keys(item.keys, place.split, item.splits, kSimdWidth) : item.keys;
-    found.append(py::make_tuple(item.b, head, item.first_row, item.rows, keys.begin, keys.end, place.split, item.splits));
+    found.append(
+        py::make_tuple(item.b, head, item.first_row, item.rows, keys.begin, keys.end, place.split, item.splits));
     return goes_on;
   };
   const MTLSize grid = dispatch.threadgroups;
