@@ -14,7 +14,7 @@ import reference
 import torch
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-EIGHT_BIT_QUERIES = 0.0  # how often, over 8-bit caches
+EIGHT_BIT_QUERIES = 0.15  # how often, over 8-bit caches
 Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (64, 128, 64, 128, 96, 80, 256, 192, 112, 160, 32, 40, 16, 8, 1, 59)
 PAGE_SIZES = (16, 16, 16, 64, 32, 1, 2, 3, 8, 17, 24, 48, 128, 256)
