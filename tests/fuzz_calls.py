@@ -650,8 +650,11 @@ def draw_write(d):
             slots += (where[0] * page_size + where[1]).tolist()
         total = d.arguments["k"].shape[0] if packed else batch * most
         slots += [-1 if flat else dice.choice((0, -1))] * (total - len(slots))  # tokens of no request
-        slots = [dice.choice((-1, -(2**40))) if dice.chance(0.2) else slot for slot in slots]
-        d.give(slot_mapping=torch.tensor(slots, dtype=torch.int64))
+        slots = [dice.choice((-1, -(2**31))) if dice.chance(0.2) else slot for slot in slots]
+        if flat and dice.chance(0.3):  # tokens past its end are not written
+            slots = slots[: len(slots) - spare]
+            d.note("slot_mapping shorter than k")
+        d.give(slot_mapping=torch.tensor(slots, dtype=dice.choice((torch.int64, torch.int64, torch.int32))))
     if not by_slots or dice.chance(0.3):
         lengths_int = len(set(old_lens)) == 1 and dice.chance(0.5)
         d.give(block_table=table, cache_seqlens=old_lens[0] if lengths_int else int32(old_lens))

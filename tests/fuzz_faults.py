@@ -23,6 +23,8 @@ def tensors(call, *kinds):
     asked = [n for n, x in call.arguments.items() if isinstance(x, torch.Tensor) and n != "scheduler_metadata"]
     if "k" not in call.arguments:
         asked = [n for n in asked if n not in NEUTRAL_ALONE]
+    if "seqused_k" in call.arguments and table_given(call):  # the lengths are those of seqused_k
+        asked = [n for n in asked if n != "cu_seqlens_k"]
     if "rotary_cos" not in call.arguments:
         asked = [n for n in asked if n != "rotary_seqlens"]
     return [n for n in asked if not kinds or n in kinds]
@@ -207,6 +209,7 @@ def bad_slot(call, dice):
         return ""
     slots = call.arguments["slot_mapping"]
     index = next(r.new_begin for r in call.requests if r.new_len)
+    call.arguments["slot_mapping"] = slots.long()
     return entry(call, "slot_mapping", index if slots.numel() > index else 0, 2**40)
 
 

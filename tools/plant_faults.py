@@ -1,0 +1,432 @@
+"""Plants faults on purpose, one at a time, and reports which of them the tests catch.
+
+    python tools/plant_faults.py                     every fault of the CPU, the shared layer and the planners
+    python tools/plant_faults.py --group metal       on the emulated Apple GPU
+    python tools/plant_faults.py --group cuda        on a machine with a GPU
+    python tools/plant_faults.py --only tail --list
+
+Each is a small change of one file in a scratch copy of the tree, built incrementally, with the tests that must fail on
+it. A fault that does not apply any more is an error: it is to be written anew. docs/testing.md tells what was found.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    group: str  # native: no build but that of the tests; python: no build; cpu, metal, cuda: that backend
+    file: str
+    old: str
+    new: str
+    tests: str  # arguments of pytest in tests/
+
+
+RANGES, STATE, SCORE, REQUEST = (f"torch-ext/spec/{name}.h" for name in ("ranges", "state", "score", "request"))
+CPU, ATTEND = "paged_decode_cpu/paged_decode_cpu.cpp", "paged_decode_cpu/attend.h"
+PLAN, BALANCE, ITEMS = (f"paged_decode_cuda/{name}" for name in ("decode/plan.cpp", "balance.cuh", "items.cuh"))
+METAL_ITEM, METAL_ROUTES = "paged_decode_metal/item.h", "paged_decode_metal/routes.mm"
+ATTENTION, CALL = "torch-ext/paged_attn/attention.py", "torch-ext/paged_attn/_call.py"
+CUDA_PLANS = "test_cuda_plans.py"
+
+FAULTS = [
+    # What a call means
+    Fault("causal off by one", "native", RANGES, "q_pos + window_right + 1)", "q_pos + window_right)", "test_spec.py"),
+    Fault(
+        "left window off by one", "native", RANGES, "q_pos - window_left)", "q_pos - window_left + 1)", "test_spec.py"
+    ),
+    Fault(
+        "chunks from slot 0",
+        "native",
+        RANGES,
+        "leftpad + chunk_of(q_pos - leftpad) * attention_chunk",
+        "chunk_of(q_pos) * attention_chunk",
+        "test_spec.py",
+    ),
+    Fault(
+        "a share lost",
+        "native",
+        RANGES,
+        "(units + num_splits - 1) / num_splits",
+        "units / num_splits",
+        "test_spec.py test_plans.py",
+    ),
+    Fault(
+        "a share twice",
+        "native",
+        RANGES,
+        "s.begin = pd_earlier(r.end, pd_later(r.begin, begin));",
+        "s.begin = pd_earlier(r.end, pd_later(r.begin, begin - align));",
+        "test_spec.py test_plans.py",
+    ),
+    Fault(
+        "sink without weight",
+        "native",
+        STATE,
+        "(sink_m == PD_EMPTY ? 0.f : pd_rescale(sink_m, new_m))",
+        "0.f",
+        "test_spec.py",
+    ),
+    Fault(
+        "two empty parts make NaN",
+        "native",
+        STATE,
+        "from == to ? 1.f : PD_EXP2(from - to)",
+        "PD_EXP2(from - to)",
+        "test_spec.py",
+    ),
+    Fault("lse in log2 units", "native", STATE, "(m + PD_LOG2(l)) * PD_LN2", "(m + PD_LOG2(l))", "test_spec.py"),
+    Fault(
+        "softcap after the slope",
+        "native",
+        SCORE,
+        "  return s - distance * slope;",
+        "  s = s - distance * slope;\n  return softcap != 0.f ? pd_tanh(s * (1.f / softcap)) * softcap : s;",
+        "test_spec.py",
+    ),
+    Fault("padded entries count", "native", REQUEST, "r.old_len = r.new_len = 0;", "r.old_len = 0;", "test_spec.py"),
+    Fault(
+        "rows of the batch ignored",
+        "native",
+        REQUEST,
+        "c.cache_batch_idx ? c.cache_batch_idx[b] : b",
+        "b",
+        "test_spec.py",
+    ),
+    Fault(
+        "one page too many is fine",
+        "native",
+        "torch-ext/spec/check_tables.h",
+        "page < c.num_pages",
+        "page <= c.num_pages",
+        "test_spec.py",
+    ),
+    Fault(
+        "a message renamed",
+        "native",
+        "torch-ext/spec/check_tables.cpp",
+        'bad_value("cache_leftpad"',
+        'bad_value("leftpad"',
+        "test_spec.py",
+    ),
+    # Planners
+    Fault(
+        "always one split",
+        "native",
+        CPU,
+        "return pd_max(1, pd_min(pd_ceil_div(cost_of(block), pd_max(item_cost, 1)), keys / kMinSplitKeys));",
+        "return 1;",
+        "test_plans.py",
+    ),
+    Fault(
+        "the batch decides deterministic cuts",
+        "native",
+        CPU,
+        "if (p.deterministic) return",
+        "if (false) return",
+        "test_plans.py",
+    ),
+    Fault(
+        "partial results overlap",
+        "native",
+        CPU,
+        "plan.partial_floats += work.num_splits *",
+        "plan.partial_floats += (work.num_splits - 1) *",
+        "test_plans.py",
+    ),
+    Fault(
+        "the last rows of a block forgotten",
+        "native",
+        CPU,
+        "work.block.row_end = end;",
+        "work.block.row_end = end - (end > 200);",
+        "test_plans.py",
+    ),
+    Fault(
+        "Metal: a tile of rows nobody owns",
+        "native",
+        METAL_ITEM,
+        "* group / rows + b; }",
+        "* group / rows; }",
+        "test_plans.py",
+    ),
+    Fault(
+        "Metal: a share of the keys lost",
+        "native",
+        METAL_ITEM,
+        "split = 1 + (x - packed_tiles)",
+        "split = (x - packed_tiles)",
+        "test_plans.py",
+    ),
+    Fault(
+        "Metal: rows past max_seqlen_q dropped",
+        "native",
+        METAL_ROUTES,
+        "p.total_q * p.group / rows + p.batch",
+        "p.total_q * p.group / rows",
+        "test_plans.py",
+    ),
+    Fault(
+        "CUDA: shared memory of another GPU",
+        "native",
+        PLAN,
+        "(limits.shared_per_block - instance.block_bytes)",
+        "(227 * 1024 - instance.block_bytes)",
+        CUDA_PLANS,
+    ),
+    Fault(
+        "CUDA: parts behind a segment miscounted",
+        "native",
+        BALANCE,
+        "(rest - 1) / dealing.length + 1",
+        "rest / dealing.length + 1",
+        CUDA_PLANS,
+    ),
+    Fault(
+        "CUDA: the last unit of a stretch lost",
+        "native",
+        BALANCE,
+        "walker.left = max(0, end - position);",
+        "walker.left = max(0, end - position - 1);",
+        CUDA_PLANS,
+    ),
+    Fault(
+        "CUDA: a route closed",
+        "native",
+        PLAN,
+        'if (!c.block_table) return "no block_table";',
+        'return "no block_table";',
+        CUDA_PLANS,
+    ),
+    # Python
+    Fault(
+        "dropout swallowed",
+        "python",
+        CALL,
+        "    if dropout_p:\n",
+        "    if dropout_p is None:\n",
+        "test_errors.py -k dropout",
+    ),
+    Fault(
+        "real values of unknown features swallowed",
+        "python",
+        CALL,
+        "if value is None or value is False or (type(value) is int",
+        "if True or (type(value) is int",
+        "test_keywords.py test_fuzz.py -k 'not by_hand'",
+    ),
+    Fault(
+        "causal forgets itself",
+        "python",
+        CALL,
+        "    if causal:\n        window_right = 0\n",
+        "",
+        "test_decode.py -k causal",
+    ),
+    Fault(
+        "the scale of qv",
+        "python",
+        CALL,
+        "(head_dim if qv is None else head_dim + head_dim_v) ** -0.5",
+        "head_dim**-0.5",
+        "test_decode.py -k qv",
+    ),
+    # The CPU
+    Fault("q_descale ignored", "cpu", ATTEND, "p.scale * q_descale *", "p.scale *", "test_decode.py -k q_descale"),
+    Fault(
+        "tokens of no request left alone",
+        "cpu",
+        CPU,
+        "  clear_spare_tokens(p);\n",
+        "",
+        "test_decode.py test_fuzz.py -k 'spare or random_calls'",
+    ),
+    Fault(
+        "the last split not merged",
+        "cpu",
+        ATTEND,
+        "      for (int64_t s = 0; s < num_splits; ++s) {",
+        "      for (int64_t s = 0; s < num_splits - 1; ++s) {",
+        "test_splits.py -k any_number",
+    ),
+    Fault(
+        "slopes of another head",
+        "cpu",
+        ATTEND,
+        "kv_head * p.group + (block.row_begin + r) % p.group",
+        "kv_head * p.group + r % p.group",
+        "test_features.py test_decode.py test_fuzz.py -k 'alibi or random'",
+    ),
+    Fault(
+        "wrong tail lanes",
+        "cpu",
+        "paged_decode_cpu/vec.h",
+        "  memcpy(padded, source, n * dtype_bytes(kType));\n  return",
+        "  memcpy(padded, source, (n >= 4 && n <= 6 ? n - 1 : n) * dtype_bytes(kType));\n  return",
+        "test_decode.py -k test_tail",
+    ),
+    Fault(
+        "packed products never",
+        "cpu",
+        "paged_decode_cpu/ops_f32.h",
+        "kLanes == 16 ? 24 : 12",
+        "1 << 20",
+        "test_explain.py",
+    ),
+    Fault(
+        "descale of the first kv_head for all",
+        "cpu",
+        "paged_decode_cpu/write.h",
+        "c.k_descale_stride_head, w.batch, h)",
+        "c.k_descale_stride_head, w.batch, 0)",
+        "test_append.py -k descale",
+    ),
+    # Metal, on the emulated GPU
+    Fault(
+        "Metal: q_descale ignored",
+        "metal",
+        METAL_ITEM,
+        "return has_q_descale ? descale_at(operands.q_descale",
+        "return false ? descale_at(operands.q_descale",
+        "test_decode.py -k q_descale",
+    ),
+    Fault(
+        "Metal: tokens of no request left alone",
+        "metal",
+        METAL_ITEM,
+        "  if (!has_cu_seqlens_q) return;\n",
+        "  return;\n",
+        "test_decode.py -k spare",
+    ),
+    Fault(
+        "Metal: prefill closed",
+        "metal",
+        METAL_ROUTES,
+        'if (p.qv) return "expected no qv, got one";\n  if (widest_dim(p) > kPrefillDims)',
+        'return "closed";\n  if (widest_dim(p) > kPrefillDims)',
+        "test_metal.py",
+    ),
+    Fault(
+        "Metal: the barrier that ends the loop over rows",
+        "metal",
+        "paged_decode_metal/attend.h",
+        "    threadgroup_barrier(mem_flags::mem_threadgroup);  // the next",
+        "    // the next",
+        "'test_metal_variants.py::test_every_feature[tsan]'",
+    ),
+    # CUDA, on a GPU
+    Fault(
+        "CUDA: softcap loses small scores",
+        "cuda",
+        "paged_decode_cuda/ptx.cuh",
+        "{ return tanhf(x); }",
+        "{ return 1.f - 2.f / (exp2f(2.f * PD_LOG2E * x) + 1.f); }",
+        "test_edges.py -k softcap",
+    ),
+    Fault(
+        "CUDA: q not rotated without a new token",
+        "cuda",
+        "paged_decode_cuda/backend.cu",
+        "return appends(p) && p.rotary.cos;",
+        "return appends(p) && p.rotary.cos && p.append.total_new;",
+        "test_decode.py -k rotary_without",
+    ),
+]
+
+
+class Scratch:
+    """A copy of the tree without what is ignored; builds stay from fault to fault."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        for name in listed.split():
+            target = folder / name
+            content = (ROOT / name).read_bytes()
+            if not target.exists() or target.read_bytes() != content:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content)
+
+    def plant(self, fault):
+        path = self.folder / fault.file
+        before = path.read_text()
+        if before.count(fault.old) != 1:
+            sys.exit(f"{fault.name}: expected the text once in {fault.file}, found it {before.count(fault.old)} times")
+        path.write_text(before.replace(fault.old, fault.new))
+        return lambda: path.write_text(before)
+
+    def build(self, group):
+        """The build directory."""
+        if group == "metal":
+            command = [sys.executable, "tools/metal_emulator/metal_build.py"]
+        else:
+            command = [sys.executable, "tools/local_build.py", "--backend", "cuda" if group == "cuda" else "cpu"]
+        run = subprocess.run(command, cwd=self.folder, capture_output=True, text=True)
+        if run.returncode:
+            raise RuntimeError(run.stdout[-3000:] + run.stderr[-3000:])
+        return run.stdout.strip().splitlines()[-1]
+
+    def test(self, fault, build, limit):
+        """Whether the tests fail, and the first that does. An error of the tests themselves is none of them."""
+        device = {"metal": "mps", "cuda": "cuda"}.get(fault.group, "cpu")
+        environment = os.environ | {
+            "LOCAL_KERNELS": f"org/paged-attn={build}", "PAGED_ATTN_TEST_DEVICE": device, "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        words = f"{sys.executable} -m pytest -q -x -p no:cacheprovider --tb=line {fault.tests}"
+        run = subprocess.run(
+            words, cwd=self.folder / "tests", env=environment, shell=True, capture_output=True, text=True, timeout=limit
+        )
+        if run.returncode not in (0, 1):
+            raise RuntimeError(run.stdout[-2000:] + run.stderr[-2000:])
+        failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        return run.returncode == 1, failed[0][:150] if failed else run.stdout.strip().splitlines()[-1]
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--group", nargs="*", default=["native", "python", "cpu"], help="default: %(default)s")
+    parser.add_argument("--only", default="", help="faults whose names hold this")
+    parser.add_argument("--scratch", type=Path, default=ROOT / "build" / ".faults", help="default: build/.faults")
+    parser.add_argument("--limit", type=float, default=900, help="seconds for the tests of a fault")
+    parser.add_argument("--list", action="store_true", help="list them, plant none")
+    return parser.parse_args()
+
+
+def main():
+    options = parse_arguments()
+    chosen = [f for f in FAULTS if f.group in options.group and options.only in f.name]
+    if options.list:
+        for fault in chosen:
+            print(f"{fault.group:7} {fault.name:45} {fault.file}: {fault.tests}")
+        return 0
+    scratch = Scratch(options.scratch)
+    builds, survived = {}, []
+    for kind in sorted({"cpu" if f.group in ("native", "python") else f.group for f in chosen}):
+        builds[kind] = scratch.build(kind)
+    for fault in chosen:
+        start = time.monotonic()
+        undo = scratch.plant(fault)
+        try:
+            build = builds["cpu"] if fault.group == "native" else scratch.build(fault.group)
+            caught, how = scratch.test(fault, build, options.limit)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            caught, how = False, f"could not be tried: {str(error)[-600:]}"
+        finally:
+            undo()
+        survived += [] if caught else [fault.name]
+        verdict = "caught" if caught else "SURVIVED"
+        print(f"{verdict:8} {fault.name} ({time.monotonic() - start:.0f} s): {how}", flush=True)
+    print(f"{len(chosen)} planted, {len(chosen) - len(survived)} caught; survived: {', '.join(survived) or 'none'}")
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
