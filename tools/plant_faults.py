@@ -395,6 +395,7 @@ def parse_arguments():
     parser.add_argument("--group", nargs="*", default=["native", "python", "cpu"], help="default: %(default)s")
     parser.add_argument("--only", default="", help="faults whose names hold this")
     parser.add_argument("--scratch", type=Path, default=ROOT / "build" / ".faults", help="default: build/.faults")
+    parser.add_argument("--part", default="0/1", help="I/N: every N-th from the I-th on, for N scratch copies at once")
     parser.add_argument("--limit", type=float, default=900, help="seconds for the tests of a fault")
     parser.add_argument("--list", action="store_true", help="list them, plant none")
     return parser.parse_args()
@@ -403,19 +404,21 @@ def parse_arguments():
 def main():
     options = parse_arguments()
     chosen = [f for f in FAULTS if f.group in options.group and options.only in f.name]
+    part, parts = (int(number) for number in options.part.split("/"))
+    chosen = chosen[part::parts]
     if options.list:
         for fault in chosen:
             print(f"{fault.group:7} {fault.name:45} {fault.file}: {fault.tests}")
         return 0
     scratch = Scratch(options.scratch)
     builds, survived = {}, []
-    for kind in sorted({"cpu" if f.group in ("native", "python") else f.group for f in chosen}):
+    for kind in sorted({"cpu" if f.group == "python" else f.group for f in chosen if f.group != "native"}):
         builds[kind] = scratch.build(kind)
     for fault in chosen:
         start = time.monotonic()
         undo = scratch.plant(fault)
         try:
-            build = builds["cpu"] if fault.group == "native" else scratch.build(fault.group)
+            build = "" if fault.group == "native" else scratch.build(fault.group)
             caught, how = scratch.test(fault, build, options.limit)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             caught, how = False, f"could not be tried: {str(error)[-600:]}"
