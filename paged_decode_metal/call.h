@@ -8,7 +8,7 @@
 #include "arguments.h"
 #include "spec/problem.h"
 
-namespace paged_attn {
+namespace [[gnu::visibility("hidden")]] paged_attn {
 
 using Constants = std::array<int32_t, kNumConstants>;
 

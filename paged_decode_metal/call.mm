@@ -2,7 +2,7 @@
 
 #include "spec/ranges.h"
 
-namespace paged_attn {
+namespace [[gnu::visibility("hidden")]] paged_attn {
 namespace {
 
 static_assert(kFloat32 == int(DType::kFloat32) && kFloat16 == int(DType::kFloat16) &&

@@ -10,7 +10,7 @@
 #include "spec/check_tables.h"
 #include "spec/ranges.h"
 
-namespace paged_attn {
+namespace [[gnu::visibility("hidden")]] paged_attn {
 namespace {
 
 // Host copies of the tables, for as long as this lives.

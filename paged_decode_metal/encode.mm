@@ -9,7 +9,7 @@
 #include "spec/ranges.h"
 #include EMBEDDED_METALLIB_HEADER
 
-namespace paged_attn {
+namespace [[gnu::visibility("hidden")]] paged_attn {
 namespace {
 
 [[noreturn]] void fail(const std::string& what, NSError* error) {

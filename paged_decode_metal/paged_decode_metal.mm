@@ -19,7 +19,7 @@
 #include "spec/check_tables.h"
 #include "spec/ranges.h"
 
-namespace paged_attn {
+namespace [[gnu::visibility("hidden")]] paged_attn {
 namespace {
 
 constexpr int kAppendThreads = 128;

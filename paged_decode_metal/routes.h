@@ -6,7 +6,7 @@
 
 #include "encode.h"
 
-namespace paged_attn {
+namespace [[gnu::visibility("hidden")]] paged_attn {
 
 // How a call is cut. A row is a token and a head of the group; rows of one request and kv_head form tiles.
 struct Plan {

@@ -2,7 +2,7 @@
 
 #include "spec/ranges.h"
 
-namespace paged_attn {
+namespace [[gnu::visibility("hidden")]] paged_attn {
 namespace {
 
 constexpr int64_t kMaxSplits = 64;
