@@ -53,10 +53,11 @@ void encode_all(const std::vector<Step>& steps) {
 
 bool attends(const Problem& p) { return p.total_q > 0 && p.q_heads > 0; }
 
-// The write of the new tokens, and the rotation of queries that goes along. Nothing for a call with neither.
+// The write of the new tokens, and the rotation of queries that goes along. Nothing for a call with neither, nor for
+// tokens that belong to no request.
 void add_append(const Problem& p, Optional<void> rotated, std::vector<Step>* steps) {
   const int64_t tokens = p.append.total_new + (rotated ? p.total_q : 0);
-  if (!p.append.k || p.kv_heads == 0 || tokens == 0) return;
+  if (!p.append.k || p.kv_heads == 0 || p.batch == 0 || tokens == 0) return;
   const int64_t vectors_k = pd_ceil_div(p.head_dim, kVector), vectors_v = pd_ceil_div(p.head_dim_v, kVector);
   const int64_t vectors = pd_max(p.kv_heads * (vectors_k + vectors_v), rotated ? p.q_heads * vectors_k : 0);
   const int64_t threads = pd_min(pd_ceil_div(vectors, kSimdWidth) * kSimdWidth, kAppendThreads);
@@ -96,7 +97,7 @@ void run_attention(const Problem& p) {
   std::vector<Step> steps;
   // Queries are rotated on the way of the append, and read from there. Also where k holds no token.
   std::optional<Workspace> rotated, acc, sums;
-  if (p.rotary.cos && p.append.k && attends(p))
+  if (p.rotary.cos && p.append.k && p.batch > 0 && attends(p))
     rotated.emplace(p.total_q * p.q_heads * p.head_dim * dtype_bytes(out_dtype(p.q_dtype)));
   const Optional<void> queries = rotated ? rotated->given() : Optional<void>{};
   add_append(p, queries, &steps);

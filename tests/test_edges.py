@@ -4,7 +4,7 @@ import cases
 import pytest
 import torch
 from cases import Case
-from compare import check, judge, run, with_tensor_lengths
+from compare import assert_same_bytes, check, judge, run, with_tensor_lengths
 
 DTYPES = ["bfloat16", "float16", "float32"]
 
@@ -156,6 +156,21 @@ def test_empty_tensors(paged_attn, device, name, contiguous):
     fields = EMPTY[name] | ({"page_size": 0} if contiguous else {})
     case = Case(**({f: getattr(EVERYTHING, f) for f in EVERYTHING.__dataclass_fields__} | fields))
     check(paged_attn, case, device)
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 32])
+def test_tokens_without_a_request(paged_attn, device, rotary_dim):
+    """Batch 0, yet there are tokens of q, or new keys: out 0, lse -inf, nothing is written."""
+    case = Case(batch=0, q_len=0, varlen_q=True, spare=5, append_nothing=True, append_varlen=True,
+                rotary_dim=rotary_dim, give_out=True)  # fmt: skip
+    check(paged_attn, case, device)
+    call = cases.build(Case(batch=2)).to(device)
+    before = [s.clone() for s in call.storage]
+    k, v = (torch.zeros(3, *cache.shape[2:], dtype=cache.dtype, device=device) for cache in call.caches())
+    nobody = torch.zeros(1, dtype=torch.int32, device=device)
+    paged_attn.kv_paged_write(k, v, *call.caches(), call.kwargs["block_table"][:0], nobody[:0], cu_seqlens_k_new=nobody)
+    for after, expected in zip(call.storage, before):
+        assert_same_bytes("cache", after, expected.cpu())
 
 
 @pytest.mark.parametrize("q_len", [1, 3])
