@@ -20,8 +20,6 @@
 namespace paged_attn {
 namespace {
 
-constexpr int64_t kPackedBlock = 24;  // rows between which packed keys and values stay in L1
-
 constexpr int64_t kMemoryPage = 4096;  // the smallest piece of memory with a translation of its own
 
 // Probabilities are relative to a score that may lie this much (in log2) below the largest one: a row changes it once
@@ -89,6 +87,7 @@ template <class Ops>
 struct Scratch {
   using Elem = typename Ops::Elem;
   int64_t depth, width;  // head_dim and head_dim_v, filled to whole chunks
+  int64_t head_rows;     // rows of one kv_head, filled to what multiplies together
   int64_t tile;
   Elem *q, *qv;             // [heads, rows, depth], [heads, rows, width]
   float *acc, *m, *l;       // [heads, rows, width], [heads, rows], [heads, rows, kLanes] (its sum counts)
@@ -107,7 +106,8 @@ struct Scratch {
     depth = round_up(problem.head_dim, Ops::kChunk);
     width = round_up(problem.head_dim_v, Ops::kChunk);
     tile = tile_keys<Ops>(problem, block);
-    const int64_t rows = block.heads() * block.rows();
+    head_rows = round_up(block.rows(), Ops::kRowStep);
+    const int64_t rows = block.heads() * head_rows;
     const bool packed = block.rows() >= Ops::kMinPackedRows;
     bytes = 0;
     take(base, rows * depth, &q);
@@ -115,7 +115,7 @@ struct Scratch {
     take(base, rows * width, &acc);
     take(base, rows, &m);
     take(base, rows * kLanes, &l);
-    const int64_t at_once = packed ? kPackedBlock : rows;
+    const int64_t at_once = packed ? Ops::kScoreRows : rows;
     take(base, at_once * kMaxTile, &scores);
     take(base, at_once * kMaxTile, &p);
     take(base, 2 * tile * block.heads(), &runs);
@@ -158,7 +158,7 @@ struct TileRows {
         v[j] = v_row;
       }
     }
-    for (int64_t j = n; n > 0 && j < round_up(n, kLanes); ++j) {
+    for (int64_t j = n; n > 0 && j < round_up(n, kPaddedKeys); ++j) {
       k[j] = k[n - 1];
       v[j] = v[n - 1];
     }
@@ -198,7 +198,7 @@ void start_fetch(const Problem& p, const Block& block, const Scratch<Ops>& s, co
   int64_t steps;
   if (rows >= Ops::kMinPackedRows) {
     const int64_t panels = pd_ceil_div(tile.n, kPanel) * s.depth + pd_ceil_div(s.width, kPanel) * tile.n;
-    steps = heads * pd_ceil_div(rows, kPackedRows) * panels / Ops::kDepth;
+    steps = heads * pd_ceil_div(rows, Ops::kStepRows) * panels / Ops::kDepth;
   } else {
     steps = heads * (pd_ceil_div(rows, Ops::kMaxDotRows) * tile.n * (s.depth + s.width) / Ops::kChunk +
                      rows * pd_ceil_div(tile.n, kLanes) * kSoftmaxSteps);
@@ -212,8 +212,8 @@ void start_fetch(const Problem& p, const Block& block, const Scratch<Ops>& s, co
 template <class Ops>
 void load_queries(const Problem& p, const Block& block, const Request& request, const void* source,
                   int64_t stride_batch, int64_t stride_token, int64_t stride_head, int64_t n, bool rotated,
-                  int64_t stride, float* row, typename Ops::Elem* out) {
-  for (int64_t h = block.kv_head_begin; h < block.kv_head_end; ++h)
+                  int64_t stride, int64_t head_rows, float* row, typename Ops::Elem* out) {
+  for (int64_t h = block.kv_head_begin; h < block.kv_head_end; ++h, out += (head_rows - block.rows()) * stride)
     for (int64_t r = block.row_begin; r < block.row_end; ++r, out += stride) {
       const int64_t token = r / p.group, head = h * p.group + r % p.group;
       const int64_t offset = block.batch * stride_batch + (request.q_begin + token) * stride_token + head * stride_head;
@@ -273,6 +273,7 @@ inline void softmax_row(float* scores, int64_t n, KvRange visible, const ScoreOf
     sum += x;
     Ops::store_elems(p + j, x);
   }
+  for (int64_t j = round_up(n, kLanes); j < round_up(n, Ops::kValueKeys); j += kLanes) Ops::store_elems(p + j, f32v{});
   store<DType::kFloat32>(l, sum);
 }
 
@@ -313,7 +314,7 @@ void dot_tile_values(int64_t rows, Args&&... args) {
 template <class Ops>
 void pack_tile(const Problem& p, const Scratch<Ops>& s, const TileRows& tile, int64_t k_offset, int64_t v_offset) {
   pack_keys<Ops>(tile.k, k_offset, tile.n, p.head_dim, s.depth / Ops::kDepth, s.keys);
-  pack_values<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.tile / Ops::kDepth, s.values);
+  pack_values<Ops>(tile.v, v_offset, round_up(tile.n, Ops::kValueKeys), p.head_dim_v, s.tile / Ops::kDepth, s.values);
   if (p.qv) pack_keys<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.width / Ops::kDepth, s.value_keys);
 }
 
@@ -350,17 +351,24 @@ Part part_of(const Scratch<Ops>& s, const TileRows& tile, int64_t first, int64_t
   return {first, count, from, pd_max(pd_min(seen.end, tile.n) - from, 0)};
 }
 
+// `begin` is the key that positions are counted from.
+template <class Ops>
+ScoreOf score_of(const Problem& p, const Block& block, const Scratch<Ops>& s, int64_t h, int64_t r, int64_t begin) {
+  ScoreOf score = {s.scales[h].score, p.softcap, 0.f, s.q_pos[r] - static_cast<float>(begin)};
+  if (p.alibi_slopes)
+    score.slope = p.alibi_slopes[block.batch * p.alibi_stride_batch + (block.kv_head_begin + h) * p.group +
+                                 (block.row_begin + r) % p.group];
+  return score;
+}
+
 // Turns the scores of the rows of one part, for kv_head h, into probabilities.
 template <class Ops>
 void softmax_part(const Problem& p, const Block& block, const Scratch<Ops>& s, const TileRows& tile, int64_t h,
                   const Part& part, float* scores, typename Ops::Elem* probabilities) {
   const int64_t begin = tile.begin + part.from;
   for (int64_t r = part.first; r < part.first + part.count; ++r) {
-    const int64_t i = h * block.rows() + r, kv_head = block.kv_head_begin + h;
-    ScoreOf score = {s.scales[h].score, p.softcap, 0.f, s.q_pos[r] - static_cast<float>(begin)};
-    if (p.alibi_slopes)
-      score.slope =
-          p.alibi_slopes[block.batch * p.alibi_stride_batch + kv_head * p.group + (block.row_begin + r) % p.group];
+    const int64_t i = h * s.head_rows + r;
+    const ScoreOf score = score_of(p, block, s, h, r, begin);
     const KvRange visible = {pd_max(s.visible[r].begin - begin, 0), pd_min(s.visible[r].end - begin, part.keys)};
     softmax_row<Ops>(scores + (r - part.first) * kMaxTile, part.keys, visible, score,
                      probabilities + (r - part.first) * kMaxTile, &s.m[i], s.l + i * kLanes, s.acc + i * s.width,
@@ -385,7 +393,7 @@ void attend_tile_dot(const Problem& p, const Block& block, const Scratch<Ops>& s
   }
   const auto each = [&](auto work) {
     for (int64_t h = 0; h < block.heads(); ++h)
-      for (int64_t i = 0; i < num_parts; ++i) work(h, parts[i], h * rows + parts[i].first);
+      for (int64_t i = 0; i < num_parts; ++i) work(h, parts[i], h * s.head_rows + parts[i].first);
   };
   const auto k_offset = [&](int64_t h) { return (block.kv_head_begin + h) * c.k_stride_head * Ops::kBytes; };
   const auto v_offset = [&](int64_t h) { return (block.kv_head_begin + h) * c.v_stride_head * Ops::kBytes; };
@@ -426,10 +434,10 @@ void attend_tile_packed(const Problem& p, const Block& block, const Scratch<Ops>
   const Cache& c = p.cache;
   const int64_t kv_head = block.kv_head_begin + h, rows = block.rows();
   pack_tile(p, s, tile, kv_head * c.k_stride_head * Ops::kBytes, kv_head * c.v_stride_head * Ops::kBytes);
-  for (int64_t first = 0; first < rows; first += kPackedBlock) {
-    const Part part = part_of(s, tile, first, pd_min(rows - first, kPackedBlock), kPanel);
+  for (int64_t first = 0; first < rows; first += Ops::kScoreRows) {
+    const Part part = part_of(s, tile, first, pd_min(rows - first, Ops::kScoreRows), kPanel);
     if (part.keys == 0) continue;
-    const int64_t row = h * rows + first;
+    const int64_t row = h * s.head_rows + first;
     packed_tile_scores<Ops>(s, part.count, s.q + row * s.depth, s.depth, s.keys, part.from, part.keys, nullptr, next);
     if (s.scales[h].with_qv)
       packed_tile_scores<Ops>(s, part.count, s.qv + row * s.width, s.width, s.value_keys, part.from, part.keys,
@@ -464,20 +472,22 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
 
   // Load the query
   load_queries<Ops>(p, block, request, p.q, p.q_stride_batch, p.q_stride_token, p.q_stride_head, p.head_dim,
-                    p.rotary.cos != nullptr, s.depth, s.row, s.q);
+                    p.rotary.cos != nullptr, s.depth, s.head_rows, s.row, s.q);
   if (p.qv)
     load_queries<Ops>(p, block, request, p.qv, p.qv_stride_batch, p.qv_stride_token, p.qv_stride_head, p.head_dim_v,
-                      false, s.width, s.row, s.qv);
-  for (int64_t i = 0; i < block.heads() * rows; ++i) s.m[i] = -INFINITY;
-  memset(s.l, 0, block.heads() * rows * kLanes * sizeof(float));
-  memset(s.acc, 0, block.heads() * rows * s.width * sizeof(float));
+                      false, s.width, s.head_rows, s.row, s.qv);
+  for (int64_t i = 0; i < block.heads() * s.head_rows; ++i) s.m[i] = -INFINITY;
+  memset(s.l, 0, block.heads() * s.head_rows * kLanes * sizeof(float));
+  memset(s.acc, 0, block.heads() * s.head_rows * s.width * sizeof(float));
 
   // For each tile and kv_head: score, update, add; meanwhile fetch the next tile
   Prefetcher fetch = {};
   while (tile->n > 0) {
     next->locate(p.cache, block.batch, tile->begin + tile->n, keys.end, pd_min(2 * tile->n, s.tile));
     if (!cached) start_fetch<Ops>(p, block, s, *tile, *next, fetch);
-    if (packed) {
+    if constexpr (Ops::kTiles) {
+      for (int64_t h = 0; h < block.heads(); ++h) Ops::attend_tile(p, block, s, *tile, h, fetch);
+    } else if (packed) {
       for (int64_t h = 0; h < block.heads(); ++h) attend_tile_packed<Ops>(p, block, s, *tile, h, fetch);
     } else {
       attend_tile_dot<Ops>(p, block, s, *tile, *next, fetch);
@@ -492,7 +502,7 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
   for (int64_t h = 0; h < block.heads(); ++h) {
     const int64_t kv_head = block.kv_head_begin + h;
     for (int64_t r = 0; r < rows; ++r) {
-      const int64_t i = h * rows + r;
+      const int64_t i = h * s.head_rows + r;
       const float l = add_lanes(load<DType::kFloat32>(s.l + i * kLanes));
       for (int64_t d = 0; d < s.width; d += Ops::kChunk) {
         f32v chunk[kChunkRegs];
@@ -502,7 +512,7 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
         memcpy(s.row + d, chunk, sizeof chunk);
       }
       if (partial) {
-        float* out = partial + i * (p.head_dim_v + 2);
+        float* out = partial + (h * rows + r) * (p.head_dim_v + 2);
         memcpy(out, s.row, p.head_dim_v * sizeof(float));
         out[p.head_dim_v] = s.m[i];
         out[p.head_dim_v + 1] = l;
@@ -536,7 +546,9 @@ inline void merge_partials(const Problem& p, const Block& block, int64_t num_spl
     }
 }
 
-inline Products products_f32(const Problem&) { return {"f32", OpsF32<DType::kFloat32>::kMinPackedRows}; }
+inline Products products_f32(const Problem&) {
+  return {"packed_f32", "in_place_f32", OpsF32<DType::kFloat32>::kMinPackedRows, OpsF32<DType::kFloat32>::kScoreRows};
+}
 
 inline int64_t scratch_bytes_f32(const Problem& p, const Block& block) {
   return Scratch<OpsF32<DType::kFloat32>>(p, block, nullptr).bytes;

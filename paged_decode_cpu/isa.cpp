@@ -5,8 +5,15 @@
 #include <string>
 #include <vector>
 
+#include "amx_permission.h"
+
 namespace paged_attn {
 namespace {
+
+const AmxPermission& amx() {
+  static const AmxPermission permission = request_amx();
+  return permission;
+}
 
 std::vector<const Kernel*> kernels_of_this_cpu() {
   std::vector<const Kernel*> kernels;
@@ -14,8 +21,13 @@ std::vector<const Kernel*> kernels_of_this_cpu() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi"))
-    kernels.push_back(&kAvx512Bf16Kernel);
+  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) {
+    if (amx().granted) kernels.push_back(&kAvx512AmxKernel);
+    // On Intel's processors vdpbf16ps is slower than the float32 instructions that do the same.
+    const bool intel = __builtin_cpu_is("intel");
+    kernels.push_back(intel ? &kAvx512IntelKernel : &kAvx512Bf16Kernel);
+    kernels.push_back(intel ? &kAvx512Bf16Kernel : &kAvx512IntelKernel);
+  }
   if (avx512) kernels.push_back(&kAvx512Kernel);
   if (avx2) kernels.push_back(&kAvx2Kernel);
 #endif
@@ -42,5 +54,7 @@ const Kernel& kernel_of_this_cpu() {
   static const Kernel& kernel = choose();
   return kernel;
 }
+
+const char* amx_refusal() { return amx().refusal; }
 
 }  // namespace paged_attn

@@ -9,4 +9,7 @@ namespace paged_attn {
 // Throws when PAGED_ATTN_CPU_ISA names none that this processor can run.
 const Kernel& kernel_of_this_cpu();
 
+// Why the matrix unit that this processor has may not be used; empty where it may, or where there is none.
+const char* amx_refusal();
+
 }  // namespace paged_attn

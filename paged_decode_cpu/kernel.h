@@ -34,15 +34,16 @@ struct TokenWrite {
   int64_t rotary_position;
 };
 
+// How the products of a problem are made: the names of the ways with many rows of a kv_head, on keys and values laid out
+// for it, and with few, on keys and values in place.
 struct Products {
-  const char* numbers;
-  int64_t min_packed_rows;
+  const char *packed, *in_place;
+  int64_t min_packed_rows;  // many begin here
+  int64_t row_step;         // rows that multiply together; blocks are cut into multiples of it
 };
 
 struct Kernel {
   const char* name;
-  // How the products of a problem hold numbers ("f32", or "bf16": pairs of bfloat16), and from how many rows of a
-  // kv_head on keys and values are laid out for the matrix product rather than read in place.
   Products (*products)(const Problem& problem);
   // Bytes of scratch memory that attend() wants for a block; 64-byte aligned.
   int64_t (*scratch_bytes)(const Problem& problem, const Block& block);
@@ -55,7 +56,7 @@ struct Kernel {
 };
 
 #if defined(__x86_64__)
-extern const Kernel kAvx512Bf16Kernel, kAvx512Kernel, kAvx2Kernel;
+extern const Kernel kAvx512AmxKernel, kAvx512IntelKernel, kAvx512Bf16Kernel, kAvx512Kernel, kAvx2Kernel;
 #endif
 extern const Kernel kPortableKernel;
 

@@ -9,13 +9,12 @@
 namespace paged_attn {
 namespace {
 
-// 8-bit numbers are bfloat16 numbers too.
-bool multiplies_bfloat16(const Problem& p) { return p.q_dtype == DType::kBFloat16 || dtype_bytes(p.q_dtype) == 1; }
-
 Products products(const Problem& p) {
   if (!multiplies_bfloat16(p)) return products_f32(p);
+  using Bf16 = OpsBf16<DType::kBFloat16>;
   const bool fp8 = dtype_bytes(p.cache.dtype) == 1;
-  return {"bf16", fp8 ? OpsBf16<DType::kFloat8E4M3>::kMinPackedRows : OpsBf16<DType::kBFloat16>::kMinPackedRows};
+  const int64_t min_packed_rows = fp8 ? OpsBf16<DType::kFloat8E4M3>::kMinPackedRows : Bf16::kMinPackedRows;
+  return {"packed_bf16", "in_place_bf16", min_packed_rows, Bf16::kScoreRows};
 }
 
 int64_t scratch_bytes(const Problem& p, const Block& block) {

@@ -16,6 +16,11 @@ struct OpsF32 {
   static constexpr int kBytes = dtype_bytes(kCacheType);
   static constexpr int kMaxDotRows = 4;                          // rows that share what is loaded
   static constexpr int kMinPackedRows = kLanes == 16 ? 24 : 12;  // from here on laying out keys and values pays
+  static constexpr int kScoreRows = 24;                          // rows whose scores are at hand together then
+  static constexpr int kStepRows = 6;                            // rows of one step of the matrix kernel
+  static constexpr int kRowStep = 1;                             // rows of a kv_head are filled to a multiple of it
+  static constexpr int kValueKeys = 1;                           // and the keys that the values' product takes
+  static constexpr bool kTiles = false;                          // whether Ops attends to packed keys in its own way
 
   static f32v dot(f32v acc, Reg a, Reg b) { return acc + a * b; }
   static Reg broadcast(const Elem* p) { return splat(*p); }

@@ -22,9 +22,9 @@ namespace {
 
 // Rows of one kv_head that walk over the keys together. Up to kSharedRows rows in all, the kv_heads
 // of a request share one walk over the pages (decode); beyond, each kv_head walks alone in blocks of
-// kBlockRows rows (prefill).
+// kBlockRows rows at most (prefill).
 constexpr int64_t kSharedRows = 256;
-constexpr int64_t kBlockRows = 240;
+constexpr int64_t kBlockRows = 256;
 constexpr int64_t kBlockFloats = int64_t(64) << 10;  // of accumulators in one block: a quarter of L2
 
 // Bytes of one slot, K and V, that one walk reads; more heads than that are shared out.
@@ -60,14 +60,16 @@ struct Plan {
 
 int64_t cost_of(const Block& b) { return (b.keys.end - b.keys.begin) * b.rows() * b.heads(); }
 
-void add_blocks(const Problem& p, int64_t b, int64_t max_heads, bool small, std::vector<Work>& works) {
+void add_blocks(const Problem& p, const Products& products, int64_t b, int64_t max_heads, bool small,
+                std::vector<Work>& works) {
   const Request r = request_of(p, b);
   const int64_t rows = r.q_len * p.group;
   if (rows == 0) return;
   const bool shared = rows * p.kv_heads <= kSharedRows;
   const int64_t head_bytes = (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
   const int64_t heads = shared ? pd_max(1, pd_min(max_heads, kSlotBytes / head_bytes)) : 1;
-  const int64_t block_rows = pd_max(24, pd_min(kBlockRows, kBlockFloats / p.head_dim_v / 24 * 24));
+  const int64_t most = pd_min(kBlockRows, kBlockFloats / p.head_dim_v), step = products.row_step;
+  const int64_t block_rows = pd_max(step, most / step * step);
   for (int64_t h = 0; h < p.kv_heads; h += heads)
     // The last rows of a causal problem see the most keys: they go first.
     for (int64_t end = rows; end > 0; end -= pd_min(end, block_rows)) {
@@ -102,7 +104,7 @@ Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
   const int64_t bytes = cached_bytes(p);
   const bool small = !p.deterministic && bytes < kResidentBytes;
   const int64_t max_heads = small ? pd_ceil_div(p.batch * p.kv_heads, threads) : p.kv_heads;
-  for (int64_t b = 0; b < p.batch; ++b) add_blocks(p, b, max_heads, small, plan.works);
+  for (int64_t b = 0; b < p.batch; ++b) add_blocks(p, kernel.products(p), b, max_heads, small, plan.works);
   int64_t total = 0;
   for (const Work& work : plan.works) total += cost_of(work.block);
   // Every item starts with keys that nothing has fetched: small ones are few.
@@ -214,17 +216,17 @@ std::string explain_attention(const Problem& p) {
     cost += cost_of(work.block);
     most_rows = pd_max(most_rows, work.block.rows());
   }
-  const std::string numbers = products.numbers;
   Explanation e;
+  if (const char* refusal = amx_refusal(); *refusal) e.why_not.emplace_back("tiles_bf16", refusal);
   if (packed_blocks > 0 && 2 * packed_cost >= cost) {
-    e.route = "packed_" + numbers;
+    e.route = products.packed;
   } else {
-    e.route = "in_place_" + numbers;
-    e.why_not.emplace_back("packed_" + numbers, packed_blocks > 0
-                                                    ? "most of the work is in blocks of fewer rows than it pays for"
-                                                    : "expected at least " + std::to_string(products.min_packed_rows) +
-                                                          " rows (q_len * group) of a kv_head in a block, got " +
-                                                          std::to_string(most_rows));
+    e.route = products.in_place;
+    e.why_not.emplace_back(products.packed, packed_blocks > 0
+                                                ? "most of the work is in blocks of fewer rows than it pays for"
+                                                : "expected at least " + std::to_string(products.min_packed_rows) +
+                                                      " rows (q_len * group) of a kv_head in a block, got " +
+                                                      std::to_string(most_rows));
   }
   e.plan = {{"threads", threads},
             {"blocks", static_cast<int64_t>(plan.works.size())},
@@ -242,6 +244,9 @@ void run_kv_write(const Problem& p) {
   write_tokens(p, kernel, place_tokens(p));
 }
 
-std::string instruction_set() { return kernel_of_this_cpu().name; }
+std::string instruction_set() {
+  const std::string name = kernel_of_this_cpu().name, refusal = amx_refusal();
+  return refusal.empty() ? name : name + " (no AMX: " + refusal + ")";
+}
 
 }  // namespace paged_attn

@@ -17,7 +17,11 @@ constexpr int kVectorRegisters = 32;
 constexpr int kVectorRegisters = 16;
 #endif
 
-constexpr int64_t kMaxTile = 128;                            // keys
+#ifndef PD_MAX_TILE
+#define PD_MAX_TILE 128
+#endif
+constexpr int64_t kMaxTile = PD_MAX_TILE;                    // keys
+constexpr int64_t kPaddedKeys = 32;                          // addresses of a tile are filled up to a multiple of it
 constexpr int kPackedRows = 6;                               // rows of one step of the matrix kernel
 constexpr int kPackedRegs = kVectorRegisters == 32 ? 4 : 2;  // and its columns, in registers
 constexpr int kPanel = kPackedRegs * kLanes;                 // and in numbers

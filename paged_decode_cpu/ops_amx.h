@@ -1,0 +1,262 @@
+// bfloat16 for the matrix unit of an Intel processor (AMX): many rows multiply in tiles of 16 rows x 32 elements.
+//
+//   tiles 4 5      left:  16 rows x 32 elements of queries or probabilities each
+//   tiles 6 7      right: 16 steps x 16 columns of keys or values each
+//   tiles 0 1 2 3  their four products, 16 x 16 floats each
+//
+// The panels of tile.h are what the right tiles want: a row of a tile is one step of a panel, 16 columns of it. All
+// tiles are whole: rows and keys are filled up (kRowStep, kValueKeys).
+//
+// The matrix unit works beside the vector units, so the rows go through in parts of kPartRows, one part behind the
+// other: between the tiles of the scores of one part and of the values of the part before the last stand, row by row,
+// the exponentials of the part in between.
+#pragma once
+
+#include "attend.h"
+#include "ops_bf16.h"
+
+namespace paged_attn {
+namespace {
+
+// What ldtilecfg reads.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// The matrix unit of this thread, for as long as it lives. Released, its 8 KiB need not be saved when threads change.
+struct TileUnit {
+  TileUnit() {
+    static constexpr TileConfig kConfig;
+    _tile_loadconfig(&kConfig);
+  }
+  ~TileUnit() { _tile_release(); }
+  TileUnit(const TileUnit&) = delete;
+};
+
+// The intrinsics do not tell the compiler what memory they read.
+[[gnu::always_inline]] inline void memory_is_read() { asm volatile("" ::: "memory"); }
+
+// 2^x with a relative error of 1e-7; 0 for -inf.
+inline f32v exp2_of_floor(f32v x) {
+  const f32v f = bit_cast<f32v>(_mm512_reduce_ps(bit_cast<__m512>(x), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
+  f32v p = splat(1.8671305e-3f);
+  p = p * f + 9.01702941e-3f;
+  p = p * f + 5.57999138e-2f;
+  p = p * f + 0.24016445f;
+  p = p * f + 0.693151312f;
+  p = p * f + 1.f;
+  return bit_cast<f32v>(_mm512_scalef_ps(bit_cast<__m512>(p), bit_cast<__m512>(x)));  // takes the floor of x
+}
+
+// softmax_row for scores that want only a factor, on n keys, filled up to whole pairs of registers.
+template <bool kMasked>
+inline void softmax_plain(const float* scores, int64_t n, KvRange visible, float factor, uint16_t* p, float* m,
+                          float* l, float* acc, int64_t width) {
+  const auto seen = [&](int64_t j) -> __mmask16 {
+    const int64_t begin = pd_min(pd_max(visible.begin - j, 0), 16), end = pd_min(pd_max(visible.end - j, 0), 16);
+    return static_cast<__mmask16>(((1u << end) - 1) & ~((1u << begin) - 1));
+  };
+  const auto score = [&](int64_t j) {
+    const f32v x = load<DType::kFloat32>(scores + j);
+    if constexpr (!kMasked) return x;
+    return bit_cast<f32v>(_mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen(j), bit_cast<__m512>(x)));
+  };
+  f32v top = splat(-INFINITY), top1 = top;
+  for (int64_t j = 0; j < n; j += 2 * kLanes) {
+    top = max(top, score(j));
+    top1 = max(top1, score(j + kLanes));
+  }
+  top = max(top, top1) * factor;
+  f32v sum = load<DType::kFloat32>(l), sum1 = f32v{};
+  if (any_above(top, splat(*m + kMaxLogProbability))) {
+    const float new_m = max_lanes(top), rescale = pd_rescale(*m, new_m);
+    *m = new_m;
+    sum *= rescale;
+    for (int64_t d = 0; d < width; d += kLanes)
+      store<DType::kFloat32>(acc + d, load<DType::kFloat32>(acc + d) * rescale);
+  }
+  const f32v base = splat(*m == -INFINITY ? 0.f : *m);
+  for (int64_t j = 0; j < n; j += 2 * kLanes) {
+    const f32v x = exp2_of_floor(score(j) * factor - base), x1 = exp2_of_floor(score(j + kLanes) * factor - base);
+    sum += x;
+    sum1 += x1;
+    _mm512_storeu_si512(p + j, (__m512i)_mm512_cvtne2ps_pbh(bit_cast<__m512>(x1), bit_cast<__m512>(x)));
+  }
+  store<DType::kFloat32>(l, sum + sum1);
+}
+
+// Turns the scores of a part into probabilities, some rows at every step of a product of other parts.
+template <class Ops>
+struct SoftmaxRows {
+  const Problem& problem;
+  const Block& block;
+  const Scratch<Ops>& s;
+  const TileRows& tile;
+  int64_t h;
+  Part part;
+  const float* scores;
+  uint16_t* probabilities;
+  int64_t done, per_step;
+
+  [[gnu::always_inline]] void step() {
+    const int64_t until = pd_min(part.count, done + per_step);
+    for (; done < until; ++done) row(part.first + done, done * kMaxTile);
+    memory_is_read();
+  }
+  void finish() {
+    per_step = part.count;
+    step();
+  }
+
+ private:
+  [[gnu::noinline]] void row(int64_t r, int64_t offset) {
+    const int64_t begin = tile.begin + part.from, i = h * s.head_rows + r, n = part.keys;
+    const KvRange visible = {pd_max(s.visible[r].begin - begin, 0), pd_min(s.visible[r].end - begin, n)};
+    float *m = &s.m[i], *l = s.l + i * kLanes, *acc = s.acc + i * s.width;
+    const ScoreOf score = score_of(problem, block, s, h, r, begin);
+    const bool plain = score.softcap == 0.f && score.slope == 0.f && score.scale > 0.f;
+    if (!plain)
+      return softmax_row<Ops>(const_cast<float*>(scores) + offset, n, visible, score, probabilities + offset, m, l, acc,
+                              s.width);
+    const bool whole = visible.begin <= 0 && visible.end == n && n % (2 * kLanes) == 0;
+    const auto softmax = whole ? softmax_plain<false> : softmax_plain<true>;
+    softmax(scores + offset, n, visible, score.scale * PD_LOG2E, probabilities + offset, m, l, acc, s.width);
+  }
+};
+
+template <DType kCacheType>
+struct OpsAmx : OpsBf16<kCacheType> {
+  using Elem = uint16_t;
+  static constexpr int kMinPackedRows = 1;
+  static constexpr int kPartRows = 32;
+  static constexpr int kScoreRows = 2 * kPartRows;
+  static constexpr int kStepRows = 32;
+  static constexpr int kRowStep = 16;
+  static constexpr int kValueKeys = 32;
+  static constexpr bool kTiles = true;
+
+  static constexpr int kTileSteps = 16;  // steps of one right tile
+
+  // c[16 * kRowTiles rows][16 * kColumnTiles columns] = (c, or 0) + a x b; strides in bytes.
+  template <int kRowTiles, int kColumnTiles, class Beside>
+  static void product(const Elem* a, int64_t a_stride, const Elem* b, int64_t steps, float* c, int64_t c_stride,
+                      bool add, Prefetcher& next, Beside& beside) {
+    constexpr int64_t kStride = kPanel * 4;
+    float *c1 = c + 16, *c2 = c + 16 * c_stride / 4, *c3 = c2 + 16;
+    if (add) {
+      _tile_loadd(0, c, c_stride);
+      if constexpr (kColumnTiles == 2) _tile_loadd(1, c1, c_stride);
+      if constexpr (kRowTiles == 2) _tile_loadd(2, c2, c_stride);
+      if constexpr (kRowTiles == 2 && kColumnTiles == 2) _tile_loadd(3, c3, c_stride);
+    } else {
+      _tile_zero(0);
+      if constexpr (kColumnTiles == 2) _tile_zero(1);
+      if constexpr (kRowTiles == 2) _tile_zero(2);
+      if constexpr (kRowTiles == 2 && kColumnTiles == 2) _tile_zero(3);
+    }
+    for (int64_t s = 0; s < steps; s += kTileSteps, a += 2 * kTileSteps, b += 2 * kTileSteps * kPanel) {
+      next.advance(kTileSteps * kColumnTiles / 4);
+      _tile_loadd(6, b, kStride);
+      _tile_loadd(4, a, a_stride);
+      _tile_dpbf16ps(0, 4, 6);
+      if constexpr (kColumnTiles == 2) {
+        _tile_loadd(7, b + 32, kStride);
+        _tile_dpbf16ps(1, 4, 7);
+      }
+      if constexpr (kRowTiles == 2) {
+        _tile_loadd(5, a + 8 * a_stride, a_stride);
+        _tile_dpbf16ps(2, 5, 6);
+      }
+      if constexpr (kRowTiles == 2 && kColumnTiles == 2) _tile_dpbf16ps(3, 5, 7);
+      beside.step();
+    }
+    _tile_stored(0, c, c_stride);
+    if constexpr (kColumnTiles == 2) _tile_stored(1, c1, c_stride);
+    if constexpr (kRowTiles == 2) _tile_stored(2, c2, c_stride);
+    if constexpr (kRowTiles == 2 && kColumnTiles == 2) _tile_stored(3, c3, c_stride);
+  }
+
+  template <int kRowTiles, class Beside>
+  static void columns_of(const Elem* a, int64_t a_stride, const Elem* b, int64_t panel_steps, int64_t steps,
+                         int64_t columns, float* c, int64_t c_stride, bool add, Prefetcher& next, Beside& beside) {
+    for (int64_t column = 0; column < columns; column += 32) {
+      const Elem* right = b + (column / kPanel * panel_steps * kPanel + column % kPanel) * 2;
+      if (columns - column >= 32) {
+        product<kRowTiles, 2>(a, a_stride, right, steps, c + column, c_stride, add, next, beside);
+      } else {
+        product<kRowTiles, 1>(a, a_stride, right, steps, c + column, c_stride, add, next, beside);
+      }
+    }
+  }
+
+  // As matrix() of tile.h, for at most kPartRows rows; whole tiles of rows are read and written.
+  template <class Beside>
+  [[gnu::noinline]] static void matrix(int64_t rows, const Elem* a, int64_t a_stride, const Elem* b,
+                                       int64_t panel_steps, int64_t steps, int64_t columns, float* c, int64_t c_stride,
+                                       bool add, Prefetcher& next, Beside& beside) {
+    memory_is_read();
+    if (rows > 16) {
+      columns_of<2>(a, a_stride * 2, b, panel_steps, steps, columns, c, c_stride * 4, add, next, beside);
+    } else {
+      columns_of<1>(a, a_stride * 2, b, panel_steps, steps, columns, c, c_stride * 4, add, next, beside);
+    }
+    memory_is_read();
+  }
+
+  using Softmax = SoftmaxRows<OpsAmx>;
+
+  static void scores_of(const Scratch<OpsAmx>& s, int64_t h, const Part& part, float* scores, Prefetcher& next,
+                        Softmax& beside) {
+    const int64_t row = h * s.head_rows + part.first, columns = round_up(part.keys, kLanes);
+    const auto multiply = [&](const Elem* q, int64_t depth, const Elem* keys, bool add) {
+      matrix(part.count, q + row * depth, depth, keys + part.from * depth, depth / 2, depth / 2, columns, scores,
+             kMaxTile, add, next, beside);
+    };
+    multiply(s.q, s.depth, s.keys, false);
+    if (!s.scales[h].with_qv) return;
+    for (int64_t r = 0; r < part.count; ++r)
+      for (int64_t j = r * kMaxTile; j < r * kMaxTile + columns; j += kLanes)
+        store<DType::kFloat32>(scores + j, load<DType::kFloat32>(scores + j) * s.scales[h].qv_carry);
+    multiply(s.qv, s.width, s.value_keys, true);
+  }
+
+  static void values_of(const Scratch<OpsAmx>& s, int64_t h, const Part& part, const Elem* p, Prefetcher& next,
+                        Softmax& beside) {
+    matrix(part.count, p, kMaxTile, s.values + part.from * kPanel, s.tile / 2, round_up(part.keys, kValueKeys) / 2,
+           s.width, s.acc + (h * s.head_rows + part.first) * s.width, s.width, true, next, beside);
+  }
+
+  static int64_t products_of(const Scratch<OpsAmx>& s, const Part& part) {
+    return pd_ceil_div(part.keys, 32) * (s.depth + s.width) / 32;
+  }
+
+  static void attend_tile(const Problem& p, const Block& block, const Scratch<OpsAmx>& s, const TileRows& tile,
+                          int64_t h, Prefetcher& next) {
+    const Cache& c = p.cache;
+    const int64_t kv_head = block.kv_head_begin + h, rows = block.rows();
+    pack_tile(p, s, tile, kv_head * c.k_stride_head * OpsAmx::kBytes, kv_head * c.v_stride_head * OpsAmx::kBytes);
+    const auto scores = [&](int64_t i) { return s.scores + i % 2 * kPartRows * kMaxTile; };
+    const auto probabilities = [&](int64_t i) { return s.p + i % 2 * kPartRows * kMaxTile; };
+    Part part = {}, last = {}, before = {};  // the parts whose scores, exponentials and values come now
+    for (int64_t first = 0, i = 0; first < rows || part.count > 0 || last.count > 0; ++i) {
+      before = last;
+      last = part;
+      part = {};
+      for (; first < rows && part.keys == 0; first += kPartRows)
+        part = part_of(s, tile, first, pd_min(rows - first, kPartRows), kPanel);
+      if (part.keys == 0) part.count = 0;
+      const int64_t products = pd_max(1, (part.count > 0 ? products_of(s, part) : 0) / 2 +
+                                             (before.count > 0 ? products_of(s, before) : 0) / 2);
+      Softmax softmax = {p, block, s, tile, h, last, scores(i + 1), probabilities(i + 1), 0,
+                         pd_ceil_div(last.count, products)};
+      if (part.count > 0) scores_of(s, h, part, scores(i), next, softmax);
+      if (before.count > 0) values_of(s, h, before, probabilities(i), next, softmax);
+      softmax.finish();
+    }
+  }
+};
+
+}  // namespace
+}  // namespace paged_attn
