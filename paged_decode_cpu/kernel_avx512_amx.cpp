@@ -17,24 +17,24 @@ namespace {
 #endif
 
 bool in_tiles(const Problem& p, const Block& block) {
-  return p.q_dtype == DType::kBFloat16 && block.rows() >= PD_MIN_TILE_ROWS;
+  return multiplies_bfloat16(p) && block.rows() >= PD_MIN_TILE_ROWS;
 }
 
 bool looked_up(const Problem& p, const Block& block) {
-  return p.q_dtype == DType::kBFloat16 && dtype_bytes(p.cache.dtype) == 1 &&
+  return multiplies_bfloat16(p) && dtype_bytes(p.cache.dtype) == 1 &&
          block.rows() < OpsBf16<DType::kFloat8E4M3>::kMinPackedRows;
 }
 
 Products products(const Problem& p) {
   Products products = products_f32(p);
-  if (p.q_dtype != DType::kBFloat16 || dtype_bytes(p.cache.dtype) != 1) return products;
+  if (!multiplies_bfloat16(p) || dtype_bytes(p.cache.dtype) != 1) return products;
   products.in_place = "in_place_bf16";
   products.min_packed_rows = OpsBf16<DType::kFloat8E4M3>::kMinPackedRows;
   return products;
 }
 
 Products products_amx(const Problem& p) {
-  if (p.q_dtype != DType::kBFloat16) return products_f32(p);
+  if (!multiplies_bfloat16(p)) return products_f32(p);
   return {"tiles_bf16", products(p).in_place, PD_MIN_TILE_ROWS, OpsAmx<DType::kBFloat16>::kPartRows};
 }
 
