@@ -34,8 +34,8 @@ struct TokenWrite {
   int64_t rotary_position;
 };
 
-// How the products of a problem are made: the names of the ways with many rows of a kv_head, on keys and values laid out
-// for it, and with few, on keys and values in place.
+// How the products of a problem are made: the names of the ways with many rows of a kv_head, on keys and values laid
+// out for it, and with few, on keys and values in place.
 struct Products {
   const char *packed, *in_place;
   int64_t min_packed_rows;  // many begin here

@@ -1,6 +1,6 @@
 // The attention loop for Intel's processors with AVX-512 BF16 and VBMI, where vdpbf16ps is slower than the float32
-// instructions that do the same: bfloat16 is multiplied in tiles (AMX) or widened, and vdpbf16ps serves only few rows on
-// an 8-bit cache, which it looks up faster.
+// instructions that do the same: bfloat16 is multiplied in tiles (AMX) or widened, and vdpbf16ps serves only few rows
+// on an 8-bit cache, which it looks up faster.
 #if defined(__x86_64__)
 #define PD_LANES 16
 #include "attend.h"
@@ -69,8 +69,8 @@ void attend_amx(const Problem& p, const Block& block, KvRange keys, char* memory
 }  // namespace
 
 const Kernel kAvx512IntelKernel = {"avx512_intel", products, scratch_bytes, attend, merge_partials, write_token};
-const Kernel kAvx512AmxKernel = {"avx512_amx",   products_amx, scratch_bytes_amx, attend_amx, merge_partials,
-                                 write_token};
+const Kernel kAvx512AmxKernel = {"avx512_amx", products_amx,   scratch_bytes_amx,
+                                 attend_amx,   merge_partials, write_token};
 
 }  // namespace paged_attn
 #endif

@@ -247,10 +247,10 @@ struct OpsAmx : OpsBf16<kCacheType> {
       for (; first < rows && part.keys == 0; first += kPartRows)
         part = part_of(s, tile, first, pd_min(rows - first, kPartRows), kPanel);
       if (part.keys == 0) part.count = 0;
-      const int64_t products = pd_max(1, (part.count > 0 ? products_of(s, part) : 0) / 2 +
-                                             (before.count > 0 ? products_of(s, before) : 0) / 2);
-      Softmax softmax = {p, block, s, tile, h, last, scores(i + 1), probabilities(i + 1), 0,
-                         pd_ceil_div(last.count, products)};
+      const int64_t products = pd_max(
+          1, (part.count > 0 ? products_of(s, part) : 0) / 2 + (before.count > 0 ? products_of(s, before) : 0) / 2);
+      Softmax softmax = {
+          p, block, s, tile, h, last, scores(i + 1), probabilities(i + 1), 0, pd_ceil_div(last.count, products)};
       if (part.count > 0) scores_of(s, h, part, scores(i), next, softmax);
       if (before.count > 0) values_of(s, h, before, probabilities(i), next, softmax);
       softmax.finish();
