@@ -20,6 +20,8 @@
 namespace paged_attn {
 namespace {
 
+constexpr int64_t kBlockRows = 240;  // of one block on packed keys
+
 constexpr int64_t kMemoryPage = 4096;  // the smallest piece of memory with a translation of its own
 
 // Probabilities are relative to a score that may lie this much (in log2) below the largest one: a row changes it once
@@ -547,7 +549,8 @@ inline void merge_partials(const Problem& p, const Block& block, int64_t num_spl
 }
 
 inline Products products_f32(const Problem&) {
-  return {"packed_f32", "in_place_f32", OpsF32<DType::kFloat32>::kMinPackedRows, OpsF32<DType::kFloat32>::kScoreRows};
+  return {"packed_f32", "in_place_f32", OpsF32<DType::kFloat32>::kMinPackedRows, OpsF32<DType::kFloat32>::kScoreRows,
+          kBlockRows};
 }
 
 inline int64_t scratch_bytes_f32(const Problem& p, const Block& block) {

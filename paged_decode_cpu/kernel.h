@@ -39,7 +39,8 @@ struct TokenWrite {
 struct Products {
   const char *packed, *in_place;
   int64_t min_packed_rows;  // many begin here
-  int64_t row_step;         // rows that multiply together; blocks are cut into multiples of it
+  int64_t row_step;         // rows that multiply together; blocks are cut into multiples of it,
+  int64_t most_rows;        // of so many rows at most
 };
 
 struct Kernel {

@@ -16,6 +16,9 @@ namespace {
 #define PD_MIN_TILE_ROWS 8
 #endif
 
+// One head's keys lie so far apart that a few sets of L2 must hold them: they come from L3 for every block.
+constexpr int64_t kTileBlockRows = 512;
+
 bool in_tiles(const Problem& p, const Block& block) {
   return multiplies_bfloat16(p) && block.rows() >= PD_MIN_TILE_ROWS;
 }
@@ -35,7 +38,7 @@ Products products(const Problem& p) {
 
 Products products_amx(const Problem& p) {
   if (!multiplies_bfloat16(p)) return products_f32(p);
-  return {"tiles_bf16", products(p).in_place, PD_MIN_TILE_ROWS, OpsAmx<DType::kBFloat16>::kPartRows};
+  return {"tiles_bf16", products(p).in_place, PD_MIN_TILE_ROWS, OpsAmx<DType::kBFloat16>::kPartRows, kTileBlockRows};
 }
 
 int64_t scratch_bytes(const Problem& p, const Block& block) {

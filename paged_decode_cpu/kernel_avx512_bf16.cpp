@@ -14,7 +14,7 @@ Products products(const Problem& p) {
   using Bf16 = OpsBf16<DType::kBFloat16>;
   const bool fp8 = dtype_bytes(p.cache.dtype) == 1;
   const int64_t min_packed_rows = fp8 ? OpsBf16<DType::kFloat8E4M3>::kMinPackedRows : Bf16::kMinPackedRows;
-  return {"packed_bf16", "in_place_bf16", min_packed_rows, Bf16::kScoreRows};
+  return {"packed_bf16", "in_place_bf16", min_packed_rows, Bf16::kScoreRows, kBlockRows};
 }
 
 int64_t scratch_bytes(const Problem& p, const Block& block) {

@@ -21,10 +21,8 @@ namespace paged_attn {
 namespace {
 
 // Rows of one kv_head that walk over the keys together. Up to kSharedRows rows in all, the kv_heads
-// of a request share one walk over the pages (decode); beyond, each kv_head walks alone in blocks of
-// kBlockRows rows at most (prefill).
+// of a request share one walk over the pages (decode); beyond, each kv_head walks alone in blocks (prefill).
 constexpr int64_t kSharedRows = 256;
-constexpr int64_t kBlockRows = 256;
 constexpr int64_t kBlockFloats = int64_t(64) << 10;  // of accumulators in one block: a quarter of L2
 
 // Bytes of one slot, K and V, that one walk reads; more heads than that are shared out.
@@ -68,7 +66,7 @@ void add_blocks(const Problem& p, const Products& products, int64_t b, int64_t m
   const bool shared = rows * p.kv_heads <= kSharedRows;
   const int64_t head_bytes = (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
   const int64_t heads = shared ? pd_max(1, pd_min(max_heads, kSlotBytes / head_bytes)) : 1;
-  const int64_t most = pd_min(kBlockRows, kBlockFloats / p.head_dim_v), step = products.row_step;
+  const int64_t most = pd_min(products.most_rows, kBlockFloats / p.head_dim_v), step = products.row_step;
   const int64_t block_rows = pd_max(step, most / step * step);
   for (int64_t h = 0; h < p.kv_heads; h += heads)
     // The last rows of a causal problem see the most keys: they go first.

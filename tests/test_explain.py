@@ -65,10 +65,13 @@ class TestCpu:
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
     def test_products(self, paged_attn, device, dtype):
-        numbers = "bf16" if dtype == "bfloat16" and "bf16" in paged_attn.cpu_isa() else "f32"
+        isa = paged_attn.cpu_isa().split()[0]
+        numbers = "bf16" if dtype == "bfloat16" and isa == "avx512_bf16" else "f32"
+        packed = "tiles_bf16" if dtype == "bfloat16" and isa == "avx512_amx" else f"packed_{numbers}"
         few, many = (explain(paged_attn, cases.build(Case(q_len=n, dtype=dtype))) for n in (1, 40))
         assert few.route == f"in_place_{numbers}"
-        assert "rows (q_len * group) of a kv_head in a block, got 2" in few.why_not[f"packed_{numbers}"]
+        assert "rows (q_len * group) of a kv_head in a block, got 2" in few.why_not[packed]
+        assert many.route == packed
         assert few.plan["packed_blocks"] == 0
         assert many.plan["packed_blocks"] == many.plan["blocks"] == 4
 
