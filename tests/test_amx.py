@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from cases import Case
 from compare import check
-from test_isa import ASK, CASES, FILES, available, cpu_flags
+from test_isa import ASK, available, cpu_flags
 
 TESTS = Path(__file__).resolve().parent
 BUILD_TOOL = TESTS.parent / "tools" / "local_build.py"
@@ -70,11 +70,13 @@ LARGE = {
 }
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("case", list(edges()), ids=str)
 def test_edges_of_tiles(paged_attn, device, case):
     check(paged_attn, case, device)
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("name", LARGE)
 def test_many_tiles(paged_attn, device, name):
     check(paged_attn, LARGE[name], device)
@@ -109,18 +111,19 @@ def run(environment, *command):
     return subprocess.run([sys.executable, *command], env=environment, cwd=TESTS, capture_output=True, text=True)
 
 
+@pytest.mark.runs_tests
 def test_cases_in_emulated_tiles(emulated):
-    files = [*FILES, f"{Path(__file__).name}::test_edges_of_tiles", f"{Path(__file__).name}::test_many_tiles"]
-    picked = f"{CASES} or test_edges_of_tiles or test_many_tiles"
-    ran = run(emulated, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-k", picked, *files)
+    ran = run(emulated, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-m", "every_isa")
     assert ran.returncode == 0, ran.stdout[-6000:]
 
 
+@pytest.mark.runs_tests
 def test_emulated_path_is_the_default(emulated):
     asked = run(emulated, "-c", ASK)
     assert asked.stdout.strip() == "avx512_amx", asked.stderr
 
 
+@pytest.mark.runs_tests
 def test_refused_permission(emulated):
     """Where Linux refuses tiles the next path is taken, and says why."""
     asked = run(emulated | {"PAGED_ATTN_EMULATED_AMX": "refused"}, "-c", ASK)
@@ -129,6 +132,7 @@ def test_refused_permission(emulated):
     assert reason == "(no AMX: the operating system refused the permission to use tiles)"
 
 
+@pytest.mark.runs_tests
 def test_forced_without_permission(emulated):
     """What was asked for by name and cannot be had is an error."""
     asked = run(emulated | {"PAGED_ATTN_EMULATED_AMX": "refused", "PAGED_ATTN_CPU_ISA": "avx512_amx"}, "-c", ASK)
