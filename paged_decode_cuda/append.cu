@@ -39,7 +39,7 @@ void append_tokens(const Problem& p, bool rotates, void* rotated_q, const Contex
   plan.seqlen_new = FastDivisor(pd_max(p.append.seqlen_new, 1));
   plan.total_new = p.append.total_new;
   plan.rotated_q = rotated_q;
-  plan.moving_queries = p.window_left >= 0 || p.window_right >= 0 || p.attention_chunk > 0;
+  plan.moving_queries = is_local(p);
   const int64_t tokens = p.append.total_new + (rotates ? p.total_q : 0);
   if (tokens == 0 || p.batch == 0) return;  // tokens of no request
   if (rotates || !fits_copy_kernel(p)) {

@@ -41,12 +41,12 @@ std::string unsupported_reason(const Problem& p) {
   // Rows, and the most tiles of rows that a route cuts them into, are counted in 32 bits.
   const int64_t rows = p.total_q * p.group, tiles = (rows / kFallbackWarps + p.batch) * p.kv_heads;
   constexpr int64_t kMost = INT32_MAX - 64;
-  if (p.batch <= kMost && rows <= kMost && tiles <= kMost && capacity(p) < kMaxKeys) return "";
+  if (p.batch <= kMost && rows <= kMost && tiles <= kMost && capacity_of(p) < kMaxKeys) return "";
   return "cuda: expected sizes below 2^31 (batch, total_q * group, total_q * q_heads / 4 + batch * kv_heads) and of "
          "2^30 "
          "(keys of one request), got " +
          std::to_string(p.batch) + ", " + std::to_string(rows) + ", " + std::to_string(tiles) + ", " +
-         std::to_string(capacity(p));
+         std::to_string(capacity_of(p));
 }
 
 void run_attention(const Problem& problem) {

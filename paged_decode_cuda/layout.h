@@ -13,11 +13,6 @@ constexpr int64_t kMaxKeys = int64_t{1} << 30;  // of one request: sums of two p
 inline bool aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
 inline bool aligned(int64_t stride, int64_t bytes) { return stride * bytes % 16 == 0; }
 
-// Keys that the cache can hold for one request.
-inline int64_t capacity(const Problem& p) {
-  return p.cache.block_table ? p.cache.max_pages * p.cache.page_size : p.cache.page_size;
-}
-
 // Dimensions of an output row in groups of four, as partials are stored.
 inline int64_t output_quads(const Problem& p) { return pd_ceil_div(p.head_dim_v, 4); }
 

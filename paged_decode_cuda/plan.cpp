@@ -14,7 +14,7 @@ void plan_tables(const Problem& p, int tile_shift, Plan& plan) {
   plan.chunk = FastDivisor(pd_max(p.attention_chunk, 1));
   plan.blocks_each.divisor = 0;
   plan.partial_quads = static_cast<int32_t>(output_quads(p));
-  plan.max_keys = static_cast<int32_t>(capacity(p));
+  plan.max_keys = static_cast<int32_t>(capacity_of(p));
   plan.max_pages = p.cache.block_table ? static_cast<int32_t>(p.cache.max_pages) : 0;
   plan.whole_runs = p.cache.block_table && p.cache.page_size % kRunKeys == 0;
 }
@@ -36,7 +36,7 @@ int64_t packed_tiles(const Problem& p, int row_shift) {
 }
 
 void plan_fixed_splits(const Problem& p, int split_keys, int64_t limit, Plan& plan) {
-  const int64_t keys = pd_max(capacity(p), 1);
+  const int64_t keys = pd_max(capacity_of(p), 1);
   const int64_t pairs = plan.items * p.kv_heads;
   int64_t splits = pd_min(pd_ceil_div(keys, split_keys), limit);
   if (p.num_splits > 0) splits = pd_min(p.num_splits, pd_ceil_div(keys, int64_t{1} << plan.tile_shift));

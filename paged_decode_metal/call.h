@@ -39,9 +39,6 @@ struct Call {
 
 constexpr int64_t kMaxKeys = int64_t{1} << 30;  // of a request; positions and their sums fit into 32 bits
 
-// Keys that the cache can hold for one request.
-int64_t capacity_of(const Problem& problem);
-
 // Everything that writing and attending have in common.
 Call shared_call(const Problem& problem);
 

@@ -79,17 +79,13 @@ Arguments arguments_of(const Problem& p) {
       .total_new = int32(n.total_new),
       .rotary_dim = int32(p.rotary.rotary_dim),
       .rotary_len = position(p.rotary.rotary_len),
-      .moving_queries = p.window_left >= 0 || p.window_right >= 0 || p.attention_chunk > 0,
+      .moving_queries = is_local(p),
       .scale = p.scale,
       .softcap = p.softcap < kMinSoftcap ? kMinSoftcap : p.softcap,
   };
 }
 
 }  // namespace
-
-int64_t capacity_of(const Problem& p) {
-  return p.cache.block_table ? p.cache.max_pages * p.cache.page_size : p.cache.page_size;
-}
 
 Call shared_call(const Problem& p) {
   const Cache& c = p.cache;

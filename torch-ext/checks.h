@@ -59,12 +59,15 @@ struct Dim {
 
 // The tensor that fixes the device of a call (and the dtype of much of it).
 struct Like {
-  const Tensor& tensor;
   const char* name;
+  ScalarType dtype;
+  torch::stable::Device device;
+
+  Like(const Tensor& t, const char* tensor_name) : name(tensor_name), dtype(t.scalar_type()), device(t.device()) {}
 };
 
 inline void check_device(const Tensor& t, const char* name, const Like& like) {
-  if (t.device() != like.tensor.device())
+  if (t.device() != like.device)
     fail(std::string(name) + ": expected a tensor on the device of " + like.name + ", got one on another device");
 }
 
@@ -72,7 +75,8 @@ inline void check_device(const Tensor& t, const char* name, const Like& like) {
 inline void check(const Tensor& t, const char* name, std::initializer_list<ScalarType> dtypes,
                   std::initializer_list<Dim*> shape, const Like& like) {
   bool ok = false;
-  for (ScalarType type : dtypes) ok |= t.scalar_type() == type;
+  const ScalarType dtype = t.scalar_type();
+  for (ScalarType type : dtypes) ok |= dtype == type;
   ok = ok && t.dim() == static_cast<int64_t>(shape.size());
   int64_t i = 0;
   for (Dim* dim : shape) {

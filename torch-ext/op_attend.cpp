@@ -46,11 +46,11 @@ void check_queries(const AttendArguments& a, const Like& q, Sizes& s, QuerySizes
   p->q = address<const void>(*a.q);
   p->q_stride_token = a.q->stride(token);
   p->q_stride_head = a.q->stride(token + 1);
-  p->q_dtype = dtype_of(a.q->scalar_type());
+  p->q_dtype = dtype_of(q.dtype);
 }
 
 void check_results(const AttendArguments& a, const Like& q, Sizes& s, QuerySizes& n, Problem* p) {
-  const ScalarType q_type = a.q->scalar_type(), type = is_8bit(q_type) ? ScalarType::BFloat16 : q_type;
+  const ScalarType type = is_8bit(q.dtype) ? ScalarType::BFloat16 : q.dtype;
   if (a.cu_seqlens_q) {
     check(*a.out, "out", {type}, {&n.total_q, &s.q_heads, &s.head_dim_v}, q);
     if (a.lse) check(*a.lse, "softmax_lse", kFloat32, {&s.q_heads, &n.total_q}, q);
@@ -71,7 +71,7 @@ void check_results(const AttendArguments& a, const Like& q, Sizes& s, QuerySizes
 // The queries of multi-head latent attention that meet the values.
 void check_qv(const AttendArguments& a, const Like& q, Sizes& s, QuerySizes& n, Problem* p) {
   if (!a.qv) return;
-  const ScalarType type = a.q->scalar_type();
+  const ScalarType type = q.dtype;
   if (a.cu_seqlens_q) {
     check(*a.qv, "qv", {type}, {&n.total_q, &s.q_heads, &s.head_dim_v}, q);
   } else {
@@ -92,7 +92,7 @@ void check_new_tokens(const AttendArguments& a, const Like& q, Sizes& s, Problem
   if (!a.cu_seqlens_k_new && a.k->dim() != 4)
     fail("k: expected [batch, seqlen_new, kv_heads, head_dim] (or cu_seqlens_k_new with it), got " + shape_str(*a.k));
   if (!a.cache_seqlens) fail("cache_seqlens: expected where to append k and v, got None");
-  const ScalarType type = a.q->scalar_type(), cache_type = a.k_cache->scalar_type();
+  const ScalarType type = q.dtype, cache_type = a.k_cache->scalar_type();
   if (is_8bit(type) && type != cache_type)
     fail(std::string("k: expected the dtype of k_cache (") + str(cache_type) +
          ") with an 8-bit q, for its numbers are stored as they are; got " + str(a.k->scalar_type()));
@@ -129,7 +129,7 @@ void check_rotary(const AttendArguments& a, const Like& q, Sizes& s, Problem* p)
   if (!a.rotary_cos && !a.rotary_sin) return;
   if (!a.rotary_cos || !a.rotary_sin) fail("rotary_cos and rotary_sin: expected both or neither, got only one of them");
   if (!a.k) fail("rotary_cos: expected new keys (k and v) to rotate, got k = None");
-  const ScalarType type = a.q->scalar_type();
+  const ScalarType type = q.dtype;
   if (is_8bit(type)) fail(std::string("rotary_cos: expected None with an 8-bit q (") + str(type) + "), got a tensor");
   Dim rotary_len("rotary_len"), half("rotary_dim / 2");
   check(*a.rotary_cos, "rotary_cos", {type}, {&rotary_len, &half}, q);
@@ -181,7 +181,7 @@ void check_scores(const AttendArguments& a, const Like& q, Sizes& s, Problem* p)
 
 // Checks everything but what only the values of tensors tell.
 Problem problem_of(const AttendArguments& a) {
-  const Like q = {*a.q, "q"};
+  const Like q(*a.q, "q");
   Sizes sizes;
   QuerySizes queries;
   Problem p = {};

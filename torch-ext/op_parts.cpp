@@ -28,7 +28,7 @@ DescaleTable check_descale(const Tensor* t, const char* name, const Sizes& sizes
 namespace {
 
 void check_cache_dtype(ScalarType type, const Like& like) {
-  const ScalarType wanted = like.tensor.scalar_type();
+  const ScalarType wanted = like.dtype;
   if (type == wanted || is_8bit(type)) return;
   std::string message = std::string("k_cache: expected the dtype of ") + like.name + " (" + str(wanted) +
                         ") or float8_e4m3fn or float8_e5m2, got " + str(type);
@@ -105,7 +105,7 @@ Cache check_cache(const CacheArguments& a, const Like& like, Sizes& s) {
 Append check_append(const Tensor& k, const Tensor& v, const Tensor* cu_seqlens_k_new, const Like& like, Sizes& s) {
   Append a = {};
   Dim seqlen_new("seqlen_new"), total_new("total_new");
-  const ScalarType type = like.tensor.scalar_type();
+  const ScalarType type = like.dtype;
   if (k.dim() == 3) {
     check(k, "k", {type}, {&total_new, &s.kv_heads, &s.head_dim}, like);
     check(v, "v", {type}, {&total_new, &s.kv_heads, &s.head_dim_v}, like);

@@ -47,11 +47,11 @@ void check_positions(const WriteArguments& a, const Like& like, Sizes& s, Proble
 
 void kv_paged_write(const WriteArguments& a) {
   const OnDeviceOf guard(*a.k);
-  const Like like = {*a.k, "k"};
+  const Like like(*a.k, "k");
   Sizes s;
   Problem p = {};
   check_grouping(a, s);
-  const ScalarType type = a.k->scalar_type();
+  const ScalarType type = like.dtype;
   if (type != ScalarType::Float && type != ScalarType::Half && type != ScalarType::BFloat16)
     fail(std::string("k: expected float32, float16 or bfloat16, got ") + str(type));
   p.append = check_append(*a.k, *a.v, a.cu_seqlens_k_new, like, s);

@@ -52,7 +52,7 @@ const char* balanced_why_not(const Problem& p, const RowTiles& tiles) {
   if (p.num_splits != 0) return "num_splits fixes the cuts";
   if (p.deterministic) return "deterministic fixes the cuts";
   if (p.batch * tiles.each > kMaxBalancedItems) return "there are more than 1024 tiles of rows";
-  const int64_t most = (capacity(p) >> tiles.instance.tile_shift) + 2 + kPairCost;
+  const int64_t most = (capacity_of(p) >> tiles.instance.tile_shift) + 2 + kPairCost;
   if (p.batch * tiles.each * p.kv_heads * most > INT32_MAX) return "there are more tiles of keys than 32 bits count";
   if (tiles.surplus * p.kv_heads > INT32_MAX / 2) return "there are more tiles of rows than 32 bits count";
   return "";
@@ -144,7 +144,7 @@ void plan_balanced(const Problem& p, const RowTiles& tiles, const DeviceLimits& 
   Plan& work = plan.work;
   plan_direct_rows(p, tiles.instance.row_shift, tiles.each, work);
   const int64_t pairs = work.items * p.kv_heads;
-  const int64_t units = pairs * pd_ceil_div(capacity(p), int64_t{1} << tiles.instance.tile_shift);
+  const int64_t units = pairs * pd_ceil_div(capacity_of(p), int64_t{1} << tiles.instance.tile_shift);
   // No more pairs than multiprocessors: most are cut. With more of them, all warps of a big block would
   // meet too often. Only where results may depend on the batch, as the number of warps decides the order of sums.
   const bool few = pairs <= limits.processors && most_warps(tiles.instance, limits) > tiles.instance.warps;

@@ -7,7 +7,6 @@ the shortest way: an operator of its own with nine arguments, all by position.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 import torch
 
@@ -20,34 +19,26 @@ _append_and_attend = ops.flash_attn_with_kvcache_append.default
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-class Features(NamedTuple):
-    """The last arguments of the operators, in their order: what a plain call does not ask for."""
-
-    cu_seqlens_q: torch.Tensor | None = None
-    cu_seqlens_k: torch.Tensor | None = None
-    cu_seqlens_k_new: torch.Tensor | None = None
-    softcap: float = 0.0
-    num_splits: int = 0
-    deterministic: bool = False
-    cache_batch_idx: torch.Tensor | None = None
-    cache_leftpad: torch.Tensor | None = None
-    alibi_slopes: torch.Tensor | None = None
-    s_aux: torch.Tensor | None = None
-    attention_chunk: int = 0
-    qv: torch.Tensor | None = None
-    q_descale: torch.Tensor | None = None
-    k_descale: torch.Tensor | None = None
-    v_descale: torch.Tensor | None = None
-    rotary_cos: torch.Tensor | None = None
-    rotary_sin: torch.Tensor | None = None
-    rotary_interleaved: bool = True
-    rotary_seqlens: torch.Tensor | None = None
+def ordered(
+    *, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None, softcap=0.0, num_splits=0, deterministic=False,
+    cache_batch_idx=None, cache_leftpad=None, alibi_slopes=None, s_aux=None, attention_chunk=0, qv=None, q_descale=None,
+    k_descale=None, v_descale=None, rotary_cos=None, rotary_sin=None, rotary_interleaved=True, rotary_seqlens=None,
+):  # fmt: skip
+    """What a plain call does not ask for, in the order of the operators. (A plain function: a class of such tuples would
+    take longer.)"""
+    return (
+        cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, softcap, num_splits, deterministic, cache_batch_idx,
+        cache_leftpad, alibi_slopes, s_aux, attention_chunk, qv, q_descale, k_descale, v_descale, rotary_cos, rotary_sin,
+        rotary_interleaved, rotary_seqlens,
+    )  # fmt: skip
 
 
-_NO_FEATURES = Features()
+_NO_FEATURES = ordered()
 
 # The schemas fix the order (torch-ext/arguments.h); the one copy of it here is checked.
-assert tuple(argument.name for argument in _attend._schema.arguments)[-len(_NO_FEATURES) :] == Features._fields
+_ORDER = tuple(argument.name for argument in _attend._schema.arguments)[-len(_NO_FEATURES) :]
+assert ordered(**{name: name for name in _ORDER}) == _ORDER
+_CU_SEQLENS_Q, _S_AUX, _QV = (_ORDER.index(name) for name in ("cu_seqlens_q", "s_aux", "qv"))
 
 # Keywords of other kernels that callers pass as a matter of course. Hints never change a result, so any value is fine.
 # Of the rest we have nothing, so they may only say that nothing is asked for: None, False, or the number given here.
@@ -67,9 +58,9 @@ def run(
 ):  # fmt: skip
     """Fills defaults, allocates the results and calls the operator; every check of a tensor is there. `features`:
     None where none is asked for."""
-    qv = None if features is None else features.qv
+    qv = None if features is None else features[_QV]
     if torch.is_grad_enabled():
-        s_aux = None if features is None else features.s_aux
+        s_aux = None if features is None else features[_S_AUX]
         refuse_grad("q k_cache v_cache k v qv s_aux", q, k_cache, v_cache, k, v, qv, s_aux)
     q_shape, v_shape = q.shape, v_cache.shape
     if len(q_shape) < 3 or len(v_shape) < 3:
@@ -77,8 +68,8 @@ def run(
         raise ValueError(f"{name}: expected a tensor of 3 or 4 dimensions, got shape {tuple(shape)}")
     head_dim, head_dim_v = q_shape[-1], v_shape[-1]
     if isinstance(cache_seqlens, int):
-        packed = features is not None and features.cu_seqlens_q is not None
-        batch = features.cu_seqlens_q.shape[0] - 1 if packed else q_shape[0]
+        cu_seqlens_q = None if features is None else features[_CU_SEQLENS_Q]
+        batch = q_shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     if softmax_scale is None:
         softmax_scale = (head_dim if qv is None else head_dim + head_dim_v) ** -0.5
@@ -86,7 +77,11 @@ def run(
     if causal:
         window_right = 0
     if out is None:
-        out = _empty_out(q, head_dim, head_dim_v)
+        if head_dim == head_dim_v and q.dtype not in _FP8 and q.is_contiguous():
+            out = torch.empty_like(q)
+        else:
+            dtype = torch.bfloat16 if q.dtype in _FP8 else q.dtype
+            out = torch.empty((*q_shape[:-1], head_dim_v), dtype=dtype, device=q.device)
     lse = None
     if return_lse:
         # (batch, seqlen_q, q_heads) -> (batch, q_heads, seqlen_q), or (total_q, q_heads) -> (q_heads, total_q)
@@ -108,14 +103,6 @@ def run(
             max_seqlen_q, *(_NO_FEATURES if features is None else features),
         )  # fmt: skip
     return (out, lse) if return_lse else out
-
-
-def _empty_out(q, head_dim, head_dim_v):
-    fp8 = q.dtype in _FP8
-    if head_dim == head_dim_v and not fp8:
-        # Naming the memory format takes a fifth of the time.
-        return torch.empty_like(q) if q.is_contiguous() else torch.empty_like(q, memory_format=torch.contiguous_format)
-    return torch.empty((*q.shape[:-1], head_dim_v), dtype=torch.bfloat16 if fp8 else q.dtype, device=q.device)
 
 
 def one_of(name, value, other_name, other):

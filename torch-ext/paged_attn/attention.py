@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._call import Features, one_of, refuse_dropout, refuse_others, reworded, run
+from ._call import one_of, ordered, refuse_dropout, refuse_others, reworded, run
 
 
 def flash_attn_with_kvcache(
@@ -110,7 +110,7 @@ def flash_attn_with_kvcache(
         and (cu_seqlens_k_new is None or k is None)
         and not (softcap or num_splits or attention_chunk or deterministic)
     )  # fmt: skip
-    features = None if plain else Features(
+    features = None if plain else ordered(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, softcap=softcap or 0.0,
         num_splits=num_splits or 0, deterministic=deterministic, cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes, s_aux=sink, attention_chunk=attention_chunk or 0,
@@ -175,7 +175,7 @@ def flash_attn_func(
         alibi_slopes is sink is qv is q_descale is k_descale is v_descale is None
         and not (softcap or num_splits or attention_chunk or deterministic)
     )  # fmt: skip
-    features = None if plain else Features(
+    features = None if plain else ordered(
         softcap=softcap or 0.0, num_splits=num_splits or 0, deterministic=deterministic, alibi_slopes=alibi_slopes,
         s_aux=sink, attention_chunk=attention_chunk or 0, qv=qv, q_descale=q_descale, k_descale=k_descale,
         v_descale=v_descale,
@@ -256,7 +256,7 @@ def flash_attn_varlen_func(
     lengths = seqused_k
     if table is not None and seqused_k is None:
         lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
-    features = Features(
+    features = ordered(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k if table is None else None, softcap=softcap or 0.0,
         num_splits=num_splits or 0, deterministic=deterministic, alibi_slopes=alibi_slopes, s_aux=sink,
         attention_chunk=attention_chunk or 0, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from . import attention
-from ._call import Features, one_of, refuse_others, reworded, run
+from ._call import one_of, ordered, refuse_others, reworded, run
 from .merge import merge_attn_states
 
 __all__ = [
@@ -86,7 +86,7 @@ def flash_attn_with_kvcache(
         and (cu_seqlens_k_new is None or k is None)
         and not (softcap or num_splits or attention_chunk or deterministic)
     )  # fmt: skip
-    features = None if plain else Features(
+    features = None if plain else ordered(
         cu_seqlens_q, None, None if k is None else cu_seqlens_k_new, softcap or 0.0, num_splits or 0, deterministic,
         cache_batch_idx, cache_leftpad, None, sinks, attention_chunk or 0, qv, q_descale, k_descale, v_descale,
         rotary_cos, rotary_sin, rotary_interleaved, None if k is None else rotary_seqlens,
@@ -137,7 +137,7 @@ def flash_attn_func(
         sinks is qv is q_descale is k_descale is v_descale is None
         and not (softcap or num_splits or attention_chunk or deterministic)
     )  # fmt: skip
-    features = None if plain else Features(
+    features = None if plain else ordered(
         None, None, None, softcap or 0.0, num_splits or 0, deterministic, None, None, None, sinks, attention_chunk or 0,
         qv, q_descale, k_descale, v_descale,
     )  # fmt: skip
@@ -204,7 +204,7 @@ def flash_attn_varlen_func(
     elif (cu_seqlens_q is None) != (cu_seqlens_k is None):
         missing, given = ("q", "k") if cu_seqlens_q is None else ("k", "q")
         raise ValueError(f"cu_seqlens_{missing}: expected int32 [batch + 1] beside cu_seqlens_{given}, got None")
-    features = Features(
+    features = ordered(
         cu_seqlens_q, cu_seqlens_k, None, softcap or 0.0, num_splits or 0, deterministic, None, None, None, sinks,
         attention_chunk or 0, qv, q_descale, k_descale, v_descale,
     )  # fmt: skip

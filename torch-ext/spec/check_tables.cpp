@@ -19,7 +19,7 @@ void check_cu_seqlens(const char* name, const int32_t* cu_seqlens, int64_t batch
 }
 
 // How many keys the place of request b can hold.
-int64_t capacity_of(const Cache& c, int64_t b) {
+int64_t room_of(const Cache& c, int64_t b) {
   if (c.block_table) return c.max_pages * c.page_size;
   if (c.cu_seqlens_k) return c.cu_seqlens_k[b + 1] - c.cu_seqlens_k[b];
   return c.page_size;
@@ -39,11 +39,11 @@ void check_request(const Problem& p, int64_t b) {
     if (row < 0 || row >= rows)
       bad_value(c.cache_batch_idx ? "cache_batch_idx" : "batch", b, row, "a row in [0, " + std::to_string(rows) + ")");
   }
-  if (!p.append.slot_mapping && r.kv_len > capacity_of(c, b)) {
+  if (!p.append.slot_mapping && r.kv_len > room_of(c, b)) {
     const std::string added = r.new_len ? " minus the " + std::to_string(r.new_len) + " new tokens" : "";
     bad_value("cache_seqlens", b, r.old_len,
               std::string("at most ") + (c.block_table ? "max_pages * page_size = " : "the cache's ") +
-                  std::to_string(capacity_of(c, b)) + added);
+                  std::to_string(room_of(c, b)) + added);
   }
   if (p.rotary.cos) {
     if (p.rotary.seqlens && p.rotary.seqlens[b] < 0) bad_value("rotary_seqlens", b, p.rotary.seqlens[b], "at least 0");

@@ -133,4 +133,12 @@ struct Problem {
   bool deterministic;
 };
 
+// Keys that the cache can hold for one request, at most.
+PD_FN int64_t capacity_of(const Problem& p) {
+  return p.cache.block_table ? p.cache.max_pages * p.cache.page_size : p.cache.page_size;
+}
+
+// Whether a position matters to what a query sees: causal, windowed or chunked.
+PD_FN bool is_local(const Problem& p) { return p.window_left >= 0 || p.window_right >= 0 || p.attention_chunk > 0; }
+
 }  // namespace paged_attn

@@ -35,9 +35,6 @@ inline Request request_of(const Problem& p, int64_t b) {
   return r;
 }
 
-// Whether a position matters to what a query sees: causal, windowed or chunked.
-inline bool is_local(const Problem& p) { return p.window_left >= 0 || p.window_right >= 0 || p.attention_chunk > 0; }
-
 inline KvRange keys_of_token(const Problem& p, const Request& r, int64_t token) {
   return visible_keys(r.kv_len - r.q_len + token, r.kv_len, r.leftpad, p.window_left, p.window_right,
                       p.attention_chunk);
