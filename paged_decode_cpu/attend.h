@@ -1,6 +1,6 @@
 // The attention loop, for every instruction set. For each tile of keys: score, update the softmax,
-// add the values. Features live in ranges.h (which keys), score.h (one score) and partial.h (merge,
-// sink, lse); this loop names none of them.
+// add the values. Features live in spec/ranges.h (which keys), spec/score.h (one score) and
+// spec/state.h (merge, sink, lse); this loop names none of them.
 //
 // All kv_heads of a block share one walk over the pages, so a page is read once and whole, and the
 // next tile is fetched while this one is worked on: a walk per head would read 256-byte pieces.
@@ -533,18 +533,19 @@ inline void merge_partials(const Problem& p, const Block& block, int64_t num_spl
   for (int64_t h = 0; h < block.heads(); ++h)
     for (int64_t r = 0; r < block.rows(); ++r) {
       const float* first = partials + (h * block.rows() + r) * (width + 2);
-      float m = -INFINITY, l = 0.f;
-      for (int64_t s = 0; s < num_splits; ++s)
-        m = first[s * split_stride + width] > m ? first[s * split_stride + width] : m;
+      const auto state_of = [&](int64_t split) {
+        const float* part = first + split * split_stride;
+        return State{part[width], part[width + 1]};
+      };
+      const State sum = pd_merge(num_splits, state_of);
       memset(acc, 0, width * sizeof(float));
       for (int64_t s = 0; s < num_splits; ++s) {
         const float* part = first + s * split_stride;
-        const float factor = pd_rescale(part[width], m);
-        l += part[width + 1] * factor;
+        const float factor = pd_rescale(state_of(s).m, sum.m);
         for (int64_t d = 0; d < width; ++d) acc[d] += part[d] * factor;
       }
       const int64_t q_row = block.row_begin + r, kv_head = block.kv_head_begin + h;
-      finish_row(p, request, block.batch, q_row / p.group, kv_head * p.group + q_row % p.group, m, l, acc);
+      finish_row(p, request, block.batch, q_row / p.group, kv_head * p.group + q_row % p.group, sum.m, sum.l, acc);
     }
 }
 

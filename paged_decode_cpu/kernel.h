@@ -21,7 +21,7 @@ struct Block {
   [[gnu::always_inline]] int64_t rows() const { return row_end - row_begin; }
 };
 
-// A partial result of every row of a block: acc[width], m, l (partial.h), heads outermost.
+// A partial result of every row of a block: acc[width], m, l (spec/state.h), heads outermost.
 static inline int64_t partial_floats(const Block& block, int64_t width) {
   return block.heads() * block.rows() * (width + 2);
 }

@@ -33,6 +33,78 @@ def one_thread():
         torch.set_num_threads(threads)
 
 
+class Request:
+    """What dense PyTorch needs of one request: its queries, the keys that some row sees, and who sees which.
+
+    `order` 0 leaves keys and dimensions as they are; any other number draws an order of summation.
+    """
+
+    def __init__(self, kwargs, k_cache, v_cache, b, q, qv, new_len, order):
+        self.kwargs, self.b, self.q_len, self.q_heads = kwargs, b, len(q), q.shape[1]
+        self.group = self.q_heads // max(1, k_cache.shape[2])
+        left, right = kwargs.get("window_size", (-1, -1))
+        right, chunk = 0 if kwargs.get("causal") else right, kwargs.get("attention_chunk", 0)
+        leftpad = int(kwargs["cache_leftpad"][b]) if self.has("cache_leftpad") else 0
+        old_len = int(kwargs["cache_seqlens"][b])
+        kv_len = old_len + new_len
+        self.rows = range(kv_len - self.q_len, kv_len)
+        seen = [reference.visible_keys(pos, kv_len, leftpad, left, right, chunk) for pos in self.rows]
+        self.keys = sorted(set().union(*seen))
+        self.dims = torch.arange(q.shape[-1])
+        if order:
+            self.keys = random.Random(order).sample(self.keys, len(self.keys))
+            self.dims = self.dims[torch.randperm(len(self.dims))]
+        visible = [[j in s for j in self.keys] for s in map(set, seen)]
+        self.mask = torch.tensor(visible, dtype=torch.bool).view(self.q_len, len(self.keys))
+        if self.has("rotary_cos"):
+            base = int(kwargs["rotary_seqlens"][b]) if self.has("rotary_seqlens") else old_len
+            moving = left >= 0 or right >= 0 or chunk > 0
+            tables = (kwargs["rotary_cos"], kwargs["rotary_sin"], kwargs["rotary_interleaved"])
+            q = reference.rotate(q, [base + t * moving for t in range(self.q_len)], *tables).to(q.dtype)
+        self.q, self.qv = q.float(), None if qv is None else qv.float()
+        row = int(kwargs["cache_batch_idx"][b]) if self.has("cache_batch_idx") else b
+        self.key, self.value = (
+            reference.read(cache, kwargs.get("block_table"), row, self.keys).float().repeat_interleave(self.group, 1)
+            for cache in (k_cache, v_cache)
+        )  # [keys, q_heads, dim]
+
+    def has(self, name):
+        return name in self.kwargs
+
+    def descale(self, name):
+        """One factor per q_head."""
+        return self.kwargs[name][self.b].repeat_interleave(self.group) if self.has(name) else torch.ones(self.q_heads)
+
+    def scores(self, scale):
+        """(scores, size), [q_heads, tokens, keys]: size is that of the numbers summed in each, as a random walk."""
+        dims, k_scale, v_scale = self.dims, self.descale("k_descale")[:, None, None], self.descale("v_descale")
+        product = "thd,nhd->htn"
+        s = torch.einsum(product, self.q[..., dims], self.key[..., dims]) * k_scale
+        size = torch.einsum(product, self.q**2, self.key**2) * k_scale**2
+        if self.qv is not None:
+            s = s + torch.einsum(product, self.qv, self.value) * v_scale[:, None, None]
+            size += torch.einsum(product, self.qv**2, self.value**2) * v_scale[:, None, None] ** 2
+        factor = scale * self.descale("q_descale")[:, None, None]
+        s, size, softcap = s * factor, size.sqrt() * factor.abs(), self.kwargs.get("softcap", 0.0)
+        if softcap > 0:
+            s = softcap * torch.tanh(s / softcap)
+        if self.has("alibi_slopes"):
+            slope = self.kwargs["alibi_slopes"].expand(len(self.kwargs["cache_seqlens"]), self.q_heads)[self.b]
+            distance = torch.tensor(list(self.rows))[:, None] - torch.tensor(self.keys, dtype=torch.int64)
+            s = s - slope[:, None, None] * distance.abs()
+        return s.masked_fill(~self.mask, -torch.inf), size
+
+    def softmax(self, s, order):
+        """(p, total, lse): p is not yet divided by total, which has the sink in it. Other orders use powers of 2."""
+        sink = self.kwargs["s_aux"].float() if self.has("s_aux") else torch.full((self.q_heads,), -torch.inf)
+        sink = sink[:, None, None].expand(-1, self.q_len, 1)
+        top = torch.cat([s, sink], 2).amax(2, keepdim=True).clamp(min=-1e30)
+        unit, power = (math.log2(math.e), torch.exp2) if order else (1.0, torch.exp)
+        p = power(s * unit - top * unit)
+        total = p.sum(2, keepdim=True) + power(sink * unit - top * unit)
+        return p, total.clamp(min=1e-37), torch.where(total > 0, top + total.log(), -torch.inf)[..., 0]
+
+
 def torch_attend(kwargs, k_cache, v_cache, seqlens_new, order):
     """(out, lse, out_spread, lse_spread) by dense PyTorch: scores and softmax in float32, probabilities in q's dtype.
 
@@ -40,76 +112,30 @@ def torch_attend(kwargs, k_cache, v_cache, seqlens_new, order):
     after the product with V, and sums in a random order. The spreads say how far out and lse move, at most, when
     every score moves by the size of the numbers summed in it: sums over keys of p size (|v| + |out|) and p size.
     """
-    q, cu_seqlens_q = kwargs["q"], kwargs.get("cu_seqlens_q")
-    q_heads, head_dim_v, dtype = q.shape[-2], v_cache.shape[-1], q.dtype
-    group = q_heads // max(1, k_cache.shape[2])
-    dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype  # of an 8-bit q: 8-bit numbers are bfloat16 numbers
-    window_left, window_right = kwargs.get("window_size", (-1, -1))
-    window_right = 0 if kwargs.get("causal") else window_right
-    chunk, softcap, qv = kwargs.get("attention_chunk", 0), kwargs.get("softcap", 0.0), kwargs.get("qv")
-    scale = kwargs.get("softmax_scale")
-    scale = (q.shape[-1] + (head_dim_v if qv is not None else 0)) ** -0.5 if scale is None else scale
+    q, qv, cu_seqlens_q = kwargs["q"], kwargs.get("qv"), kwargs.get("cu_seqlens_q")
+    dtype = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype  # 8-bit numbers are bfloat16 numbers
+    head_dim, head_dim_v, scale = q.shape[-1], v_cache.shape[-1], kwargs.get("softmax_scale")
+    scale = (head_dim + (head_dim_v if qv is not None else 0)) ** -0.5 if scale is None else scale
     out, lse = torch.zeros(*q.shape[:-1], head_dim_v), torch.full(q.shape[:-1], -torch.inf)
-    out_spread, lse_spread = torch.zeros_like(out), torch.zeros_like(lse)
-    outs, lses, out_spreads, lse_spreads = (
-        reference.per_request(x, cu_seqlens_q) for x in (out, lse, out_spread, lse_spread)
-    )
-    qvs = reference.per_request(qv, cu_seqlens_q) if qv is not None else None
-    for b, q_b in enumerate(reference.per_request(q, cu_seqlens_q)):
-        q_len, old_len = len(q_b), int(kwargs["cache_seqlens"][b])
-        if q_len == 0:
+    results = (out, lse, torch.zeros_like(out), torch.zeros_like(lse))
+    of_requests = zip(*(reference.per_request(x, cu_seqlens_q) for x in results))
+    qs = reference.per_request(q, cu_seqlens_q)
+    qvs = [None] * len(qs) if qv is None else reference.per_request(qv, cu_seqlens_q)
+    for b, (out_b, lse_b, out_spread, lse_spread) in enumerate(of_requests):
+        if len(qs[b]) == 0:
             continue
-        kv_len, row = old_len + seqlens_new[b], int(kwargs["cache_batch_idx"][b]) if "cache_batch_idx" in kwargs else b
-        leftpad = int(kwargs["cache_leftpad"][b]) if "cache_leftpad" in kwargs else 0
-        rows = range(kv_len - q_len, kv_len)
-        seen = [reference.visible_keys(p, kv_len, leftpad, window_left, window_right, chunk) for p in rows]
-        keys, dims = sorted(set().union(*seen)), torch.arange(q_b.shape[-1])
-        if order:
-            keys, dims = random.Random(order).sample(keys, len(keys)), dims[torch.randperm(len(dims))]
-        mask = torch.tensor([[j in s for j in keys] for s in map(set, seen)], dtype=torch.bool).view(q_len, len(keys))
-        if "rotary_cos" in kwargs:
-            base = int(kwargs["rotary_seqlens"][b]) if "rotary_seqlens" in kwargs else old_len
-            moving = window_left >= 0 or window_right >= 0 or chunk > 0
-            positions = [base + t * moving for t in range(q_len)]
-            tables = (kwargs["rotary_cos"], kwargs["rotary_sin"], kwargs["rotary_interleaved"])
-            q_b = reference.rotate(q_b, positions, *tables).to(dtype)
-        table = kwargs.get("block_table")
-        q_scale, k_scale, v_scale = (
-            kwargs[name][b].repeat_interleave(group) if name in kwargs else torch.ones(q_heads)
-            for name in ("q_descale", "k_descale", "v_descale")
-        )  # fmt: skip
-        key, value = (
-            reference.read(c, table, row, keys).float().repeat_interleave(group, 1) for c in (k_cache, v_cache)
-        )  # fmt: skip
-        s = torch.einsum("thd,nhd->htn", q_b.float()[..., dims], key[..., dims]) * k_scale[:, None, None]
-        size = torch.einsum("thd,nhd->htn", q_b.float() ** 2, key**2) * k_scale[:, None, None] ** 2  # of partial sums
-        if qvs is not None:
-            s = s + torch.einsum("thd,nhd->htn", qvs[b].float(), value) * v_scale[:, None, None]
-            size += torch.einsum("thd,nhd->htn", qvs[b].float() ** 2, value**2) * v_scale[:, None, None] ** 2
-        factor = scale * q_scale[:, None, None]
-        s, size = s * factor, size.sqrt() * factor.abs()
-        if softcap > 0:
-            s = softcap * torch.tanh(s / softcap)
-        if "alibi_slopes" in kwargs:
-            slope = kwargs["alibi_slopes"].expand(len(kwargs["cache_seqlens"]), q_heads)[b]
-            distance = (torch.tensor(list(rows))[:, None] - torch.tensor(keys, dtype=torch.int64)).abs()
-            s = s - slope[:, None, None] * distance
-        s = s.masked_fill(~mask, -torch.inf)
-        sink = kwargs["s_aux"].float() if "s_aux" in kwargs else torch.full((q_heads,), -torch.inf)
-        top = torch.cat([s, sink[:, None, None].expand(-1, q_len, 1)], 2).amax(2, keepdim=True).clamp(min=-1e30)
-        unit, power = (math.log2(math.e), torch.exp2) if order else (1.0, torch.exp)
-        p = power(s * unit - top * unit)
-        total = p.sum(2, keepdim=True) + power(sink[:, None, None] * unit - top * unit)
-        lses[b][:] = torch.where(total > 0, top + total.log(), -torch.inf)[..., 0].T
-        total = total.clamp(min=1e-37)
-        p = p.to(dtype).float() if order else (p / total).to(dtype).float()
-        result = torch.einsum("htn,nhd->thd", p, value) * v_scale[:, None]
-        outs[b][:] = (result / total.transpose(0, 1) if order else result).to(dtype).float()
-        weight = (p if not order else p / total) * (s.abs() + size).masked_fill(s == -torch.inf, 0.0)
-        lse_spreads[b][:] = weight.sum(2).T
-        out_spreads[b][:] = torch.einsum("htn,nhd->thd", weight, value.abs()) * v_scale[:, None].abs()
-        out_spreads[b] += lse_spreads[b][..., None] * outs[b].abs()
-    return out, lse.transpose(-1, -2), out_spread, lse_spread.transpose(-1, -2)
+        r = Request(kwargs, k_cache, v_cache, b, qs[b], qvs[b], seqlens_new[b], order)
+        s, size = r.scores(scale)
+        p, total, log_total = r.softmax(s, order)
+        lse_b[:] = log_total.T
+        weights = p.to(dtype).float() if order else (p / total).to(dtype).float()
+        result = torch.einsum("htn,nhd->thd", weights, r.value) * r.descale("v_descale")[:, None]
+        out_b[:] = (result / total.transpose(0, 1) if order else result).to(dtype).float()
+        moved = p / total * (s.abs() + size).masked_fill(s == -torch.inf, 0.0)
+        lse_spread[:] = moved.sum(2).T
+        out_spread[:] = torch.einsum("htn,nhd->thd", moved, r.value.abs()) * r.descale("v_descale")[:, None].abs()
+        out_spread += lse_spread[..., None] * out_b.abs()
+    return out, lse.transpose(-1, -2), results[2], results[3].transpose(-1, -2)
 
 
 def assert_within(name, actual, expected, bound):

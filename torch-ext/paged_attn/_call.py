@@ -24,12 +24,11 @@ def ordered(
     cache_batch_idx=None, cache_leftpad=None, alibi_slopes=None, s_aux=None, attention_chunk=0, qv=None, q_descale=None,
     k_descale=None, v_descale=None, rotary_cos=None, rotary_sin=None, rotary_interleaved=True, rotary_seqlens=None,
 ):  # fmt: skip
-    """What a plain call does not ask for, in the order of the operators. (A plain function: a class of such tuples would
-    take longer.)"""
+    """What a plain call does not ask for, in the order of the operators. (A named tuple would take longer.)"""
     return (
         cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, softcap, num_splits, deterministic, cache_batch_idx,
-        cache_leftpad, alibi_slopes, s_aux, attention_chunk, qv, q_descale, k_descale, v_descale, rotary_cos, rotary_sin,
-        rotary_interleaved, rotary_seqlens,
+        cache_leftpad, alibi_slopes, s_aux, attention_chunk, qv, q_descale, k_descale, v_descale, rotary_cos,
+        rotary_sin, rotary_interleaved, rotary_seqlens,
     )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
 // What was asked: sizes, strides, scalars and addresses of one call. Filled once, by name, in
-// paged_attn_op.cpp; every backend reads it. How the work is cut (splits, tiles, threads) is the
+// op_attend.cpp and op_write.cpp; every backend reads it. How the work is cut (splits, tiles, threads) is the
 // backend's private plan and never appears here.
 //
 // Strides count elements. The last dimension of every tensor is contiguous. What may be left out is an

@@ -13,9 +13,24 @@ namespace paged_attn {
 #define PD_LOG2E 1.4426950408889634f
 #define PD_LN2 0.6931471805599453f
 
+// What a device keeps of a row beside its acc.
+struct State {
+  float m, l;
+};
+
 // Factor that takes sums relative to `from` to sums relative to `to` (to >= from). The comparison
 // covers two empty partials and two infinite ones, where a difference would be NaN.
 PD_FN float pd_rescale(float from, float to) { return from == to ? 1.f : PD_EXP2(from - to); }
+
+// The union of partials over disjoint keys, in their order. `of(i)` is the State of one; the acc of the union is the sum
+// of theirs, each times pd_rescale(its m, m of the union).
+template <class StateOf>
+PD_FN State pd_merge(int64_t count, StateOf of) {
+  State sum = {PD_EMPTY, 0.f};
+  for (int64_t i = 0; i < count; ++i) sum.m = of(i).m > sum.m ? of(i).m : sum.m;
+  for (int64_t i = 0; i < count; ++i) sum.l += of(i).l * pd_rescale(of(i).m, sum.m);
+  return sum;
+}
 
 // A sink is one more key without a value: merged once per row, after all splits.
 PD_FN void pd_add_sink(float sink, PD_THREAD float* m, PD_THREAD float* l, PD_THREAD float* acc_factor) {
