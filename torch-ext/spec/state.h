@@ -22,8 +22,8 @@ struct State {
 // covers two empty partials and two infinite ones, where a difference would be NaN.
 PD_FN float pd_rescale(float from, float to) { return from == to ? 1.f : PD_EXP2(from - to); }
 
-// The union of partials over disjoint keys, in their order. `of(i)` is the State of one; the acc of the union is the sum
-// of theirs, each times pd_rescale(its m, m of the union).
+// The union of partials over disjoint keys, in their order. `of(i)` is the State of one; the acc of the union is the
+// sum of theirs, each times pd_rescale(its m, m of the union).
 template <class StateOf>
 PD_FN State pd_merge(int64_t count, StateOf of) {
   State sum = {PD_EMPTY, 0.f};
