@@ -378,8 +378,15 @@ void softmax_part(const Problem& p, const Block& block, const Scratch<Ops>& s, c
   }
 }
 
-// All kv_heads against one tile, few rows each. Scores of all heads, then softmax, then values: one
-// head alone would wait for its own sums and exponentials at every step.
+// All kv_heads against one tile, few rows each, in three sweeps: one head alone would wait for its own sums and
+// exponentials at every step. What memory sees, from left to right:
+//
+//   scores    K of head 0, K of head 1, ... K of the last    (then V of head 0)
+//   softmax   nothing
+//   values    V of head 0, V of head 1, ... V of the last    (then K of head 0 of the next tile)
+//
+// While one entry of this list is multiplied, the lines of the entry after it are asked for once more (then_read): they
+// were fetched with the rest of their tile, but the processor drops some fetches.
 template <class Ops>
 void attend_tile_dot(const Problem& p, const Block& block, const Scratch<Ops>& s, const TileRows& tile,
                      const TileRows& next_tile, Prefetcher& next) {
@@ -399,14 +406,14 @@ void attend_tile_dot(const Problem& p, const Block& block, const Scratch<Ops>& s
   };
   const auto k_offset = [&](int64_t h) { return (block.kv_head_begin + h) * c.k_stride_head * Ops::kBytes; };
   const auto v_offset = [&](int64_t h) { return (block.kv_head_begin + h) * c.v_stride_head * Ops::kBytes; };
-  // What is read after the keys of head h, or after its values: they are asked for again with the last part.
-  const auto ask_again = [&](const Part& part, const char* const* rows, int64_t offset) {
+  // Once per head is enough: with its last part.
+  const auto then_read = [&](const Part& part, const char* const* rows, int64_t offset) {
     next.again = rows && part.first == parts[num_parts - 1].first ? rows + part.from : nullptr;
     next.again_offset = offset;
   };
   each([&](int64_t h, const Part& part, int64_t row) {
     const bool last = h == block.heads() - 1;
-    ask_again(part, last ? tile.v : tile.k, last ? v_offset(0) : k_offset(h + 1));
+    then_read(part, last ? tile.v : tile.k, last ? v_offset(0) : k_offset(h + 1));
     dot_tile_scores<Ops>(part.count, s.q + row * s.depth, s.depth, tile.k + part.from, k_offset(h), part.keys,
                          p.head_dim, s.scores + row * kMaxTile, nullptr, next);
     if (s.scales[h].with_qv)
@@ -419,7 +426,7 @@ void attend_tile_dot(const Problem& p, const Block& block, const Scratch<Ops>& s
   });
   each([&](int64_t h, const Part& part, int64_t row) {
     const bool last = h == block.heads() - 1;
-    ask_again(part,
+    then_read(part,
               !last                   ? tile.v
               : next_tile.n >= tile.n ? next_tile.k
                                       : nullptr,

@@ -34,6 +34,10 @@ struct Run {
 // Fetches the next tile while this one is worked on, piece by piece at an even pace: a pause would leave
 // memory idle, and in a burst the processor drops what its queue of misses cannot take. It drops some
 // anyway, so every line is asked for again shortly before its turn.
+//
+// Every product below takes one (`next`), for the pace is even only if it is kept inside of them: each of their steps
+// calls advance(), and start_fetch (attend.h) has counted those steps beforehand. What a product computes does not
+// depend on it.
 struct Prefetcher {
   static constexpr int kPiece = 256;  // bytes
   const char *at, *end;               // of the run at hand
