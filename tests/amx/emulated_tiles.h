@@ -118,9 +118,12 @@ inline int cpuid_count(unsigned leaf, unsigned subleaf, unsigned* a, unsigned* b
 
 inline unsigned long long xgetbv() { return 7u | 0xe0u | 1u << 17 | 1u << 18; }
 
-inline long arch_prctl(long request, long feature) {
+// Linux; what is not about tiles goes to the real one (the standard library asks it too).
+template <typename... Arguments>
+long system_call(long number, Arguments... arguments) {
+  if (number != SYS_arch_prctl) return ::syscall(number, arguments...);
   const char* wanted = getenv("PAGED_ATTN_EMULATED_AMX");
-  return request == 0x1023 && feature == 18 && !(wanted && !strcmp(wanted, "refused")) ? 0 : -1;
+  return wanted && !strcmp(wanted, "refused") ? -1 : 0;
 }
 
 }  // namespace
@@ -138,5 +141,5 @@ inline long arch_prctl(long request, long feature) {
 #define _tile_dpbf16ps emulated_tiles::dot_bf16
 #define __get_cpuid_count emulated_tiles::cpuid_count
 #define _xgetbv(register) emulated_tiles::xgetbv()
-#define syscall(number, request, feature) emulated_tiles::arch_prctl(request, feature)
+#define syscall(number, ...) emulated_tiles::system_call(number, __VA_ARGS__)
 #endif
