@@ -162,8 +162,8 @@ FAULTS = [
         "Metal: a share of the keys lost",
         "native",
         METAL_ITEM,
-        "split = 1 + (x - packed_tiles)",
-        "split = (x - packed_tiles)",
+        "split = 1 + (x - packed_row_tiles)",
+        "split = (x - packed_row_tiles)",
         "test_plans.py",
     ),
     Fault(

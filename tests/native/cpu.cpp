@@ -8,7 +8,7 @@ namespace paged_attn {
 
 namespace {
 
-Products no_products(const Problem&) { return {"f32", 16}; }
+Products no_products(const Problem&) { return {"packed_f32", "in_place_f32", 16, 1, 240}; }
 int64_t scratch_of(const Problem& p, const Block& block) { return block.rows() * block.heads() * p.head_dim_v * 4; }
 
 }  // namespace
@@ -17,6 +17,8 @@ const Kernel& kernel_of_this_cpu() {
   static const Kernel kernel = {"none", no_products, scratch_of, nullptr, nullptr, nullptr};
   return kernel;
 }
+
+const char* amx_refusal() { return ""; }
 
 }  // namespace paged_attn
 

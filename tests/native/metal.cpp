@@ -9,14 +9,6 @@
 
 using namespace paged_attn;
 
-namespace paged_attn {
-
-int64_t capacity_of(const Problem& p) {
-  return p.cache.block_table ? p.cache.max_pages * p.cache.page_size : p.cache.page_size;
-}
-
-}  // namespace paged_attn
-
 namespace {
 
 const Route& route_named(const std::string& name) {
@@ -44,7 +36,7 @@ Arguments arguments_of(const Problem& p, const Plan& plan) {
   a.split_keys = static_cast<int32_t>(plan.split_keys);
   a.wanted_splits = static_cast<int32_t>(plan.wanted_splits);
   a.split_rows = static_cast<int32_t>(plan.split_rows);
-  a.packed_tiles = static_cast<int32_t>(plan.packed_tiles);
+  a.packed_row_tiles = static_cast<int32_t>(plan.packed_row_tiles);
   return a;
 }
 
@@ -69,25 +61,25 @@ py::list work_of(const Problem& p, const Plan& plan, const Dispatch& dispatch, b
   const Tables tables = tables_of(p);
   has_splits = plan.max_splits > 1;
   const int rows = static_cast<int>(prefill ? plan.prefill_rows : plan.rows);
-  const int packed_tiles = prefill ? a.total_q * a.group / rows + a.batch : a.packed_tiles;
-  const bool goes_on = !prefill && has_cu_seqlens_q && packed_tiles == 0;
+  const int packed_row_tiles = prefill ? a.total_q * a.group / rows + a.batch : a.packed_row_tiles;
+  const bool goes_on = !prefill && has_cu_seqlens_q && packed_row_tiles == 0;
   py::list found;
-  const auto add = [&](ItemPlace place, uint32_t head) {
-    const Item item = load_item(a, tables, place, static_cast<int>(head), rows);
-    if (item.rows == 0 || place.split >= item.splits) return false;
+  const auto add = [&](ItemIndex index, uint32_t head) {
+    const Item item = load_item(a, tables, index, static_cast<int>(head), rows);
+    if (item.rows == 0 || index.split >= item.splits) return false;
     const bool many = item.request.q_len * a.group > kVectorRows;
     if (prefill ? !many : many && plan.prefill_rows > 0) return false;
-    const KvRange keys = has_splits ? split_keys(item.keys, place.split, item.splits, kSimdWidth) : item.keys;
+    const KvRange keys = has_splits ? split_keys(item.keys, index.split, item.splits, kSimdWidth) : item.keys;
     found.append(
-        py::make_tuple(item.b, head, item.first_row, item.rows, keys.begin, keys.end, place.split, item.splits));
+        py::make_tuple(item.b, head, item.first_row, item.rows, keys.begin, keys.end, index.split, item.splits));
     return goes_on;
   };
   const MTLSize grid = dispatch.threadgroups;
   for (uint32_t z = 0; z < grid.depth; ++z)
     for (uint32_t y = 0; y < grid.height; ++y)
       for (uint32_t x = 0; x < grid.width; ++x) {
-        ItemPlace place = find_item(a, tables, {x, y, z}, rows, packed_tiles);
-        while (place.b < a.batch && add(place, y)) ++place.row_tile;
+        ItemIndex index = find_item(a, tables, {x, y, z}, rows, packed_row_tiles);
+        while (index.b < a.batch && add(index, y)) ++index.row_tile;
       }
   return found;
 }
@@ -114,7 +106,7 @@ void bind_metal(py::module_& m) {
     r["prefill_rows"] = plan.prefill_rows;
     r["max_splits"] = plan.max_splits;
     r["split_rows"] = plan.split_rows;
-    r["packed_tiles"] = plan.packed_tiles;
+    r["packed_row_tiles"] = plan.packed_row_tiles;
     py::list dispatches;
     for (const Dispatch& dispatch : route.dispatches(made.p, plan)) {
       const MTLSize& grid = dispatch.threadgroups;

@@ -9,6 +9,7 @@
 #include "paged_decode_metal/arguments.h"
 #include "spec/problem.h"
 #include "spec/ranges.h"
+#include "spec/search.h"
 
 #define device
 #define constant const
@@ -27,7 +28,6 @@ struct Dispatch {
 };
 
 constexpr int64_t kMaxKeys = int64_t{1} << 30;  // as call.h has it
-int64_t capacity_of(const Problem& problem);
 
 struct uint3 {
   uint32_t x, y, z;
