@@ -7,6 +7,7 @@ struct DeviceLimits {
   int processors;            // multiprocessors
   int shared_per_block;      // bytes that one block may have
   int shared_per_processor;  // bytes that all blocks on a multiprocessor share, with what each block costs besides
+  int capability;            // 90 is compute capability 9.0
 };
 
 constexpr int kSharedCostOfBlock = 1024;  // bytes that the system takes for every block

@@ -2,10 +2,12 @@
 
 #include "decode/route.h"
 #include "fallback.h"
+#include "prefill/route.h"
 
 namespace paged_attn {
 
 const Route kRoutes[] = {
+    make_route<prefill_why_not, plan_prefill, prefill_numbers, launch_prefill>("prefill"),
     make_route<decode_basic_why_not, plan_decode_basic, decode_numbers, launch_decode>("decode_basic"),
     make_route<decode_why_not, plan_decode, decode_numbers, launch_decode>("decode"),
     make_route<fallback_why_not, plan_fallback, fallback_numbers, launch_fallback>("fallback"),

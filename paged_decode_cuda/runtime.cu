@@ -35,6 +35,8 @@ const DeviceLimits& limits_of(int device) {
   limits.processors = attribute(cudaDevAttrMultiProcessorCount, device);
   limits.shared_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   limits.shared_per_processor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  limits.capability =
+      10 * attribute(cudaDevAttrComputeCapabilityMajor, device) + attribute(cudaDevAttrComputeCapabilityMinor, device);
   return known[device] = limits;
 }
 

@@ -1,0 +1,223 @@
+"""Long queries on a GPU, beside other attention kernels.
+
+    python benchmarks/compare_prefill.py [--cases REGEX] [--rounds N] [--save JSON]
+
+Every time is that of a call inside a CUDA graph over inputs larger than L2 together; the replays of all providers take
+turns. TFLOP/s count two multiply-adds per element of every visible (query, key) pair. Peers are left out where missing:
+
+    FlashAttention 3    PEERS_DIR/fa3.so: `_vllm_fa3_C.abi3.so` of the vllm wheel (0.26.0, for torch 2.11 and CUDA 13)
+    cuDNN               torch's scaled_dot_product_attention, for equal prompts
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import re
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from cuda_providers import KERNEL, Missing, Replay, load_ours
+
+COPY_BYTES = 200e6  # of keys and values of all copies
+
+
+@dataclass
+class Prompts:
+    name: str
+    q_lens: list
+    kv_lens: list
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    head_dim_v: int = 0
+    page_size: int = 0  # 0: packed keys
+    causal: bool = True
+    window_left: int = -1
+
+    @property
+    def flops(self):
+        pairs = 0
+        for q_len, kv_len in zip(self.q_lens, self.kv_lens):
+            rows = torch.arange(q_len) + kv_len - q_len
+            begin = (rows - self.window_left).clamp(min=0) if self.window_left >= 0 else torch.zeros_like(rows)
+            pairs += int(((rows + 1 if self.causal else torch.full_like(rows, kv_len)) - begin).sum())
+        return 2 * self.q_heads * (self.head_dim + (self.head_dim_v or self.head_dim)) * pairs
+
+
+def all_cases():
+    mixed = {"page_size": 16}
+    uneven = [100, 3000, 500, 1800, 60, 2500, 1000, 700]
+    chunk = ([1024] * 4, [4096] * 4)
+    drafts = [Prompts(f"B32 4k, {n} tokens", [n] * 32, [4096] * 32, page_size=16) for n in (2, 4, 8, 16)]
+    return [
+        Prompts("B4 1024 on 4096", *chunk, page_size=16),
+        Prompts("B4 1024 on 4096, page 1", *chunk, page_size=1),
+        Prompts("B4 1024 on 4096, page 256", *chunk, page_size=256),
+        Prompts("B4 x 2048", [2048] * 4, [2048] * 4),
+        Prompts("B1 x 8192", [8192], [8192]),
+        Prompts("B1 x 32768", [32768], [32768]),
+        Prompts("B4 x 2048, not causal", [2048] * 4, [2048] * 4, causal=False),
+        Prompts("encoder B16 x 512, 16/16 D64", [512] * 16, [512] * 16, 16, 16, 64, causal=False),
+        Prompts("B4 x 2048, 16/8 D256", [2048] * 4, [2048] * 4, 16, 8, 256),
+        Prompts("B4 x 2048, 16/16 D192/128", [2048] * 4, [2048] * 4, 16, 16, 192, 128),
+        Prompts("B4 x 2048, 32/8 D96", [2048] * 4, [2048] * 4, head_dim=96),
+        Prompts("8 uneven prompts", uneven, uneven, page_size=16),
+        Prompts("B1 x 8192, window 1024", [8192], [8192], page_size=16, window_left=1023),
+        *drafts,
+        Prompts("60 x 1 and 2 x 1024 on 4096", [1] * 60 + [1024] * 2, [4096] * 62, **mixed),
+    ]
+
+
+class Inputs:
+    """q[r], k[r], v[r] of copy r: packed, or caches whose pages lie in random order."""
+
+    def __init__(self, case):
+        generator = torch.Generator("cuda").manual_seed(1)
+        head_dim_v = case.head_dim_v or case.head_dim
+        self.case, keys = case, sum(case.kv_lens)
+        row = 2 * case.kv_heads * (case.head_dim + head_dim_v)
+        self.copies = max(2, min(4, math.ceil(COPY_BYTES / (keys * row))))
+
+        def random(*shape):
+            return [
+                torch.randn(*shape, generator=generator, device="cuda").to(torch.bfloat16) for _ in range(self.copies)
+            ]
+
+        self.q = random(sum(case.q_lens), case.q_heads, case.head_dim)
+        pages = [-(-n // case.page_size) for n in case.kv_lens] if case.page_size else []
+        place = (sum(pages), case.page_size) if case.page_size else (keys,)
+        self.k = random(*place, case.kv_heads, case.head_dim)
+        self.v = random(*place, case.kv_heads, head_dim_v)
+        self.cu_q, self.cu_k = (
+            torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32, device="cuda")
+            for n in (case.q_lens, case.kv_lens)
+        )
+        self.kv_lens = torch.tensor(case.kv_lens, dtype=torch.int32, device="cuda")
+        self.tables = []
+        for _ in range(self.copies if case.page_size else 0):
+            order = torch.randperm(sum(pages), generator=generator, device="cuda").int()
+            table = torch.zeros(len(pages), max(pages), dtype=torch.int32, device="cuda")
+            for b, own in enumerate(order.split(pages)):
+                table[b, : len(own)] = own
+            self.tables.append(table)
+
+
+def ours(x):
+    kernel, case = load_ours(), x.case
+    common = {"causal": case.causal, "window_size": (case.window_left, -1), "max_seqlen_q": max(case.q_lens)}
+    if case.page_size:
+        return [
+            lambda r=r: kernel.flash_attn_with_kvcache(
+                x.q[r], x.k[r], x.v[r], cache_seqlens=x.kv_lens, block_table=x.tables[r], cu_seqlens_q=x.cu_q, **common
+            )
+            for r in range(x.copies)
+        ]
+    return [
+        lambda r=r: kernel.flash_attn_varlen_func(
+            x.q[r], x.k[r], x.v[r], x.cu_q, x.cu_k, max_seqlen_k=max(case.kv_lens), **common
+        )
+        for r in range(x.copies)
+    ]
+
+
+def fa3(x):
+    path, case = Path(os.environ.get("PEERS_DIR", ".")) / "fa3.so", x.case
+    if not path.exists():
+        raise Missing(f"{path} does not exist")
+    torch.ops.load_library(str(path))
+    library = torch.ops._vllm_fa3_C
+    arguments = library.fwd.default._schema.arguments
+    off = {a.name: None for a in arguments if isinstance(a.type, torch.OptionalType)}
+    window_right = 0 if case.causal and case.window_left >= 0 else -1
+    options = off | {
+        "is_causal": case.causal, "num_splits": 0, "sm_margin": 0, "window_size_left": case.window_left,
+        "window_size_right": window_right, "softmax_scale": case.head_dim**-0.5, "softcap": 0.0,
+        "is_rotary_interleaved": True, "cp_world_size": 1, "cp_rank": 0, "cu_seqlens_q": x.cu_q,
+        "max_seqlen_q": max(case.q_lens),
+    }  # fmt: skip
+    if not case.page_size:
+        options |= {"cu_seqlens_k": x.cu_k, "max_seqlen_k": max(case.kv_lens)}
+    calls = []
+    for r in range(x.copies):
+        own = {"q": x.q[r], "k": x.k[r], "v": x.v[r]}
+        if case.page_size:
+            own |= {"page_table": x.tables[r], "seqused_k": x.kv_lens}
+        calls.append(lambda own=own: library.fwd(**options | own)[0])
+    return calls
+
+
+def cudnn(x):
+    case = x.case
+    equal = len(set(case.q_lens)) == 1 and case.q_lens == case.kv_lens
+    if case.page_size or not equal or case.window_left >= 0:
+        raise Missing("equal prompts only")
+    backend = torch.nn.attention.SDPBackend.CUDNN_ATTENTION
+
+    def call(r):
+        q, k, v = (
+            t.view(len(case.q_lens), case.q_lens[0], *t.shape[1:]).transpose(1, 2) for t in (x.q[r], x.k[r], x.v[r])
+        )
+        with torch.nn.attention.sdpa_kernel(backend):
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=case.causal, enable_gqa=case.q_heads != case.kv_heads
+            )
+        return out.transpose(1, 2).flatten(0, 1)
+
+    return [lambda r=r: call(r) for r in range(x.copies)]
+
+
+PROVIDERS = {"ours": ours, "FA3": fa3, "cuDNN": cudnn}
+
+
+def measure(case, rounds):
+    x, graphs, results = Inputs(case), {}, {}
+    row = {"case": asdict(case), "us": {}, "difference": {}, "failed": {}}
+    for name, provider in PROVIDERS.items():
+        try:
+            calls = provider(x)
+            results[name] = calls[0]().float()
+            graphs[name] = Replay(calls)
+        except Missing as why:
+            row["failed"][name] = str(why)
+        except Exception as error:  # of someone else's library
+            if name == "ours":
+                raise
+            row["failed"][name] = f"{type(error).__name__}: {error}"[:300]
+    samples = {name: [] for name in graphs}
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            samples[name].append(graph.microseconds())
+    own = results["ours"]
+    for name, times in samples.items():
+        row["us"][name] = statistics.median(times)
+        row["difference"][name] = ((results[name].view_as(own) - own).norm() / own.norm()).item()
+    return row
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--save", help="JSON file of the results")
+    arguments = parser.parse_args()
+    os.environ.setdefault("LOCAL_KERNELS", f"{KERNEL}={Path(__file__).resolve().parent.parent}")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n\n| case | GFLOP | us (TFLOP/s) | | |")
+    print("| --- | --- | " + " | ".join("---" for _ in PROVIDERS) + " |")
+    rows = []
+    for case in all_cases():
+        if re.search(arguments.cases, case.name):
+            rows.append(row := measure(case, arguments.rounds))
+            cells = [f"{name} {us:.1f} ({case.flops / us * 1e-6:.0f})" for name, us in row["us"].items()]
+            print(f"| {case.name} | {case.flops * 1e-9:.1f} | {' | '.join(cells)} |", flush=True)
+            if arguments.save:
+                Path(arguments.save).write_text(json.dumps(rows, indent=1))
+    worst = max((d for row in rows for name, d in row["difference"].items()), default=0.0)
+    print(f"\nLargest relative difference between a provider's result and ours: {worst:.1e}")
+
+
+if __name__ == "__main__":
+    main()

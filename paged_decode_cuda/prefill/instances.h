@@ -1,0 +1,11 @@
+// The kernels that exist, by what find_prefill_instance() says; of a Problem and a PrefillCall.
+#pragma once
+
+#include "sizes.h"
+
+namespace paged_attn {
+
+const void* prefill_kernel_fp16(int head_dim, bool all_scores);
+const void* prefill_kernel_bf16(int head_dim, bool all_scores);
+
+}  // namespace paged_attn

@@ -1,0 +1,224 @@
+// The producer warps: one copies keys into shared memory, one values, one finds out what is to be done and copies
+// queries.
+//
+// Where a page holds whole boxes, keys come in bulk copies, and so does a tile of values that is seen entirely: a
+// masked score hides what a key that nobody sees holds, but a weight of 0 does not hide a value. Else 8 lanes copy 128
+// bytes of a row at a time, whatever the page size, and put zeros where there is nothing to see.
+#pragma once
+
+#include "schedule.cuh"
+
+namespace paged_attn {
+
+// Asynchronous copy of 16 bytes; writes zeros and reads nothing when `valid` is false.
+PD_DEVICE void copy_piece(uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// The copies of this warp are there, also for the matrix unit.
+PD_DEVICE void arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  fence_async_proxy();
+  __syncwarp();
+  if (threadIdx.x % kWarp == 0) barrier_arrive(barrier);
+}
+
+constexpr int kCopyLanes = 8;  // of 128 bytes of a row
+constexpr int kCopyRows = kWarp / kCopyLanes;
+
+// Where the keys of a request lie.
+struct KeyPlaces {
+  static constexpr uint32_t kNowhere = ~0u;
+
+  const int32_t* pages;  // of the request; nullptr: all keys in one page
+  int base_page, base_slot;
+  int key_begin, key_end;  // keys that are seen
+
+  PD_MEMBER void start(const Problem& p, const Work& work) {
+    const Cache& cache = p.cache;
+    const int b = work.item.b;
+    key_begin = work.item.key_begin;
+    key_end = work.item.key_end;
+    pages = nullptr;
+    base_page = base_slot = 0;
+    if (cache.block_table) {
+      pages = cache.block_table + table_row(p, b) * cache.block_table_stride;
+    } else if (cache.cu_seqlens_k) {
+      base_slot = cache.cu_seqlens_k[b];
+    } else {
+      base_page = table_row(p, b);
+    }
+  }
+
+  // Page and slot of a key; page -1 where there is none.
+  PD_MEMBER int2 find(const Problem& p, const PrefillCall& plan, int key) const {
+    int page = -1, slot;
+    if (pages) {
+      const int index = plan.page_size.divide(key);
+      slot = key - index * static_cast<int>(plan.page_size.divisor);
+      if (index < plan.max_pages) page = pages[index];
+    } else {
+      slot = base_slot + key;
+      if (slot >= 0 && slot < p.cache.page_size) page = base_page;
+    }
+    return make_int2(static_cast<uint32_t>(page) < static_cast<uint32_t>(p.cache.num_pages) ? page : -1, slot);
+  }
+
+  // The same of a box that begins at `key`; page -1 where none of its keys is seen.
+  PD_MEMBER int2 find_box(const Problem& p, const PrefillCall& plan, int key) const {
+    const bool seen = key < key_end && key + plan.box_rows > key_begin;
+    return seen ? find(p, plan, key) : make_int2(-1, 0);
+  }
+};
+
+// Copies tile after tile of keys or of values, one warp.
+template <typename Shape, bool kValues>
+struct TileLoader {
+  static constexpr int kKeys = Shape::kKeys, kColumns = kValues ? Shape::kColumnsV : Shape::kColumns;
+  static constexpr int kBytes = kValues ? Shape::kValueBytes : Shape::kKeyBytes;
+
+  // Up to 32 rows, piece by piece. `place`: of the key of this lane, in pieces of 16 bytes.
+  static PD_MEMBER void copy_rows(const Problem& p, uint32_t first_row, int rows, uint32_t place) {
+    const int lane = threadIdx.x % kWarp, row = lane / kCopyLanes, piece = lane % kCopyLanes;
+    const int head_dim = static_cast<int>(kValues ? p.head_dim_v : p.head_dim);
+    const char* const first = static_cast<const char*>(kValues ? p.cache.v : p.cache.k) + piece * 16;
+#pragma unroll(kColumns == 2 ? 4 : 2)
+    for (int i = 0; i < rows; i += kCopyRows) {
+      const uint32_t offset = __shfl_sync(~0u, place, i + row);
+      const bool found = offset != KeyPlaces::kNowhere;
+      const char* const source = first + static_cast<uint64_t>(found ? offset : 0) * 16;
+      const uint32_t target = first_row + (i + row) * kRowBytes + (piece ^ ((i + row) % 8)) * 16;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        copy_piece(target + c * kKeys * kRowBytes, source + c * kRowBytes, found && c * kColumn + piece * 8 < head_dim);
+      }
+    }
+  }
+
+  // The place of a key in pieces of 16 bytes.
+  static PD_MEMBER uint32_t place_of(const PrefillCall& plan, const KeyPlaces& places, const Problem& p, int key,
+                                     int head) {
+    if (key < places.key_begin || key >= places.key_end) return KeyPlaces::kNowhere;
+    const int2 place = places.find(p, plan, key);
+    if (place.x < 0) return KeyPlaces::kNowhere;
+    return kValues ? place.x * plan.v_page_pieces + place.y * plan.v_slot_pieces + head * plan.v_head_pieces
+                   : place.x * plan.k_page_pieces + place.y * plan.k_slot_pieces + head * plan.k_head_pieces;
+  }
+
+  static PD_MEMBER void copy_own_box(const PrefillCall& plan, uint32_t stage, uint32_t arrived, int column, int row,
+                                     int head, int2 place) {
+    copy_box(stage + (column * kKeys + row) * kRowBytes, kValues ? plan.values : plan.keys, arrived, column * kColumn,
+             place.y, head, place.x);
+  }
+
+  static PD_MEMBER void run(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control,
+                            uint32_t shared) {
+    const int lane = threadIdx.x % kWarp;
+    const uint32_t full = shared_address(kValues ? control.values_full : control.keys_full);
+    const uint32_t empty = shared_address(kValues ? control.values_empty : control.keys_empty);
+    const uint32_t stages = shared + (kValues ? Shape::kValuesAt : Shape::kKeysAt);
+    const int boxes = plan.box_rows > 0 ? kKeys / plan.box_rows : 0;  // of a column of a tile
+    const int own_column = lane / max(boxes, 1), own_row = (lane - own_column * boxes) * plan.box_rows;
+    Ring<kValues ? Shape::kValueStages : Shape::kKeyStages> ring;
+    Ring<2> slot;
+    while (true) {
+      barrier_wait(shared_address(&control.work_full[slot.stage]), slot.phase);
+      const Work& work = control.work[slot.stage];
+      if (!work.exists) break;
+      KeyPlaces places;
+      places.start(p, work);
+      const int head = work.head, first_tile = work.item.first_tile;
+      int tile = first_tile + work.item.tiles - 1;
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared_address(&control.work_empty[slot.stage]));
+      slot.advance();
+
+#pragma unroll 1
+      for (; tile >= first_tile; --tile) {
+        const int key = tile * kKeys;
+        const uint32_t stage = stages + ring.stage * kBytes, arrived = full + ring.stage * 8;
+        const bool inside = key >= places.key_begin && key + kKeys <= places.key_end;
+        const bool bulk = boxes > 0 && (inside || !kValues);
+        // Of the box of this lane, looked up while the stage is not yet free.
+        int2 place = make_int2(-1, 0);
+        if (bulk) place = places.find_box(p, plan, key + own_row);
+        barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
+        if (bulk) {
+          // Bytes may come before they are expected: the phase does not end without this arrival.
+          if (lane == 0) barrier_arrive_expecting(arrived, kBytes);
+          if (lane < boxes * kColumns) copy_own_box(plan, stage, arrived, own_column, own_row, head, place);
+#pragma unroll 1
+          for (int i = lane + kWarp; i < boxes * kColumns; i += kWarp) {
+            const int row = i % boxes * plan.box_rows;
+            copy_own_box(plan, stage, arrived, i / boxes, row, head, places.find_box(p, plan, key + row));
+          }
+        } else {
+#pragma unroll 1
+          for (int i = 0; i < kKeys; i += kWarp)
+            copy_rows(p, stage + i * kRowBytes, min(kWarp, kKeys - i), place_of(plan, places, p, key + i + lane, head));
+          arrive_after_copies(arrived);
+        }
+        ring.advance();
+      }
+    }
+  }
+};
+
+template <typename Shape>
+PD_DEVICE void copy_queries(const Problem& p, const PrefillCall& plan, const Work& work, uint32_t queries) {
+  const int lane = threadIdx.x % kWarp, piece = lane % kCopyLanes;
+  const Item& item = work.item;
+  const int group = static_cast<int>(p.group);
+#pragma unroll 2
+  for (int i = 0; i < Shape::kRows; i += kCopyRows) {
+    const int row = i + lane / kCopyLanes, token = plan.group.divide(item.first_row + row);
+    const int q_head = work.head * group + item.first_row + row - token * group;
+    const int64_t offset =
+        item.b * p.q_stride_batch + (item.q_begin + token) * p.q_stride_token + q_head * p.q_stride_head;
+    const bool exists = row < item.rows;
+    const char* const source = static_cast<const char*>(p.q) + (exists ? offset * 2 : 0) + piece * 16;
+    const uint32_t target = queries + row * kRowBytes + (piece ^ (row % 8)) * 16;
+#pragma unroll
+    for (int c = 0; c < Shape::kColumns; ++c) {
+      copy_piece(target + c * Shape::kRows * kRowBytes, source + c * kRowBytes,
+                 exists && c * kColumn + piece * 8 < p.head_dim);
+    }
+  }
+}
+
+// Finds work after work and brings its queries.
+template <typename Shape>
+PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control, uint32_t shared) {
+  const int lane = threadIdx.x % kWarp;
+  Scheduler<Shape> scheduler;
+  if (blockIdx.x == 0 && lane == 0) open_tickets(plan.tickets);
+  scheduler.start(p, plan);
+  Ring<2> slot;
+  Ring<Shape::kQueryStages> queries;
+  int ticket = blockIdx.x, taken = -1;
+  while (true) {
+    Work next = {};
+    next.exists = scheduler.find(p, plan, ticket, next);
+    barrier_wait(shared_address(&control.work_empty[slot.stage]), slot.phase ^ 1);
+    if (lane == 0) {
+      control.work[slot.stage] = next;
+      barrier_arrive(shared_address(&control.work_full[slot.stage]));
+    }
+    __syncwarp();
+    if (!next.exists) break;
+    barrier_wait(shared_address(&control.queries_empty[queries.stage]), queries.phase ^ 1);
+    copy_queries<Shape>(p, plan, control.work[slot.stage], shared + queries.stage * Shape::kQueryBytes);
+    arrive_after_copies(shared_address(&control.queries_full[queries.stage]));
+    queries.advance();
+    slot.advance();
+    if (lane == 0) taken = static_cast<int>(take_ticket(plan.tickets));
+    taken = __shfl_sync(~0u, taken, 0);
+    ticket = taken + plan.blocks_in_grid;
+  }
+  // As many tickets are taken as there are tiles; without any, nobody takes one.
+  const bool last = scheduler.before == 0 ? blockIdx.x == 0 : taken == scheduler.before - 1;
+  if (last && lane == 0) close_tickets(plan.tickets);
+}
+
+}  // namespace paged_attn

@@ -1,0 +1,65 @@
+#include "plan.h"
+
+#include "../decode/plan.h"
+#include "../layout.h"
+
+namespace paged_attn {
+namespace {
+
+constexpr int kCapability = 90;         // wgmma and its registers exist on this one only
+constexpr int64_t kFewRows = 16;        // of a request and kv_head: what a tile of the decode kernel holds
+constexpr int64_t kFewTiles = 6;        // times the tiles of rows that leave more idle than the decode kernel costs
+constexpr int64_t kL2Bytes = 24 << 20;  // of keys and values that all blocks read together
+constexpr int kSwizzledRows = 8;        // a box begins where the swizzle does
+
+// Tokens of the longest request, as far as the host can tell. max_q_len may be no more than the sum of all.
+int64_t longest_query(const Problem& p) {
+  if (!p.cu_seqlens_q) return p.max_q_len;
+  const int64_t said = pd_min(pd_max(p.max_q_len, 1), p.total_q);
+  const bool says_nothing = said == p.total_q && p.batch > 1;
+  return says_nothing ? pd_ceil_div(p.total_q, p.batch) : said;
+}
+
+// Tiles of rows of all requests and kv_heads, at most.
+int64_t most_tiles(const Problem& p, int rows) {
+  const int64_t each = pd_ceil_div(p.max_q_len * p.group, rows);
+  const int64_t tiles = p.cu_seqlens_q ? p.total_q * p.group / rows + pd_min(p.batch, p.total_q) : p.batch * each;
+  return tiles * p.kv_heads;
+}
+
+int64_t greatest_divisor(int64_t a, int64_t b) { return b == 0 ? a : greatest_divisor(b, a % b); }
+
+}  // namespace
+
+const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
+  if (limits.capability != kCapability) return "a device of another compute capability than 9.0";
+  // Where a result must not depend on the other requests, neither may the kernel: with cu_seqlens_q it is always this
+  // one, as a request may have many rows or few.
+  const bool fixed = p.deterministic && p.cu_seqlens_q;
+  if (!fixed && longest_query(p) * p.group <= kFewRows) return "no more rows than one tile of the decode kernel";
+  if (dtype_bytes(p.cache.dtype) == 1) return "an 8-bit cache";
+  if (p.num_splits > 1) return "num_splits above 1";
+  const char* const reason = decode_why_not(p, limits);
+  if (*reason != '\0') return reason;
+  if (p.q_dtype != p.cache.dtype) return "q and the cache differ in dtype";
+  const int rows = find_prefill_instance(p.head_dim, p.head_dim_v).rows;
+  const int64_t tiles = most_tiles(p, rows);
+  if (tiles > INT32_MAX / 2) return "there are more tiles of rows than 32 bits count";
+  if (!p.deterministic && tiles * kFewTiles < limits.processors) return "too few tiles of rows to fill the device";
+  return "";
+}
+
+PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
+  const Cache& c = p.cache;
+  PrefillPlan plan = {};
+  plan.instance = find_prefill_instance(p.head_dim, p.head_dim_v);
+  plan.all_scores = p.softcap != 0.f || p.alibi_slopes;
+  plan.blocks = pd_max(pd_min(most_tiles(p, plan.instance.rows), limits.processors), 1);
+  plan.l2_keys = kL2Bytes / ((p.head_dim + p.head_dim_v) * dtype_bytes(c.dtype));
+  // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere.
+  const int64_t rows = c.block_table ? greatest_divisor(plan.instance.keys, c.page_size) : plan.instance.keys;
+  plan.box_rows = rows % kSwizzledRows == 0 ? static_cast<int32_t>(rows) : 0;
+  return plan;
+}
+
+}  // namespace paged_attn

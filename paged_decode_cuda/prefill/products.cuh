@@ -1,0 +1,174 @@
+// Hopper's instructions that the prefill kernel needs: barriers in shared memory, and products of a warpgroup (wgmma).
+#pragma once
+
+#include <cuda.h>
+
+#include "../ptx.cuh"
+#include "sizes.h"
+
+namespace paged_attn {
+
+PD_DEVICE uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- Barriers ----
+
+PD_DEVICE void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+PD_DEVICE void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and lets the phase end only when so many bytes of bulk copies have come.
+PD_DEVICE void barrier_arrive_expecting(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+PD_DEVICE void barrier_wait(uint32_t barrier, uint32_t phase) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(phase)
+      : "memory");
+}
+
+// Copies a box of a tensor; what lies outside of the tensor is zero.
+PD_DEVICE void copy_box(uint32_t shared, const CUtensorMap& tensor, uint32_t barrier, int dim, int slot, int head,
+                        int page) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(shared),
+      "l"(&tensor), "r"(barrier), "r"(dim), "r"(slot), "r"(head), "r"(page)
+      : "memory");
+}
+
+// What ordinary stores or cp.async have put into shared memory becomes visible to wgmma.
+PD_DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+PD_DEVICE void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+PD_DEVICE void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Moves registers between the warpgroups of a block.
+template <int kCount>
+PD_DEVICE void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+PD_DEVICE void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+// ---- Products ----
+//
+// Matrices lie in shared memory as columns of 64 16-bit values: rows of 128 bytes one below the other, 8 rows (1 KiB,
+// aligned) a swizzled block, in which piece i of 16 bytes of row r is stored at place i ^ (r % 8).
+
+// `column_bytes`: from one column to the next, where a product goes across columns (values, whose rows are keys).
+PD_DEVICE uint64_t matrix_descriptor(uint32_t address, int column_bytes) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  return kSwizzle128 | static_cast<uint64_t>(kBlockBytes >> 4) << 32 | static_cast<uint64_t>(column_bytes >> 4) << 16 |
+         static_cast<uint64_t>((address & 0x3ffff) >> 4);
+}
+
+PD_DEVICE uint64_t advance(uint64_t descriptor, int bytes) { return descriptor + static_cast<uint64_t>(bytes >> 4); }
+
+// Before the first product of a group: what was written to registers is visible to it.
+PD_DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+PD_DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until at most kPending groups are on their way.
+template <int kPending>
+PD_DEVICE void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// The compiler does not know that a product goes on after its instruction: these say that the registers count as read
+// and written here.
+template <int kCount>
+PD_DEVICE void settle(float (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
+}
+template <int kCount>
+PD_DEVICE void settle(uint32_t (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
+
+// Ends when a sum that is never negative is known. Without it the compiler moves a wait for products before arithmetic
+// that could run beside them.
+PD_DEVICE void await_value(float sum) {
+  asm volatile("{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never nanosleep.u32 0;\n}\n" ::"f"(sum)
+               : "memory");
+}
+
+#define PD_LIST_32                                                                                                 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, "                                                                                                          \
+  "%25, %26, %27, %28, %29, %30, %31"
+#define PD_LIST_48 PD_LIST_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define PD_LIST_64 PD_LIST_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define PD_LIST_128                                                                                              \
+  PD_LIST_64                                                                                                     \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, "  \
+  "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, "    \
+  "%105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, " \
+  "%123, %124, %125, %126, %127"
+
+#define PD_OPERANDS_8(d, i)                                                                                   \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
+#define PD_OPERANDS_16(d, i) PD_OPERANDS_8(d, i), PD_OPERANDS_8(d, i + 8)
+#define PD_OPERANDS_32(d, i) PD_OPERANDS_16(d, i), PD_OPERANDS_16(d, i + 16)
+#define PD_OPERANDS_48(d, i) PD_OPERANDS_32(d, i), PD_OPERANDS_16(d, i + 32)
+#define PD_OPERANDS_64(d, i) PD_OPERANDS_32(d, i), PD_OPERANDS_32(d, i + 32)
+#define PD_OPERANDS_128(d, i) PD_OPERANDS_64(d, i), PD_OPERANDS_64(d, i + 64)
+
+// The two products for kCount = columns / 2 sums per thread; A, B, C, D, E are the numbers of the operands behind them.
+// scores: 64 rows of q, all in shared memory; `keep`: adds to d, else replaces it.
+// values: weights in registers, d += weights * v, whose rows are the terms of the product.
+#define PD_PRODUCTS(COLUMNS, COUNT, TYPE, A, B, C, D, E)                                                          \
+  PD_DEVICE void multiply_scores(TYPE, float (&d)[COUNT], uint64_t q, uint64_t k, int keep) {                     \
+    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #C ", 0;\nwgmma.mma_async.sync.aligned.m64n" #COLUMNS \
+                 "k16.f32." PD_NAME_##TYPE "." PD_NAME_##TYPE " {" PD_LIST_##COUNT "}, %" #A ", %" #B             \
+                                                                                   ", keep, 1, 1, 0, 0;\n}\n"     \
+                 : PD_OPERANDS_##COUNT(d, 0)                                                                      \
+                 : "l"(q), "l"(k), "r"(keep)                                                                      \
+                 : "memory");                                                                                     \
+  }                                                                                                               \
+  PD_DEVICE void multiply_values(TYPE, float (&d)[COUNT], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,     \
+                                 uint64_t v) {                                                                    \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." PD_NAME_##TYPE "." PD_NAME_##TYPE        \
+                 " {" PD_LIST_##COUNT "}, {%" #A ", %" #B ", %" #C ", %" #D "}, %" #E ", 1, 1, 1, 1;\n"           \
+                 : PD_OPERANDS_##COUNT(d, 0)                                                                      \
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(v)                                                     \
+                 : "memory");                                                                                     \
+  }
+
+#define PD_NAME_Bf16 "bf16"
+#define PD_NAME_Fp16 "f16"
+#define PD_PRODUCTS_OF(TYPE)                     \
+  PD_PRODUCTS(64, 32, TYPE, 32, 33, 34, 35, 36)  \
+  PD_PRODUCTS(96, 48, TYPE, 48, 49, 50, 51, 52)  \
+  PD_PRODUCTS(128, 64, TYPE, 64, 65, 66, 67, 68) \
+  PD_PRODUCTS(256, 128, TYPE, 128, 129, 130, 131, 132)
+
+PD_PRODUCTS_OF(Bf16)
+PD_PRODUCTS_OF(Fp16)
+
+#undef PD_PRODUCTS_OF
+#undef PD_PRODUCTS
+
+}  // namespace paged_attn

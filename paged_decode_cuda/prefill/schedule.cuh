@@ -1,0 +1,167 @@
+// Which tile of rows a block takes next: the long ones first, by a counter that all blocks share.
+//
+// Tiles are in buckets by the number of their keys, longest first; in a bucket by request, then by sections of
+// kv_heads whose keys L2 can hold, then by row tile (latest first, whose keys are the most), then by kv_head. Nobody
+// makes a list of them: a warp counts the tiles of 32 requests at a time and walks on from where its last one was.
+#pragma once
+
+#include "shape.cuh"
+
+namespace paged_attn {
+
+constexpr int kBuckets = 16;
+
+// The word that is counted up must be zero before, and nobody clears it before a launch: the first block writes it
+// together with a number of this launch, the one that takes the last ticket clears it.
+PD_DEVICE unsigned ticket_tag() {
+  unsigned long long number;
+  asm volatile("mov.u64 %0, %%gridid;" : "=l"(number));
+  return static_cast<unsigned>((number + 1) * 0x9e3779b97f4a7c15ull >> 32) | 1u;
+}
+
+PD_DEVICE void open_tickets(unsigned long long* tickets) {
+  const unsigned long long word = static_cast<unsigned long long>(ticket_tag()) << 32;
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(tickets), "l"(word) : "memory");
+}
+
+PD_DEVICE unsigned take_ticket(unsigned long long* tickets) {
+  unsigned long long word;
+  do {
+    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(word) : "l"(tickets) : "memory");
+  } while (static_cast<unsigned>(word >> 32) != ticket_tag());
+  return static_cast<unsigned>(atomicAdd(tickets, 1ull));
+}
+
+// Rows [tile * Shape::kRows, ...) of a request.
+template <typename Shape>
+PD_DEVICE Item row_tile_item(const Problem& p, const Plan& plan, int b, int tile) {
+  Item item = {};
+  item.b = b;
+  item.q_begin = query_begin(p, b);
+  item.q_len = query_length(p, b);
+  item.kv_len = min(max(cached_length(p, b) + new_length(p, b), 0), plan.max_keys);
+  item.leftpad = p.cache_leftpad ? p.cache_leftpad[b] : 0;
+  item.first_row = tile * Shape::kRows;
+  item.rows = max(0, min(Shape::kRows, item.q_len * static_cast<int>(p.group) - item.first_row));
+  const KvRange first = row_keys(p, plan, item, plan.group.divide(item.first_row));
+  const KvRange last = row_keys(p, plan, item, plan.group.divide(item.first_row + max(item.rows, 1) - 1));
+  item.key_begin = first.begin;
+  item.key_end = last.end;
+  item.inner_begin = last.begin;
+  item.inner_end = first.end;
+  item.first_tile = item.key_begin / Shape::kKeys;
+  const int end_tile = (item.key_end + Shape::kKeys - 1) / Shape::kKeys;
+  item.tiles = item.rows == 0 ? 0 : max(0, end_tile - item.first_tile);
+  return item;
+}
+
+struct RequestTiles {
+  int rows;  // row tiles
+  int kv_len;
+  int most;  // tiles of keys of the last row tile
+};
+
+template <typename Shape>
+PD_DEVICE RequestTiles request_tiles(const Problem& p, const PrefillCall& plan, int b) {
+  RequestTiles r;
+  const int q_rows = query_length(p, b) * static_cast<int>(p.group);
+  r.rows = max(0, (q_rows + Shape::kRows - 1) / Shape::kRows);
+  r.kv_len = 0;
+  r.most = 0;
+  if (r.rows == 0) return r;
+  const Item last = row_tile_item<Shape>(p, plan, b, r.rows - 1);
+  r.kv_len = last.kv_len;
+  r.most = last.tiles;
+  return r;
+}
+
+// Row tiles of a request that lie in buckets below `bucket`; its tiles have up to `most` tiles of keys.
+template <typename Shape>
+PD_DEVICE int tiles_below(const Problem& p, const RequestTiles& r, int longest, int bucket) {
+  if (bucket >= kBuckets) return r.rows;
+  if (bucket <= 0) return 0;
+  // Tiles of keys from which on a row tile is in the bucket.
+  const int bound = (longest * bucket + kBuckets - 1) / kBuckets;
+  if (r.most < bound) return r.rows;
+  if (p.window_right < 0 || p.window_left >= 0 || p.attention_chunk > 0) return 0;
+  // Causal: the number of keys falls by kRows / group from one row tile to the one before.
+  const int64_t keys = int64_t{r.most - bound} * Shape::kKeys;
+  const int64_t above = keys * p.group / Shape::kRows + 1;
+  return static_cast<int>(max(r.rows - above, int64_t{0}));
+}
+
+PD_DEVICE void close_tickets(unsigned long long* tickets) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(tickets), "l"(0ull) : "memory");
+}
+
+// Walks through all tiles in their order. The lanes of one warp call everything together.
+template <typename Shape>
+struct Scheduler {
+  int longest;         // tiles of keys of the longest row tile
+  int bucket, first;   // bucket and first request of the chunk that the lanes hold
+  int before;          // tiles in front of that chunk
+  int own, own_below;  // of this lane's request in this bucket: row tiles, and those in lower buckets
+  int own_len;
+  int ends;  // tiles up to this lane's request, inclusive
+
+  PD_MEMBER void start(const Problem& p, const PrefillCall& plan) {
+    const int lane = threadIdx.x % kWarp;
+    int most = 1;
+    for (int b = lane; b < p.batch; b += kWarp) most = max(most, request_tiles<Shape>(p, plan, b).most);
+    longest = __reduce_max_sync(~0u, most);
+    bucket = kBuckets - 1;
+    first = 0;
+    before = 0;
+    count(p, plan);
+  }
+
+  PD_MEMBER void count(const Problem& p, const PrefillCall& plan) {
+    const int lane = threadIdx.x % kWarp, b = first + lane;
+    own = own_below = own_len = 0;
+    if (b < p.batch) {
+      const RequestTiles r = request_tiles<Shape>(p, plan, b);
+      own_below = tiles_below<Shape>(p, r, longest, bucket);
+      own = tiles_below<Shape>(p, r, longest, bucket + 1) - own_below;
+      own_len = r.kv_len;
+    }
+    ends = own * static_cast<int>(p.kv_heads);
+#pragma unroll
+    for (int step = 1; step < kWarp; step *= 2) {
+      const int other = __shfl_up_sync(~0u, ends, step);
+      if (lane >= step) ends += other;
+    }
+  }
+
+  // The work of tile `index`, which never falls from call to call; false past the end.
+  PD_MEMBER bool find(const Problem& p, const PrefillCall& plan, int index, Work& work) {
+    while (index >= before + __shfl_sync(~0u, ends, kWarp - 1)) {
+      before += __shfl_sync(~0u, ends, kWarp - 1);
+      first += kWarp;
+      if (first >= p.batch) {
+        if (bucket == 0) {
+          ends = 0;
+          first -= kWarp;
+          return false;
+        }
+        first = 0;
+        --bucket;
+      }
+      count(p, plan);
+    }
+    const int owner = __popc(__ballot_sync(~0u, before + ends <= index));
+    const int rows = __shfl_sync(~0u, own, owner), below = __shfl_sync(~0u, own_below, owner);
+    const int kv_len = __shfl_sync(~0u, own_len, owner);
+    const int heads = static_cast<int>(p.kv_heads);
+    int place = index - (before + __shfl_sync(~0u, ends, owner) - rows * heads);
+    const int together = min(heads, max(1, plan.l2_keys / max(kv_len, 1)));
+    const int section = place / (together * rows);
+    place -= section * together * rows;
+    const int in_section = min(together, heads - section * together);
+    const int up = place / in_section;
+    work.item = row_tile_item<Shape>(p, plan, first + owner, below + rows - 1 - up);
+    work.head = section * together + place - up * in_section;
+    return true;
+  }
+};
+
+}  // namespace paged_attn

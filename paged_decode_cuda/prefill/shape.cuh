@@ -1,0 +1,56 @@
+// What the warps of a block tell each other, and what the kernel is told.
+#pragma once
+
+#include "../rows.cuh"
+#include "products.cuh"
+#include "sizes.h"
+
+namespace paged_attn {
+
+// Type_: of q and of the cache.
+template <typename Type_, typename Sizes>
+struct PrefillShape : Sizes {
+  using Type = Type_;
+};
+
+// What the kernel reads beside the problem.
+struct PrefillCall : Plan {
+  CUtensorMap keys, values;  // of the cache: [page, kv_head, slot, dim] from the slowest to the fastest
+  int32_t box_rows;          // slots of a box; 0: no bulk copies
+  int32_t blocks_in_grid;
+  int32_t l2_keys;              // of one head, that L2 keeps
+  unsigned long long* tickets;  // one word
+};
+
+// What a block works on: a tile of rows of one request and kv_head.
+struct Work {
+  Item item;
+  int head;
+  bool exists;
+};
+
+// Barriers and messages, outside of the dynamic part.
+template <typename Shape>
+struct PrefillControl {
+  uint64_t keys_full[Shape::kKeyStages], keys_empty[Shape::kKeyStages];
+  uint64_t values_full[Shape::kValueStages], values_empty[Shape::kValueStages];
+  uint64_t queries_full[Shape::kQueryStages], queries_empty[Shape::kQueryStages];
+  uint64_t work_full[2], work_empty[2];
+  Work work[2];
+};
+
+// Place in a ring of stages.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  uint32_t phase = 0;
+
+  PD_MEMBER void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+}  // namespace paged_attn

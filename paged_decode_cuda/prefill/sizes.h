@@ -1,0 +1,63 @@
+// Sizes of the prefill kernel, for the kernel and for the planner.
+#pragma once
+
+#include <stdint.h>
+
+namespace paged_attn {
+
+constexpr int kWarpgroup = 128;    // threads
+constexpr int kColumn = 64;        // 16-bit values of a row in one column of shared memory
+constexpr int kRowBytes = 128;     // of it
+constexpr int kBlockBytes = 1024;  // 8 such rows, the unit of the swizzle
+
+// kDim_, kDimV_: head_dim and head_dim_v rounded up to what is compiled. kKeys_: keys of a tile.
+template <int kDim_, int kDimV_, int kKeys_>
+struct PrefillSizes {
+  static constexpr int kDim = kDim_, kDimV = kDimV_, kKeys = kKeys_;
+  static constexpr int kColumns = (kDim + kColumn - 1) / kColumn, kColumnsV = (kDimV + kColumn - 1) / kColumn;
+  static constexpr int kConsumers = 2;  // warpgroups, 64 rows each
+  static constexpr int kRows = 64 * kConsumers;
+  static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
+  static constexpr int kConsumerWarps = kConsumers * kWarpgroup / 32;
+  static constexpr int kKeyStages = kDim > 128 ? 2 : 3, kValueStages = kDim > 64 ? 2 : 3;
+  static constexpr int kQueryStages = kDim > 128 ? 1 : 2;  // the next rows are there before the last ones are done
+
+  // Registers of a thread; all three warpgroups together have 504.
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+
+  static constexpr int kQueryBytes = kRows * kColumns * kRowBytes;
+  static constexpr int kKeyBytes = kKeys * kColumns * kRowBytes, kValueBytes = kKeys * kColumnsV * kRowBytes;
+  static constexpr int kKeysAt = kQueryStages * kQueryBytes, kValuesAt = kKeysAt + kKeyStages * kKeyBytes;
+  static constexpr int kEnd = kValuesAt + kValueStages * kValueBytes;
+  static constexpr int kSharedBytes = kEnd + kBlockBytes;  // its start is aligned by hand
+  static_assert(kDim % 16 == 0 && kDimV % 32 == 0 && kKeys % 16 == 0, "whole products and stores");
+};
+
+// The same as numbers.
+struct PrefillInstance {
+  int head_dim, head_dim_v;  // which it is
+  int rows, keys, threads, shared_bytes;
+};
+
+template <typename Sizes>
+constexpr PrefillInstance prefill_instance() {
+  return {Sizes::kDim, Sizes::kDimV, Sizes::kRows, Sizes::kKeys, Sizes::kThreads, Sizes::kSharedBytes};
+}
+
+using PrefillSizes64 = PrefillSizes<64, 64, 128>;
+using PrefillSizes96 = PrefillSizes<96, 96, 128>;
+using PrefillSizes128 = PrefillSizes<128, 128, 128>;
+using PrefillSizes192 = PrefillSizes<192, 128, 128>;
+using PrefillSizes256 = PrefillSizes<256, 256, 64>;
+
+// For dimensions up to 256.
+inline PrefillInstance find_prefill_instance(int64_t head_dim, int64_t head_dim_v) {
+  const int64_t larger = head_dim > head_dim_v ? head_dim : head_dim_v;
+  if (larger <= 64) return prefill_instance<PrefillSizes64>();
+  if (larger <= 96) return prefill_instance<PrefillSizes96>();
+  if (larger <= 128) return prefill_instance<PrefillSizes128>();
+  if (head_dim <= 192 && head_dim_v <= 128) return prefill_instance<PrefillSizes192>();
+  return prefill_instance<PrefillSizes256>();
+}
+
+}  // namespace paged_attn

@@ -1,0 +1,208 @@
+"""Many rows on a Hopper GPU: every feature on the route "prefill", every page size, and tiles at their edges."""
+
+import dataclasses
+import random
+
+import cases
+import pytest
+import torch
+from cases import Case
+from compare import check, judge, run
+
+
+@pytest.fixture(autouse=True)
+def only_on_hopper(device):
+    if torch.device(device).type != "cuda" or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the route needs compute capability 9.0")
+
+
+# Enough tiles of rows for the route: 6 requests, 4 kv_heads, 160 rows of each.
+BASE = Case(batch=6, q_len=40, kv_len=300, q_heads=16, kv_heads=4, head_dim=128, causal=True)
+
+FEATURES = {
+    "plain": {},
+    "not_causal": {"causal": False},
+    "fp16": {"dtype": "float16"},
+    "varlen": {"varlen_q": True, "q_len": 90},
+    "long": {"lens": (1500, 1, 129, 128, 700, 40)},
+    "more_q_than_keys": {"q_len": 70, "kv_len": 50},
+    "window": {"window": (60, -1)},
+    "window_both": {"window": (60, 20), "causal": False},
+    "window_right": {"window": (-1, 9), "causal": False},
+    "window_long": {"window": (200, -1), "lens": (1500, 1, 129, 128, 700, 40)},
+    "chunk": {"chunk": 32},
+    "chunk_not_causal": {"chunk": 100, "causal": False, "leftpad": True},
+    "softcap": {"softcap": 2.5},
+    "scale": {"scale": 0.07},
+    "scale_0": {"scale": 0.0},
+    "scale_negative": {"scale": -0.05},
+    "alibi": {"alibi": "head"},
+    "alibi_batch": {"alibi": "batch", "softcap": 20.0},
+    "leftpad": {"leftpad": True},
+    "sink": {"sink": "float32"},
+    "sink_16bit": {"sink": "bfloat16"},
+    "batch_idx": {"batch_idx": True},
+    "contiguous": {"page_size": 0},
+    "contiguous_rows": {"page_size": 0, "batch_idx": True, "leftpad": True},
+    "heads_first": {"layout": "heads_first"},
+    "interleaved": {"layout": "interleaved"},
+    "append": {"append": 40},
+    "append_varlen": {"append": 30, "append_varlen": True, "varlen_q": True, "q_len": 80},
+    "rotary": {"append": 40, "rotary_dim": 64},
+    "descales": {"descale": "full"},
+    "deterministic": {"deterministic": True},
+    "one_split": {"num_splits": 1},
+    "out": {"give_out": True},
+    "int_seqlens": {"int_seqlens": True},
+    "mha": {"q_heads": 4, "q_len": 130},
+    "mqa": {"q_heads": 8, "kv_heads": 1, "batch": 24},
+    "group_5": {"q_heads": 20},
+    "group_16": {"q_heads": 64, "q_len": 3},
+    "dim_8": {"head_dim": 8},
+    "dim_64": {"head_dim": 64},
+    "dim_80": {"head_dim": 80},
+    "dim_96": {"head_dim": 96},
+    "dim_256": {"head_dim": 256},
+    "dim_192_128": {"head_dim": 192, "head_dim_v": 128},
+    "dim_64_128": {"head_dim": 64, "head_dim_v": 128},
+}
+
+
+def on_the_route(paged_attn, case, device):
+    """Checks the case after making sure that it is the prefill kernel that runs."""
+    call = cases.build(case).to(device)
+    k_cache, v_cache = call.caches()
+    explained = paged_attn.explain(k_cache=k_cache, v_cache=v_cache, **call.kwargs)
+    assert explained.route == "prefill", explained
+    check(paged_attn, case, device)
+    return explained
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_feature(paged_attn, device, feature):
+    on_the_route(paged_attn, dataclasses.replace(BASE, **FEATURES[feature]), device)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 8, 16, 24, 48, 64, 128, 256, 0])
+@pytest.mark.parametrize("options", [{}, {"causal": False, "dtype": "float16"}, {"head_dim": 256}], ids=str)
+def test_page_size(paged_attn, device, page_size, options):
+    """Bulk copies where a page holds whole boxes, piece by piece elsewhere."""
+    case = dataclasses.replace(BASE, page_size=page_size, lens=(700, 0, 257, 256, 64, 511), **options)
+    explained = on_the_route(paged_attn, case, device)
+    assert (explained.plan["box_rows"] > 0) == (page_size % 8 == 0)
+
+
+def random_case(rng):
+    """A few features at once."""
+    chosen = rng.sample(
+        ["window", "chunk", "softcap", "alibi", "leftpad", "sink", "append", "varlen_q"], rng.randint(1, 4)
+    )
+    some = {
+        "window": (rng.randint(0, 300), rng.choice([-1, 0, 50])), "chunk": rng.choice([16, 100, 128]),
+        "softcap": 5.0, "alibi": "batch", "leftpad": True, "sink": "float32", "append": rng.randint(1, 60),
+        "varlen_q": True,
+    }  # fmt: skip
+    kv_heads = rng.choice([2, 4, 8])
+    return Case(
+        batch=rng.randint(12, 40) // kv_heads + 8, q_len=rng.randint(33, 150), kv_len=rng.randint(1, 600),
+        q_heads=kv_heads * rng.choice([1, 3, 4, 8]), kv_heads=kv_heads, head_dim=rng.choice([64, 72, 128, 160, 256]),
+        page_size=rng.choice([0, 1, 16, 64]), causal=rng.random() < 0.7, dtype=rng.choice(["bfloat16", "float16"]),
+        seed=rng.getrandbits(20), **{name: some[name] for name in chosen},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_features_together(paged_attn, device, seed):
+    on_the_route(paged_attn, random_case(random.Random(seed)), device)
+
+
+def packed(paged_attn, device, q_lens, k_lens, total_q=None, **options):
+    """Packed prompts and their lone results, by the deterministic kernel."""
+    torch.manual_seed(len(q_lens))
+    total_q = total_q or sum(q_lens)
+    q = torch.randn(total_q, 16, 64, device=device, dtype=torch.bfloat16)
+    k, v = (torch.randn(sum(k_lens), 4, 64, device=device, dtype=torch.bfloat16) for _ in range(2))
+    cu_q, cu_k = (
+        torch.tensor([0, *torch.tensor(n).cumsum(0)], dtype=torch.int32, device=device) for n in (q_lens, k_lens)
+    )
+    return {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max(q_lens),
+            "max_seqlen_k": max(k_lens), "causal": True, "return_softmax_lse": True} | options  # fmt: skip
+
+
+def test_a_request_does_not_depend_on_the_others(paged_attn, device):
+    """Bitwise, when asked for: alone, among longer ones, among many short ones."""
+    lens = [300, 1, 77, 128, 1000]
+    arguments = packed(paged_attn, device, lens, lens, deterministic=True)
+    out, lse = paged_attn.flash_attn_varlen_func(**arguments)
+    begin = 0
+    for n in lens:
+        part = slice(begin, begin + n)
+        alone = {name: arguments[name][part].contiguous() for name in "qkv"}
+        cu = torch.tensor([0, n], dtype=torch.int32, device=device)
+        alone |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": n, "max_seqlen_k": n}
+        lone_out, lone_lse = paged_attn.flash_attn_varlen_func(**(arguments | alone))
+        assert torch.equal(out[part], lone_out) and torch.equal(lse[:, part], lone_lse)
+        begin += n
+
+
+def test_tokens_of_no_request_are_cleared(paged_attn, device):
+    lens = [100, 0, 300, 129]
+    arguments = packed(paged_attn, device, lens, lens, total_q=sum(lens) + 77)
+    arguments["out"] = torch.full_like(arguments["q"], torch.nan)
+    out, lse = paged_attn.flash_attn_varlen_func(**arguments)
+    assert (out[sum(lens) :] == 0).all() and (lse[:, sum(lens) :] == -torch.inf).all()
+    assert out[: sum(lens)].isfinite().all()
+
+
+def test_a_graph_of_chunks_is_replayed_with_other_lengths(paged_attn, device):
+    """Captured once; then other lengths, tables and queries, also with requests that have none."""
+    lens = (700, 0, 33, 64, 511, 300)
+    options = [dataclasses.replace(BASE, lens=lens[-i:] + lens[:-i], seed=i) for i in range(5)]
+    call = cases.build(options[0]).to(device)
+    run(paged_attn, cases.build(options[0]).to(device))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = run(paged_attn, call)
+    for case in [*options, options[0]]:
+        before = cases.build(case)
+        for name, value in before.kwargs.items():
+            if isinstance(value, torch.Tensor):
+                call.kwargs[name].copy_(value)
+        for into, values in zip(call.storage, before.storage, strict=True):
+            into.copy_(values)
+        call.case = case
+        for _ in range(3):
+            out.fill_(torch.nan)
+            graph.replay()
+        judge(out, lse, call, before)
+
+
+def test_streams_do_not_disturb_each_other(paged_attn, device):
+    """Each has a counter of tiles of its own."""
+    lens = [500, 40, 900]
+    arguments = [packed(paged_attn, device, lens, lens, causal=i % 2 == 0) for i in range(6)]
+    expected = [paged_attn.flash_attn_varlen_func(**a) for a in arguments]
+    torch.cuda.synchronize()
+    streams, results = [torch.cuda.Stream() for _ in arguments], []
+    for _ in range(20):
+        for stream, a in zip(streams, arguments):
+            with torch.cuda.stream(stream):
+                results.append(paged_attn.flash_attn_varlen_func(**a))
+    torch.cuda.synchronize()
+    for i, (out, lse) in enumerate(results):
+        assert torch.equal(out, expected[i % 6][0]) and torch.equal(lse, expected[i % 6][1])
+
+
+def test_why_not(paged_attn, device):
+    """What keeps a call from the route is said."""
+    for options, reason in (
+        ({"q_len": 1}, "rows"),
+        ({"num_splits": 2}, "num_splits"),
+        ({"kv_dtype": "float8_e4m3fn"}, "8-bit"),
+        ({"batch": 1, "kv_heads": 1}, "too few"),
+        ({"dtype": "float32"}, "float32"),
+    ):
+        call = cases.build(dataclasses.replace(BASE, **options)).to(device)
+        k_cache, v_cache = call.caches()
+        explained = paged_attn.explain(k_cache=k_cache, v_cache=v_cache, **call.kwargs)
+        assert explained.route != "prefill" and reason in explained.why_not["prefill"], explained
