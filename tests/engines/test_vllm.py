@@ -189,8 +189,8 @@ def eight_bit_layer(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
 def test_8_bit_cache(make_model, run, dtype):
-    """The tokens of transformers with keys and values rounded to 8 bits. (vLLM's own attention has others: it rounds
-    more than the cache.)"""
+    """The tokens of transformers with keys and values rounded to 8 bits. (vLLM's own attention has others; why was
+    not looked into.)"""
     cache = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}[dtype]
     model = transformers.AutoModelForCausalLM.from_pretrained(make_model("Llama"), dtype=torch.float32)
     model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
