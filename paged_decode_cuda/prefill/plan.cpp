@@ -54,7 +54,9 @@ PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   PrefillPlan plan = {};
   plan.instance = find_prefill_instance(p.head_dim, p.head_dim_v);
   plan.all_scores = p.softcap != 0.f || p.alibi_slopes;
-  plan.blocks = pd_max(pd_min(most_tiles(p, plan.instance.rows), limits.processors), 1);
+  const int64_t tiles = most_tiles(p, plan.instance.rows);
+  plan.items = tiles / p.kv_heads;
+  plan.blocks = pd_max(pd_min(tiles, limits.processors), 1);
   plan.l2_keys = kL2Bytes / ((p.head_dim + p.head_dim_v) * dtype_bytes(c.dtype));
   // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere.
   const int64_t rows = c.block_table ? greatest_divisor(plan.instance.keys, c.page_size) : plan.instance.keys;

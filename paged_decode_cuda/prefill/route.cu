@@ -75,6 +75,8 @@ PrefillCall prefill_call(const Problem& p, const PrefillPlan& plan, unsigned lon
 Numbers prefill_numbers(const PrefillPlan& plan) {
   return {{"rows_per_tile", plan.instance.rows},
           {"tile_keys", plan.instance.keys},
+          {"items", plan.items},
+          {"splits", 1},
           {"all_scores", plan.all_scores},
           {"box_rows", plan.box_rows},
           {"blocks", plan.blocks},
