@@ -50,7 +50,7 @@ PrefillCall prefill_call(const Problem& p, const PrefillPlan& plan, unsigned lon
   call.group = FastDivisor(p.group);
   call.kv_heads = FastDivisor(p.kv_heads);
   call.chunk = FastDivisor(pd_max(p.attention_chunk, 1));
-  call.max_keys = static_cast<int32_t>(capacity(p));
+  call.max_keys = static_cast<int32_t>(capacity_of(p));
   call.max_pages = c.block_table ? static_cast<int32_t>(c.max_pages) : 0;
   constexpr int64_t kPiece = 8;  // elements of 16 bytes
   call.k_page_pieces = static_cast<uint32_t>(c.k_stride_page / kPiece);
