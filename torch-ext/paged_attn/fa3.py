@@ -87,9 +87,11 @@ def flash_attn_with_kvcache(
         and not (softcap or num_splits or attention_chunk or deterministic)
     )  # fmt: skip
     features = None if plain else ordered(
-        cu_seqlens_q, None, None if k is None else cu_seqlens_k_new, softcap or 0.0, num_splits or 0, deterministic,
-        cache_batch_idx, cache_leftpad, None, sinks, attention_chunk or 0, qv, q_descale, k_descale, v_descale,
-        rotary_cos, rotary_sin, rotary_interleaved, None if k is None else rotary_seqlens,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=None if k is None else cu_seqlens_k_new, softcap=softcap or 0.0,
+        num_splits=num_splits or 0, deterministic=deterministic, cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad, s_aux=sinks, attention_chunk=attention_chunk or 0, qv=qv, q_descale=q_descale,
+        k_descale=k_descale, v_descale=v_descale, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved, rotary_seqlens=None if k is None else rotary_seqlens,
     )  # fmt: skip
     try:
         return run(
@@ -138,8 +140,8 @@ def flash_attn_func(
         and not (softcap or num_splits or attention_chunk or deterministic)
     )  # fmt: skip
     features = None if plain else ordered(
-        None, None, None, softcap or 0.0, num_splits or 0, deterministic, None, None, None, sinks, attention_chunk or 0,
-        qv, q_descale, k_descale, v_descale,
+        softcap=softcap or 0.0, num_splits=num_splits or 0, deterministic=deterministic, s_aux=sinks,
+        attention_chunk=attention_chunk or 0, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
     return_lse = return_softmax_lse or return_attn_probs
     try:
@@ -205,8 +207,9 @@ def flash_attn_varlen_func(
         missing, given = ("q", "k") if cu_seqlens_q is None else ("k", "q")
         raise ValueError(f"cu_seqlens_{missing}: expected int32 [batch + 1] beside cu_seqlens_{given}, got None")
     features = ordered(
-        cu_seqlens_q, cu_seqlens_k, None, softcap or 0.0, num_splits or 0, deterministic, None, None, None, sinks,
-        attention_chunk or 0, qv, q_descale, k_descale, v_descale,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, softcap=softcap or 0.0, num_splits=num_splits or 0,
+        deterministic=deterministic, s_aux=sinks, attention_chunk=attention_chunk or 0, qv=qv, q_descale=q_descale,
+        k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
     return_lse = return_softmax_lse or return_attn_probs
     try:
