@@ -210,7 +210,7 @@ def test_built_variant_is_complete(variant):
     archs = {arch for section in described["kernel"].values() for arch in section.get("cuda-capabilities", [])}
     assert metadata["backend"].get("archs") == (sorted(archs) if platform == "cu" else None)
     assert [path.name for path in variant.glob("*.so")] == [extension.name]
-    assert extension.stat().st_size < 40e6
+    assert extension.stat().st_size < 64e6, "people download it"
     assert f"PyInit_{metadata['id']}".encode() in extension.read_bytes()
     modules = {path.stem for path in variant.glob("*.py")} | {metadata["id"]}
     modules |= {path.parent.name for path in variant.glob("*/__init__.py")}
