@@ -10,6 +10,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 sys.path += [str(FOLDER), str(FOLDER.parent.parent / "tests")]
 
+import house  # noqa: E402
 from reference import visible_keys  # noqa: E402
 from svg import Picture  # noqa: E402
 
@@ -89,7 +90,7 @@ def masks():
     return p
 
 
-PICTURES = {"pages": pages, "masks": masks}
+PICTURES = {"pages": pages, "masks": masks, **house.PICTURES}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():
