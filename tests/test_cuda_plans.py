@@ -6,102 +6,24 @@ block that writes them, and it waits only for blocks that started before it; gri
 shared memory are bounded.
 """
 
-import ctypes
 import random
-import shutil
-import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-CALL = [
-    *("processors", "shared_per_block", "shared_per_processor"),
-    *("batch", "kv_heads", "group", "head_dim", "kv_bytes", "total_q", "max_q_len"),
-    *("page_size", "max_pages", "window_left", "window_right", "chunk", "num_splits", "deterministic", "append"),
-    *("cu_seqlens_q", "cache_seqlens", "leftpad"),
-]
-NUMBERS = [
-    *("route", "blocks", "warps", "blocks_per_processor", "shared_bytes", "workspace_bytes"),
-    *("balanced", "rows_per_tile", "tile_keys", "splits"),
-]
-SHARE = [
-    *("block", "b", "head", "first_row", "rows"),
-    *("tile", "tile_end", "first", "partials", "key_begin", "key_end"),
-]
+sys.path.insert(0, str(Path(__file__).resolve().parent / "cuda"))
+import planner
+from planner import GPUS, plan
 
 BLOCK_COST = 1024  # bytes of shared memory that the system takes for every block
-GPUS = {  # multiprocessors, shared memory of a block and of a multiprocessor
-    "sm_90": (132, 232448, 233472),
-    "sm_80": (108, 166912, 167936),
-    "sm_86, sm_89, sm_120": (84, 101376, 102400),
-}
-
-
-def structure(names):
-    return type("S", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_int64) for name in names]})
-
-
-Call, Numbers, Share = structure(CALL), structure(NUMBERS), structure(SHARE)
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    compiler = shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
+def library():
+    if planner.compiler() is None:
         pytest.skip("needs a C++ compiler")
-    cuda = REPOSITORY / "paged_decode_cuda"
-    target = tmp_path_factory.mktemp("plans") / "plans.so"
-    sources = [
-        REPOSITORY / "tests/cuda/plans.cpp",
-        cuda / "plan.cpp",
-        cuda / "fallback_plan.cpp",
-        cuda / "decode/plan.cpp",
-    ]
-    include = [f"-I{REPOSITORY / folder}" for folder in ("paged_decode_cuda", "torch-ext", "tests/cuda")]
-    flags = [
-        "-std=c++17",
-        "-O1",
-        "-fPIC",
-        "-shared",
-        "-fsanitize=undefined",
-        "-fno-sanitize-recover",
-        "-fsanitize-undefined-trap-on-error",
-    ]
-    subprocess.run([compiler, *flags, "-Wno-unknown-pragmas", *include, *sources, "-o", target], check=True)
-    loaded = ctypes.CDLL(str(target))
-    loaded.make_plan.restype = ctypes.c_int64
-    return loaded
-
-
-def plan(library, gpu=GPUS["sm_90"], shares=0, lens=(), q_lens=None, leftpads=None, **options):
-    """(numbers of the plan, what every block does). Lengths are those before an append."""
-    call = Call(
-        kv_heads=2, group=4, head_dim=128, kv_bytes=2, page_size=16, window_left=-1, window_right=0, batch=len(lens)
-    )
-    call.processors, call.shared_per_block, call.shared_per_processor = gpu
-    longest = max([0, *lens]) + options.get("append", 0)
-    call.max_pages = max(1, -(-longest // 16))
-    keep = [(ctypes.c_int32 * max(1, len(lens)))(*lens)]
-    call.cache_seqlens = ctypes.addressof(keep[0])
-    if q_lens is None:
-        call.max_q_len = options.pop("q_len", 1)
-        call.total_q = call.max_q_len * len(lens)
-    else:
-        begins = [sum(q_lens[:b]) for b in range(len(lens) + 1)]
-        keep.append((ctypes.c_int32 * len(begins))(*begins))
-        call.cu_seqlens_q = ctypes.addressof(keep[1])
-        call.total_q, call.max_q_len = begins[-1], max([0, *q_lens])
-    if leftpads is not None:
-        keep.append((ctypes.c_int32 * len(leftpads))(*leftpads))
-        call.leftpad = ctypes.addressof(keep[-1])
-    for name, value in options.items():
-        assert name in CALL
-        setattr(call, name, value)
-    numbers, room = Numbers(), (Share * max(1, shares))()
-    count = library.make_plan(ctypes.byref(call), ctypes.byref(numbers), room, ctypes.c_int64(shares))
-    assert count <= shares or shares == 0
-    return numbers, room[:count]
+    return planner.load()
 
 
 @pytest.mark.parametrize("gpu", GPUS)

@@ -99,7 +99,7 @@ ROOMS = {
 
 
 def house():
-    p = Picture(900, 690, "The house: what stands where, and who compiles what")
+    p = Picture("The house: what stands where, and who compiles what", 900)
     p.box(20, 14, 860, 30, "empty", "transformers · SGLang · vLLM · your own code: engines/, examples/")
     p.arrow((450, 46), (450, 60))
     panel(p, 20, 62, 860, 76, "d", "torch-ext/paged_attn/: names, defaults, the results' memory",
@@ -185,7 +185,7 @@ def step(p, x, y, width, fill, what, path, name):
 
 
 def call():
-    p = Picture(900, 600, "The way of one call through each device")
+    p = Picture("The way of one call through each device", 900)
     for i, (what, path, name) in enumerate(SHARED):
         step(p, 240, 14 + 54 * i, 420, "d", what, path, name)
         if i:

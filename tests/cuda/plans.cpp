@@ -6,6 +6,7 @@
 #include "decode/plan.h"
 #include "fallback_plan.h"
 #include "limits.h"
+#include "prefill/sizes.h"
 
 using namespace paged_attn;
 
@@ -28,6 +29,15 @@ struct PlanNumbers {
 // A segment: what a block does at a time.
 struct Share {
   int64_t block, b, head, first_row, rows, tile, tile_end, first, partials, key_begin, key_end;
+};
+
+struct Sizes {
+  int64_t rows, tile_keys, stages, warps, blocks, most_warps, stage_bytes, warp_bytes, block_bytes;
+};
+
+struct PrefillNumbers {
+  int64_t rows, keys, threads, consumers, key_stages, value_stages, query_stages;
+  int64_t producer_registers, consumer_registers, shared_bytes;
 };
 
 static Problem problem_of(const Call& call) {
@@ -142,6 +152,37 @@ int64_t make_plan(const Call* call, PlanNumbers* numbers, Share* shares, int64_t
                 work.max_splits.divisor};
   }
   return most > 0 ? follow(p, work, numbers->blocks, shares, most) : 0;
+}
+
+// Of an instance of the decode kernel, for the pictures.
+void decode_sizes(int kv_bytes, int head_dim, int row_tiles, Sizes* sizes) {
+  auto take = [&](auto of) {
+    using Of = decltype(of);
+    *sizes = {Of::kRows,      Of::kTileKeys,   Of::kStages,    Of::kWarps,     Of::kBlocks,
+              Of::kMostWarps, Of::kStageBytes, Of::kWarpBytes, Of::kBlockBytes};
+  };
+  const bool one = row_tiles == 1;
+  if (kv_bytes == 1) {
+    if (head_dim == 64) return one ? take(DecodeSizes<1, 64, 1>()) : take(DecodeSizes<1, 64, 2>());
+    if (head_dim == 128) return one ? take(DecodeSizes<1, 128, 1>()) : take(DecodeSizes<1, 128, 2>());
+    return take(DecodeSizes<1, 256, 1>());
+  }
+  if (head_dim == 64) return one ? take(DecodeSizes<2, 64, 1>()) : take(DecodeSizes<2, 64, 2>());
+  if (head_dim == 128) return one ? take(DecodeSizes<2, 128, 1>()) : take(DecodeSizes<2, 128, 2>());
+  take(DecodeSizes<2, 256, 1>());
+}
+
+void prefill_sizes(int head_dim, PrefillNumbers* sizes) {
+  auto take = [&](auto of) {
+    using Of = decltype(of);
+    *sizes = {Of::kRows,        Of::kKeys,        Of::kThreads,           Of::kConsumers,         Of::kKeyStages,
+              Of::kValueStages, Of::kQueryStages, Of::kProducerRegisters, Of::kConsumerRegisters, Of::kSharedBytes};
+  };
+  if (head_dim == 64) return take(PrefillSizes64());
+  if (head_dim == 96) return take(PrefillSizes96());
+  if (head_dim == 128) return take(PrefillSizes128());
+  if (head_dim == 192) return take(PrefillSizes192());
+  take(PrefillSizes256());
 }
 
 }  // extern "C"
