@@ -3,10 +3,10 @@
 
 Every provider runs in a process of its own on the same inputs; each result is checked against float32 before it is
 timed. The processes take turns in short batches, so that all see the same machine; a time is the median over the
-rounds. Prints markdown tables; --plot draws the decode cases as shares of the read ceiling.
+rounds. Prints markdown tables; `docs/pictures/data.py NAME < TABLE` takes one into docs/data/, for page and picture.
 
-    compare_cpu.py [--cases REGEX] [--providers REGEX] [--rounds N] [--huge-pages] [--save FILE] [--plot FILE]
-    compare_cpu.py --load FILE... [--plot FILE]
+    compare_cpu.py [--cases REGEX] [--providers REGEX] [--rounds N] [--huge-pages] [--save FILE]
+    compare_cpu.py --load FILE...
 
 A peer that is not found is skipped, with the reason. Peers are found through the environment:
 
@@ -207,43 +207,6 @@ def table(results, kind):
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
 
 
-def plot(results, path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = [row for row in results["rows"] if {"ours", "ceiling"} <= row["seconds"].keys()]
-    rows = [row for row in rows if row["case"]["kind"] == "decode" and row["case"]["dtype"] == "bf16"]
-    rows = [row for row in rows if not row["case"]["resident"]]
-    bars = [
-        ("paged-attn", "#1f6feb"),
-        ("best other paged kernel", "#e08e0b"),
-        ("zentorch (contiguous cache)", "#8b949e"),
-        ("torch SDPA after a gather", "#c9d1d9"),
-    ]
-    figure, axis = plt.subplots(figsize=(9, 0.62 * len(rows) + 1.5), dpi=110, layout="constrained")
-    for i, row in enumerate(rows):
-        seconds = row["seconds"]
-        peer, who = best_paged(seconds)
-        times = [seconds["ours"], peer, seconds.get("zentorch contiguous"), seconds.get("sdpa+gather")]
-        for j, value in enumerate(times):
-            if value:
-                share = 100 * seconds["ceiling"] / value
-                label = f" {share:.0f} %" + (f" {who}" if j == 1 else "")
-                axis.barh(i + 0.2 * j, share, 0.19, color=bars[j][1], label=bars[j][0] if i == 0 else None)
-                axis.text(share, i + 0.2 * j, label, va="center", fontsize=7.5)
-    axis.axvline(100, color="black", linewidth=1)
-    axis.set_yticks([i + 0.3 for i in range(len(rows))], [Case(**row["case"]).label for row in rows])
-    axis.invert_yaxis()
-    axis.set_xlim(0, 130)
-    axis.set_xlabel("% of the rate at which this machine reads memory (higher is better)")
-    axis.set_title(f"Decode attention over a paged cache, bf16 queries, {results['threads']} CPU cores")
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    figure.savefig(path)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="")
@@ -252,8 +215,7 @@ def main():
     parser.add_argument("--batch", type=float, default=0.15, help="seconds of a timed batch")
     parser.add_argument("--huge-pages", action="store_true", help="ask for huge pages for everything in every process")
     parser.add_argument("--save", help="JSON file of the results")
-    parser.add_argument("--load", nargs="*", help="print and plot saved results instead of measuring")
-    parser.add_argument("--plot", help="PNG file")
+    parser.add_argument("--load", nargs="*", help="print saved results instead of measuring")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -269,8 +231,6 @@ def main():
     print(f"{results['threads']} threads, caches on {pages} pages. A column x is that peer's time over ours.\n")
     for kind in ("decode", "prefill", "write"):
         print(table(results, kind))
-    if arguments.plot:
-        plot(results, arguments.plot)
 
 
 if __name__ == "__main__":

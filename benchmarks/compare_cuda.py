@@ -1,7 +1,8 @@
 """Decode and cache writes on a GPU, beside a kernel that only reads the same pages and beside other attention kernels.
 
-    python benchmarks/compare_cuda.py [--cases REGEX] [--providers REGEX] [--save JSON] [--plot PNG]
-    python benchmarks/compare_cuda.py --load JSON [--plot PNG]
+    python benchmarks/compare_cuda.py [--cases REGEX] [--providers REGEX] [--save JSON]
+    python benchmarks/compare_cuda.py --load JSON
+    python docs/pictures/data.py decode_h200 < TABLE   the printed table into docs/data/, for page and picture
 
 Every time is that of a call inside a CUDA graph: the graph runs the call on several copies of the inputs whose pages
 are disjoint and larger than L2 together, and the replays of all providers take turns. Peers are left out where missing:
@@ -14,7 +15,6 @@ import argparse
 import json
 import math
 import os
-import random
 import re
 import statistics
 import sys
@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 from cpu_cases import Case, Inputs
+from cuda_cases import decode_cases
 from cuda_providers import KERNEL, PEERS, PROVIDERS, Missing, Replay, read_pages
 
 COPY_BYTES = 300e6  # all copies of a case: several times the L2 of any GPU
@@ -56,38 +57,6 @@ RECORDED = {
     "write 8192 tokens": (20.3, None, "FlashInfer"),
     "write 8192 tokens, fp8": (74.4, None, "vLLM"),
 }
-
-
-def all_cases():
-    lengths = random.Random(7)
-    mixed = [round(math.exp(lengths.uniform(math.log(128), math.log(32768)))) for _ in range(64)]
-    write, fp8 = {"kind": "write"}, {"cache_dtype": "e4m3"}
-    table = [
-        ("B1 1k", [1024], {}),
-        ("B1 8k", [8192], {}),
-        ("B1 32k", [32768], {}),
-        ("B1 128k", [131072], {}),
-        ("B8 8k", [8192] * 8, {}),
-        ("B64 4k", [4096] * 64, {}),
-        ("B256 1k", [1024] * 256, {}),
-        ("B64 4k, page 256", [4096] * 64, {"page_size": 256}),
-        ("B64 4k, page 1", [4096] * 64, {"page_size": 1}),
-        ("B64 64/8 4k", [4096] * 64, {"q_heads": 64}),
-        ("B32 32/32 4k", [4096] * 32, {"kv_heads": 32}),
-        ("B64 16/2 D64 4k", [4096] * 64, {"q_heads": 16, "kv_heads": 2, "head_dim": 64}),
-        ("B32 16/8 D256 4k", [4096] * 32, {"q_heads": 16, "head_dim": 256}),
-        ("B16 8/1 16k", [16384] * 16, {"q_heads": 8, "kv_heads": 1}),
-        ("B64 128..32k", mixed, {}),
-        ("63 x 256, 1 x 64k", [256] * 63 + [65536], {}),
-        ("B32 4k, 4 tokens", [4096] * 32, {"q_len": 4}),
-        ("B64 4k, fp8", [4096] * 64, fp8),
-        ("B1 32k, fp8", [32768], fp8),
-        ("B8 8k, fp8", [8192] * 8, fp8),
-        ("write 64 tokens", [4096] * 64, write),
-        ("write 8192 tokens", [4096] * 4, write | {"q_len": 2048}),
-        ("write 8192 tokens, fp8", [4096] * 4, write | fp8 | {"q_len": 2048}),
-    ]
-    return [Case(name, "bf16", lens, **more) for name, lens, more in table]
 
 
 # ---- Measuring ----
@@ -174,7 +143,7 @@ def table(results):
         "best peer here us",
         "x",
         "recorded peer us, its floor",
-        "x",
+        "x of it",
     ]
     lines, ratios, errors = [head, ["---"] * len(head)], [], {}
     for row in results["rows"]:
@@ -201,49 +170,13 @@ def table(results):
     return f"{text}\nLargest relative errors: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
 
 
-def plot(results, path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = [row for row in results["rows"] if row["case"]["kind"] == "decode"]
-    bars = [("paged-attn", "#1f6feb"), ("best peer of this run", "#b35900"), ("best peer measured before", "#6e7781")]
-    figure, axis = plt.subplots(figsize=(9, 0.46 * len(rows) + 1.6), dpi=110, layout="constrained")
-    for i, row in enumerate(rows):
-        case = Case(**row["case"])
-
-        def share(us, case=case):
-            return 100 * case.bytes / us * 1e-3 / results["read_rate"]
-
-        for j, (us, who) in enumerate([(row["us"]["ours"], ""), best_peer(row), recorded_peer(row)]):
-            if us:
-                axis.barh(i + 0.27 * j, share(us), 0.26, color=bars[j][1], label=bars[j][0] if i == 0 else None)
-                inside = share(us) > 25
-                options = {"ha": "right", "color": "white"} if inside else {"ha": "left"}
-                text = f" {share(us):.0f} % {who} ".replace("  ", " ")
-                axis.text(share(us), i + 0.27 * j, text, va="center", fontsize=7, **options)
-        axis.plot([share(row["us"]["floor"])] * 2, [i - 0.15, i + 0.69], color="black", linewidth=1.5)
-    axis.plot([], [], color="black", linewidth=1.5, label="a kernel that only reads the same pages")
-    axis.set_yticks([i + 0.27 for i in range(len(rows))], [row["case"]["name"] for row in rows])
-    axis.set_ylim(len(rows) - 0.2, -0.4)
-    axis.set_xlim(0, 102)
-    axis.set_xlabel(f"% of the {results['read_rate']:.0f} GB/s at which this {results['device']} reads memory")
-    axis.set_title("Decode over a paged cache: bf16, 32/8 heads of 128, pages of 16, unless the name says otherwise")
-    axis.title.set_fontsize(10)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    figure.savefig(path)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="")
     parser.add_argument("--providers", default="")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--save", help="JSON file of the results")
-    parser.add_argument("--load", help="print and plot saved results instead of measuring")
-    parser.add_argument("--plot", help="PNG file")
+    parser.add_argument("--load", help="print saved results instead of measuring")
     arguments = parser.parse_args()
     if arguments.load:
         results = json.loads(Path(arguments.load).read_text())
@@ -253,7 +186,7 @@ def main():
         providers = ["ours", *(n for n in PROVIDERS if n != "ours" and re.search(arguments.providers, n))]
         results = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
         results |= {"read_rate": read_rate(), "host_us": host_times([n for n in providers if n != "floor"]), "rows": []}
-        for case in all_cases():
+        for case in decode_cases():
             if re.search(arguments.cases, case.name):
                 results["rows"].append(row := measure(case, providers, arguments.rounds))
                 times = ", ".join(f"{name} {us:.1f}" for name, us in row["us"].items())
@@ -265,8 +198,6 @@ def main():
     )
     print(f"Host time of a call, us: { {name: round(us, 1) for name, us in results['host_us'].items()} }\n")
     print(table(results))
-    if arguments.plot:
-        plot(results, arguments.plot)
 
 
 if __name__ == "__main__":

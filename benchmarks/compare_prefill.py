@@ -16,60 +16,14 @@ import math
 import os
 import re
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from cuda_cases import prefill_cases
 from cuda_providers import KERNEL, Missing, Replay, load_ours
 
 COPY_BYTES = 200e6  # of keys and values of all copies
-
-
-@dataclass
-class Prompts:
-    name: str
-    q_lens: list
-    kv_lens: list
-    q_heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    head_dim_v: int = 0
-    page_size: int = 0  # 0: packed keys
-    causal: bool = True
-    window_left: int = -1
-
-    @property
-    def flops(self):
-        pairs = 0
-        for q_len, kv_len in zip(self.q_lens, self.kv_lens):
-            rows = torch.arange(q_len) + kv_len - q_len
-            begin = (rows - self.window_left).clamp(min=0) if self.window_left >= 0 else torch.zeros_like(rows)
-            pairs += int(((rows + 1 if self.causal else torch.full_like(rows, kv_len)) - begin).sum())
-        return 2 * self.q_heads * (self.head_dim + (self.head_dim_v or self.head_dim)) * pairs
-
-
-def all_cases():
-    mixed = {"page_size": 16}
-    uneven = [100, 3000, 500, 1800, 60, 2500, 1000, 700]
-    chunk = ([1024] * 4, [4096] * 4)
-    drafts = [Prompts(f"B32 4k, {n} tokens", [n] * 32, [4096] * 32, page_size=16) for n in (2, 4, 8, 16)]
-    return [
-        Prompts("B4 1024 on 4096", *chunk, page_size=16),
-        Prompts("B4 1024 on 4096, page 1", *chunk, page_size=1),
-        Prompts("B4 1024 on 4096, page 256", *chunk, page_size=256),
-        Prompts("B4 x 2048", [2048] * 4, [2048] * 4),
-        Prompts("B1 x 8192", [8192], [8192]),
-        Prompts("B1 x 32768", [32768], [32768]),
-        Prompts("B4 x 2048, not causal", [2048] * 4, [2048] * 4, causal=False),
-        Prompts("encoder B16 x 512, 16/16 D64", [512] * 16, [512] * 16, 16, 16, 64, causal=False),
-        Prompts("B4 x 2048, 16/8 D256", [2048] * 4, [2048] * 4, 16, 8, 256),
-        Prompts("B4 x 2048, 16/16 D192/128", [2048] * 4, [2048] * 4, 16, 16, 192, 128),
-        Prompts("B4 x 2048, 32/8 D96", [2048] * 4, [2048] * 4, head_dim=96),
-        Prompts("8 uneven prompts", uneven, uneven, page_size=16),
-        Prompts("B1 x 8192, window 1024", [8192], [8192], page_size=16, window_left=1023),
-        *drafts,
-        Prompts("60 x 1 and 2 x 1024 on 4096", [1] * 60 + [1024] * 2, [4096] * 62, **mixed),
-    ]
 
 
 class Inputs:
@@ -208,7 +162,7 @@ def main():
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n\n| case | GFLOP | us (TFLOP/s) | | |")
     print("| --- | --- | " + " | ".join("---" for _ in PROVIDERS) + " |")
     rows = []
-    for case in all_cases():
+    for case in prefill_cases():
         if re.search(arguments.cases, case.name):
             rows.append(row := measure(case, arguments.rounds))
             cells = [f"{name} {us:.1f} ({case.flops / us * 1e-6:.0f})" for name, us in row["us"].items()]

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs" / "pictures"))
-from draw import FOLDER, PICTURES  # noqa: E402
+from draw import FOLDER, PICTURES, data, of_results  # noqa: E402
 
 LARGEST = 100_000  # bytes
 
@@ -29,6 +29,21 @@ def test_pages_show_what_there_is():
             assert (page.parent / target).exists(), f"{page.name}: {target} does not exist"
             shown.add((page.parent / target).resolve())
     assert {FOLDER / f"{name}.svg" for name in PICTURES} - shown == set(), "no page shows it"
+
+
+def test_tables_are_those_of_the_data():
+    """A page has the table of every file, as the file has it; the roofs in one are those of the shapes."""
+    texts = {path: path.read_text() for path in data.pages()}
+    for path, text in texts.items():
+        assert data.with_tables(text) == text, f"{path.name}: run python docs/pictures/draw.py"
+    for path in data.FOLDER.glob("*.json"):
+        assert all(data.load(path.stem).content[name] for name in ("machine", "date", "command"))
+        if data.load(path.stem).content.get("rows"):
+            assert sum(f"<!-- docs/data/{path.name} -->" in text for text in texts.values()) == 1, path.name
+    run = data.load("prefill_h200")
+    for case, row in of_results.prefill_rows(run):
+        roof = of_results.roof_seconds(case, run) * 1e6
+        assert abs(data.number(row["roof"]) - roof) <= max(0.51, 0.001 * roof), row
 
 
 def test_faults_are_found():

@@ -1,4 +1,5 @@
-"""Draws the pictures of the documents: `python docs/pictures/draw.py [NAME ...]` writes docs/pictures/*.svg.
+"""Draws the pictures of the documents: `python docs/pictures/draw.py [NAME ...]` writes docs/pictures/*.svg, and
+without a name the tables of docs/data/ into the pages.
 
 Nothing is placed by a number that the package would know better: masks come from the tests' reference, plans from the
 planners themselves, sizes from the headers of the kernels, times from docs/data/.
@@ -9,15 +10,22 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
-sys.path += [str(FOLDER), str(ROOT / "tests")]
+sys.path += [str(FOLDER), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
+import data  # noqa: E402
 import house  # noqa: E402
+import of_results  # noqa: E402
 import of_usage  # noqa: E402
 
 PICTURES = {
     "pages": of_usage.pages,
     "append": of_usage.append,
     "masks": of_usage.masks,
+    "decode": of_results.decode,
+    "prefill": of_results.prefill,
+    "decode_cpu": of_results.decode_cpu,
+    "roofline": of_results.roofline,
+    "roofline_cpu": of_results.roofline_cpu,
     **house.PICTURES,
 }
 
@@ -26,6 +34,9 @@ def main() -> None:
     for name in sys.argv[1:] or PICTURES:
         (FOLDER / f"{name}.svg").write_text(PICTURES[name]().svg())
         print(FOLDER / f"{name}.svg")
+    if not sys.argv[1:]:
+        for path in data.pages():
+            path.write_text(data.with_tables(path.read_text()))
 
 
 if __name__ == "__main__":

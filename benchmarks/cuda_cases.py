@@ -1,0 +1,94 @@
+"""The cases of compare_cuda.py and compare_prefill.py: shapes, bytes and operations, without a GPU."""
+
+import math
+import random
+from dataclasses import dataclass
+
+import torch
+from cpu_cases import Case
+
+
+def decode_cases():
+    lengths = random.Random(7)
+    mixed = [round(math.exp(lengths.uniform(math.log(128), math.log(32768)))) for _ in range(64)]
+    write, fp8 = {"kind": "write"}, {"cache_dtype": "e4m3"}
+    table = [
+        ("B1 1k", [1024], {}),
+        ("B1 8k", [8192], {}),
+        ("B1 32k", [32768], {}),
+        ("B1 128k", [131072], {}),
+        ("B8 8k", [8192] * 8, {}),
+        ("B64 4k", [4096] * 64, {}),
+        ("B256 1k", [1024] * 256, {}),
+        ("B64 4k, page 256", [4096] * 64, {"page_size": 256}),
+        ("B64 4k, page 1", [4096] * 64, {"page_size": 1}),
+        ("B64 64/8 4k", [4096] * 64, {"q_heads": 64}),
+        ("B32 32/32 4k", [4096] * 32, {"kv_heads": 32}),
+        ("B64 16/2 D64 4k", [4096] * 64, {"q_heads": 16, "kv_heads": 2, "head_dim": 64}),
+        ("B32 16/8 D256 4k", [4096] * 32, {"q_heads": 16, "head_dim": 256}),
+        ("B16 8/1 16k", [16384] * 16, {"q_heads": 8, "kv_heads": 1}),
+        ("B64 128..32k", mixed, {}),
+        ("63 x 256, 1 x 64k", [256] * 63 + [65536], {}),
+        ("B32 4k, 4 tokens", [4096] * 32, {"q_len": 4}),
+        ("B64 4k, fp8", [4096] * 64, fp8),
+        ("B1 32k, fp8", [32768], fp8),
+        ("B8 8k, fp8", [8192] * 8, fp8),
+        ("write 64 tokens", [4096] * 64, write),
+        ("write 8192 tokens", [4096] * 4, write | {"q_len": 2048}),
+        ("write 8192 tokens, fp8", [4096] * 4, write | fp8 | {"q_len": 2048}),
+    ]
+    return [Case(name, "bf16", lens, **more) for name, lens, more in table]
+
+
+@dataclass
+class Prompts:
+    name: str
+    q_lens: list
+    kv_lens: list
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    head_dim_v: int = 0
+    page_size: int = 0  # 0: packed keys
+    causal: bool = True
+    window_left: int = -1
+
+    @property
+    def bytes(self):
+        """Keys, values, queries and output, each once."""
+        head_dims = self.head_dim + (self.head_dim_v or self.head_dim)
+        return 2 * head_dims * (self.kv_heads * sum(self.kv_lens) + self.q_heads * sum(self.q_lens))
+
+    @property
+    def flops(self):
+        """Two multiply-adds per element of every visible (query, key) pair."""
+        pairs = 0
+        for q_len, kv_len in zip(self.q_lens, self.kv_lens):
+            rows = torch.arange(q_len) + kv_len - q_len
+            begin = (rows - self.window_left).clamp(min=0) if self.window_left >= 0 else torch.zeros_like(rows)
+            pairs += int(((rows + 1 if self.causal else torch.full_like(rows, kv_len)) - begin).sum())
+        return 2 * self.q_heads * (self.head_dim + (self.head_dim_v or self.head_dim)) * pairs
+
+
+def prefill_cases():
+    mixed = {"page_size": 16}
+    uneven = [100, 3000, 500, 1800, 60, 2500, 1000, 700]
+    chunk = ([1024] * 4, [4096] * 4)
+    drafts = [Prompts(f"B32 4k, {n} tokens", [n] * 32, [4096] * 32, page_size=16) for n in (2, 4, 8, 16)]
+    return [
+        Prompts("B4 1024 on 4096", *chunk, page_size=16),
+        Prompts("B4 1024 on 4096, page 1", *chunk, page_size=1),
+        Prompts("B4 1024 on 4096, page 256", *chunk, page_size=256),
+        Prompts("B4 x 2048", [2048] * 4, [2048] * 4),
+        Prompts("B1 x 8192", [8192], [8192]),
+        Prompts("B1 x 32768", [32768], [32768]),
+        Prompts("B4 x 2048, not causal", [2048] * 4, [2048] * 4, causal=False),
+        Prompts("encoder B16 x 512, 16/16 D64", [512] * 16, [512] * 16, 16, 16, 64, causal=False),
+        Prompts("B4 x 2048, 16/8 D256", [2048] * 4, [2048] * 4, 16, 8, 256),
+        Prompts("B4 x 2048, 16/16 D192/128", [2048] * 4, [2048] * 4, 16, 16, 192, 128),
+        Prompts("B4 x 2048, 32/8 D96", [2048] * 4, [2048] * 4, head_dim=96),
+        Prompts("8 uneven prompts", uneven, uneven, page_size=16),
+        Prompts("B1 x 8192, window 1024", [8192], [8192], page_size=16, window_left=1023),
+        *drafts,
+        Prompts("60 x 1 and 2 x 1024 on 4096", [1] * 60 + [1024] * 2, [4096] * 62, **mixed),
+    ]

@@ -1,0 +1,143 @@
+"""Pictures of what was measured. Times come from docs/data/, bytes and operations from the shapes of the benchmarks."""
+
+import cpu_cases
+import cuda_cases
+from chart import Bar, Limit, Point, Roofline, bars
+from data import Run, load, name_in, number
+from svg import MARGIN, Picture
+
+
+def heading(p: Picture, title: str, run: Run, entries: list[tuple[str, str]]) -> float:
+    """Returns where the picture itself may begin."""
+    p.text(MARGIN, 24, title, bold=True, size=13)
+    p.text(MARGIN, 42, run.source, role="faint")
+    p.legend(64, entries)
+    return 82
+
+
+def decode() -> Picture:
+    run = load("decode_h200")
+    p = Picture("Decode over a paged cache on an H200, beside the best other kernel of the same run")
+    rate = run.content["read_gb_per_s"] * 1e9
+    cases = {case.name: case for case in cuda_cases.decode_cases() if case.kind == "decode"}
+    groups = []
+    for row in run.rows:
+        if row["case"] not in cases:
+            continue
+        size = cases[row["case"]].bytes
+
+        def share(us, size=size):
+            return size / (us * 1e-6) / rate
+
+        ours, peer = share(number(row["ours us"])), share(number(row["best peer here us"]))
+        own = [Bar("ours", ours, f"{100 * ours:.0f} %"),
+               Bar("peer", peer, f"{100 * peer:.0f} % {name_in(row['best peer here us'])}")]  # fmt: skip
+        groups.append((row["case"], own, min(1, share(number(row["floor us"])))))
+    y = heading(p, "Decode: how much of the memory's speed a call reaches", run,
+                [("ours", "paged-attn"), ("peer", "best of FlashAttention 3 and cuDNN in this run"),
+                 ("ink", "reading the same pages only")])  # fmt: skip
+    bars(p, y, groups, f"share of the {rate * 1e-9:.0f} GB/s at which this GPU reads; bf16, 32/8 heads of 128, pages "
+         "of 16 unless named")  # fmt: skip
+    return p
+
+
+PREFILL_PEERS = [("FlashAttention 3", "peer"), ("cuDNN", "other")]
+
+
+def roof_seconds(case, run: Run) -> float:
+    return max(case.flops / run.content["tflop_per_s"] * 1e-12, case.bytes / run.content["read_gb_per_s"] * 1e-9)
+
+
+def prefill_rows(run: Run) -> list[tuple]:
+    """(case of the benchmark, row of the table)"""
+    cases = {case.name: case for case in cuda_cases.prefill_cases()}
+    names = {row["case"].split(", 60 to")[0].split(" (the decode")[0]: row for row in run.rows}
+    assert names.keys() == cases.keys()
+    return [(cases[name], row) for name, row in names.items()]
+
+
+def prefill() -> Picture:
+    run = load("prefill_h200")
+    p = Picture("Long queries on an H200, beside FlashAttention 3 and cuDNN in the same run")
+    groups = []
+    for case, row in prefill_rows(run):
+        own = []
+        for column, fill in [("ours", "ours"), *PREFILL_PEERS]:
+            us = number(row[column])
+            if us:
+                share = roof_seconds(case, run) / (us * 1e-6)
+                own.append(Bar(fill, share, f"{us:g} us: {name_in(row[column])} TFLOP/s"))
+        groups.append((case.name, own, None))
+    y = heading(p, "Prefill, chunks, drafts: how much of what the GPU can do a call reaches", run,
+                [("ours", "paged-attn"), *((fill, name) for name, fill in PREFILL_PEERS)])  # fmt: skip
+    bars(p, y, groups, f"share of the roof: {run.content['tflop_per_s']} TFLOP/s or {run.content['read_gb_per_s']} "
+         "GB/s, whichever takes longer")  # fmt: skip
+    return p
+
+
+def decode_cpu() -> Picture:
+    run = load("decode_zen4")
+    p = Picture("Decode over a paged cache on two cores of a Zen 4, beside the best other paged kernel of the same run")
+    groups = []
+    for row in run.rows:
+        if "resident" in row["case"]:
+            continue
+        read, ours, peer = (number(row[name]) for name in ("read ms", "ours ms", "best paged peer ms"))
+        own = [Bar("ours", read / ours, f"{100 * read / ours:.0f} %"),
+               Bar("peer", read / peer, f"{100 * read / peer:.0f} % {name_in(row['best paged peer ms']).split()[0]}"),
+               ]  # fmt: skip
+        groups.append((f"{row['case']} {row['dtype']}".replace("32/8 D128 ", ""), own, None))
+    y = heading(p, "Decode on a CPU: how much of the memory's speed a call reaches", run,
+                [("ours", "paged-attn"), ("peer", "best other paged kernel of this run")])  # fmt: skip
+    bars(p, y, groups, "share of the rate of a plain read of the same bytes, measured beside it; 32/8 heads of 128 "
+         "unless named")  # fmt: skip
+    return p
+
+
+def roofline() -> Picture:
+    decode, prefill = load("decode_h200"), load("prefill_h200")
+    p = Picture("Roofline of every measured case on an H200")
+    times = {row["case"]: number(row["ours us"]) * 1e-6 for row in decode.rows}
+    points = []
+    for case in cuda_cases.decode_cases():
+        if case.kind == "decode":
+            fill = "good" if case.cache_dtype else "ours"
+            points.append(Point(case.flops / case.bytes, case.flops / times[case.name], case.name, fill))
+    for case, row in prefill_rows(prefill):
+        rate = case.flops / (number(row["ours"]) * 1e-6)
+        points.append(Point(case.flops / case.bytes, rate, case.name, "peer"))
+    content = prefill.content
+    limit = Limit((content["read_gb_per_s"] * 1e9,), content["tflop_per_s"] * 1e12,
+                  f"{content['tflop_per_s']} TFLOP/s, {content['read_gb_per_s']} GB/s")  # fmt: skip
+    y = heading(p, "Roofline: every measured case on an H200", prefill,
+                [("ours", "decode"), ("good", "decode, 8-bit cache"), ("peer", "prefill, chunks, drafts")])  # fmt: skip
+    Roofline(p, y + 12, 420, points, [limit]).draw()
+    p.paragraph(p.bottom + 22, "Operations and bytes are those of the shapes; where points crowd, some have no name.",
+                role="faint")  # fmt: skip
+    return p
+
+
+def roofline_cpu() -> Picture:
+    runs = [(load("decode_zen4"), "decode"), (load("prefill_zen4"), "prefill")]
+    p = Picture("Roofline of every measured case on two cores of a Zen 4")
+    fills = {"bf16": "ours", "fp16": "good", "fp32": "peer"}
+    cases = {(case.label, case.dtype): case for case in cpu_cases.all_cases() if case.kind != "write"}
+    points = []
+    for run, _ in runs:
+        for row in run.rows:
+            case = cases[row["case"], row["dtype"]]
+            seconds = number(row["ours ms"]) * 1e-3
+            label = case.label.replace("32/8 D128 ", "")
+            points.append(Point(case.flops / case.bytes, case.flops / seconds, label, fills[case.dtype]))
+    content = runs[0][0].content
+    reads = tuple(rate * 1e9 for rate in content["read_gb_per_s"])
+    limits = [Limit(reads, content["tflop_per_s"][dtype] * 1e12,
+                    f"{name}: {1000 * content['tflop_per_s'][dtype]:.0f} GFLOP/s", "faint")
+              for name, dtype in (("bf16", "bf16"), ("fp32, fp16", "fp32"))]  # fmt: skip
+    y = heading(p, "Roofline: every measured case on two cores of a Zen 4", runs[0][0],
+                [(fill, dtype) for dtype, fill in fills.items()])  # fmt: skip
+    Roofline(p, y + 12, 420, points, limits).draw()
+    slow, fast = content["read_gb_per_s"]
+    p.paragraph(p.bottom + 22, f"Two slopes: neighbours on the host move the read rate between {slow} and {fast} GB/s. "
+                "The case of 512 resident keys reads from the caches.", role="faint")  # fmt: skip
+    return p
