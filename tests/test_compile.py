@@ -1,10 +1,16 @@
-"""torch.compile(fullgraph=True) of every public function, and PyTorch's own checks of the registered operators."""
+"""torch.compile(fullgraph=True) of every public function, PyTorch's own checks of the registered operators, and a model
+exported with AOTInductor."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import cases
 import pytest
 import torch
 from cases import Case
 from compare import assert_caches, judge, run
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CASES = {
@@ -88,23 +94,132 @@ def test_other_functions(paged_attn, device, backend):
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)  # not under test: the compiler's own merge
 
 
+def test_functions_in_the_order_of_flash_attention_3(paged_attn, device, backend):
+    torch.manual_seed(0)
+    fa3 = paged_attn.fa3
+    q, k, v = (torch.randn(2, n, h, 64, device=device) for n, h in ((5, 4), (20, 2), (20, 2)))
+    k_cache, v_cache = paged_attn.empty_paged_cache(8, 16, 2, 64, dtype=torch.float32, device=device)
+    table = torch.arange(8, dtype=torch.int32, device=device).view(2, 4)
+    before, cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([7, 20], [0, 5, 10], [0, 20, 40]))
+
+    def everything(q, k, v, k_cache, v_cache):
+        plan = fa3.get_scheduler_metadata(2, 5, 64, num_heads=4, num_heads_k=2, headdim=64, cache_seqlens=before)
+        names = {"scheduler_metadata": plan, "causal": True, "return_softmax_lse": True}
+        a = fa3.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, None, None, None, before, None, None, table, **names
+        )  # fmt: skip
+        b = fa3.flash_attn_func(q, k, v, None, True, return_softmax_lse=True)
+        packed = [x.flatten(0, 1) for x in (q, k, v)]
+        c, lse = fa3.flash_attn_varlen_func(*packed, cu_q, cu_k, 5, 20, return_softmax_lse=True)
+        return *a, *b, c, lse, *fa3.merge_state_v2(c, lse.T, c, lse.T), k_cache.clone(), v_cache.clone()
+
+    caches = [[x.zero_().clone() for x in (k_cache, v_cache)] for _ in range(2)]
+    expected = everything(q, k, v, *caches[0])
+    compiled = torch.compile(everything, backend=backend, fullgraph=True)(q, k, v, *caches[1])
+    assert caches[0][0].any()
+    for x, y in zip(compiled, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+
+
+def loops(paged_attn, module, table_name, device):
+    """By name: a function of `module`, its calls i = 0, 1, ..., every length of which differs from the call before, and
+    the graphs that they may take. A length in a tensor takes none; a size that changes takes a second graph, for every
+    size."""
+    k_cache, v_cache = paged_attn.empty_paged_cache(64, 16, 2, 64, dtype=torch.float32, device=device)
+    k_cache.zero_(), v_cache.zero_()
+    draw = lambda *shape: torch.zeros(shape, device=device)  # noqa: E731
+    ints = lambda *values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
+    lens = lambda i: ints(3 + i, 9, 20 + 5 * i, 40 + i)  # noqa: E731
+    q, new = draw(4, 1, 4, 64), draw(4, 1, 2, 64)
+    pages = {table_name: torch.arange(64, dtype=torch.int32, device=device).view(4, 16), "causal": True}
+
+    def packed(i):
+        counts = (7 + i, 3, 2 * i + 1, 5)
+        return sum(counts), ints(0, *torch.tensor(counts).cumsum(0)), max(counts)
+
+    def decode(i):
+        return (q, k_cache, v_cache), pages | {"cache_seqlens": lens(i)}
+
+    def decode_at_an_int(i):
+        return (q, k_cache, v_cache), pages | {"cache_seqlens": 10 + i}
+
+    def append(i):
+        return (q, k_cache, v_cache, new, new), pages | {"cache_seqlens": lens(i)}
+
+    def mixed(i):
+        total, cu, longest = packed(i)
+        names = {"cache_seqlens": lens(i), "cu_seqlens_q": cu, "cu_seqlens_k_new": cu, "max_seqlen_q": longest}
+        return (draw(total, 4, 64), k_cache, v_cache, draw(total, 2, 64), draw(total, 2, 64)), pages | names
+
+    def varlen(i):
+        total, cu, longest = packed(i)
+        return (draw(total, 4, 64), draw(total, 2, 64), draw(total, 2, 64), cu, cu, longest, longest), {"causal": True}
+
+    def varlen_on_pages(i):
+        total, cu, longest = packed(i)
+        return (draw(total, 4, 64), k_cache, v_cache, cu, None, longest), pages | {"seqused_k": lens(i)}
+
+    def whole(i):
+        return (draw(2, 5 + i, 4, 64), draw(2, 20 + 3 * i, 2, 64), draw(2, 20 + 3 * i, 2, 64)), {}
+
+    with_kvcache, packed_together = module.flash_attn_with_kvcache, module.flash_attn_varlen_func
+    return {
+        "decode": (with_kvcache, decode, 1),
+        "decode at an int": (with_kvcache, decode_at_an_int, 2),
+        "append": (with_kvcache, append, 1),
+        "mixed": (with_kvcache, mixed, 2),
+        "varlen": (packed_together, varlen, 2),
+        "varlen on pages": (packed_together, varlen_on_pages, 2),
+        "whole": (module.flash_attn_func, whole, 2),
+    }
+
+
+def loops_around_attention(paged_attn, device):
+    """The same for the functions that write and merge."""
+    k_cache, v_cache = paged_attn.empty_paged_cache(8, 16, 2, 64, dtype=torch.float32, device=device)
+    table = torch.arange(8, dtype=torch.int32, device=device).view(4, 2)
+    new = torch.zeros(4, 1, 2, 64, device=device)
+
+    def write(i):
+        lens = torch.tensor([i, 2 * i, 3 + i, 9], dtype=torch.int32, device=device)
+        return (new, new, k_cache, v_cache, table, lens), {}
+
+    def write_to_slots(i):
+        tokens = torch.zeros(5 + i, 2, 64, device=device)
+        return (tokens, tokens, k_cache, v_cache), {"slot_mapping": torch.arange(5 + i, device=device)}
+
+    def merge(i):
+        part = torch.zeros(5 + i, 4, 64, device=device), torch.zeros(4, 5 + i, device=device)
+        return part + part, {}
+
+    def merge_tokens_first(i):
+        part = torch.zeros(5 + i, 4, 64, device=device), torch.zeros(5 + i, 4, device=device)
+        return part + part, {}
+
+    return {
+        "write": (paged_attn.kv_paged_write, write, 1),
+        "write to slots": (paged_attn.kv_paged_write, write_to_slots, 2),
+        "merge": (paged_attn.merge_attn_states, merge, 2),
+        "fa3 merge": (paged_attn.fa3.merge_state_v2, merge_tokens_first, 2),
+    }
+
+
 def test_lengths_may_change_without_compiling_again(paged_attn, device):
-    """A decode loop: other values every step, one graph."""
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    step = torch.compile(paged_attn.flash_attn_with_kvcache, backend=count, fullgraph=True)
-    case = Case(append=1, causal=True, dtype="float32", page_size=64)
-    call = cases.build(case).to(device)
-    k_cache, v_cache = call.caches()
-    for _ in range(4):
-        with torch.no_grad():
-            step(k_cache=k_cache, v_cache=v_cache, **call.kwargs)
-        call.kwargs["cache_seqlens"] += 1
-    assert len(graphs) == 1
+    """Loops of engines: other lengths every step, and no graph after the second."""
+    graphs = {}
+    calls = loops_around_attention(paged_attn, device) | loops(paged_attn, paged_attn, "block_table", device)
+    in_their_order = loops(paged_attn, paged_attn.fa3, "page_table", device)
+    calls |= {f"fa3 {name}": call for name, call in in_their_order.items()}
+    for name, (function, call, _) in calls.items():
+        torch.compiler.reset()
+        counters.clear()
+        compiled = torch.compile(function, backend="eager", fullgraph=True)
+        for i in range(5):
+            arguments, keywords = call(i)
+            with torch.no_grad():
+                compiled(*arguments, **keywords)
+        graphs[name] = counters["stats"]["unique_graphs"]
+    assert graphs == {name: limit for name, (_, _, limit) in calls.items()}
 
 
 class Recorder(TorchDispatchMode):
@@ -131,11 +246,29 @@ def test_opcheck(paged_attn, device, name):
             written = {n: call.kwargs[n] for n in names if n in call.kwargs}
             paged_attn.kv_paged_write(**written, **dict(zip(("k_cache", "v_cache"), call.caches())))
     assert recorder.calls
-    tests = ["test_schema", "test_faketensor", "test_aot_dispatch_static"]
+    tests = ["test_schema", "test_faketensor", "test_aot_dispatch_static", "test_autograd_registration"]
     if call.case.kv_dtype:
         tests.remove("test_schema")  # PyTorch's comparison before and after knows no fp8
     for func, args, kwargs in recorder.calls:
         torch.library.opcheck(func, args, kwargs, test_utils=tests)
+
+
+def test_opcheck_leaves_no_operator_out(paged_attn, device):
+    """The operators that the calls above reach, and the two that only tell: they return text, which no graph holds."""
+    operators, reached = paged_attn._ops.ops, set()
+    explain = operators.explain_flash_attn_with_kvcache.default
+    for case in (CASES["decode"], CASES["append"], CASES["out"]):
+        call = cases.build(case).to(device)
+        with torch.no_grad(), Recorder(operators.name) as recorder:
+            run(paged_attn, call)
+        for func, args, kwargs in recorder.calls:
+            torch.library.opcheck(explain, args, kwargs, test_utils="test_schema")
+            reached.add(func._schema.name)
+    torch.library.opcheck(operators.instruction_set.default, (), {}, test_utils="test_schema")
+    names = ("kv_paged_write", "explain_flash_attn_with_kvcache", "instruction_set")
+    reached |= {f"{operators.name}::{name}" for name in names}
+    registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith(operators.name + "::")}
+    assert reached == registered
 
 
 def test_results_have_the_right_form_on_fake_tensors(paged_attn, device):
@@ -146,3 +279,62 @@ def test_results_have_the_right_form_on_fake_tensors(paged_attn, device):
         meta = call.to("meta")
         for x, y in zip(run(paged_attn, meta), expected):
             assert (x.shape, x.dtype, x.stride(), x.device.type) == (y.shape, y.dtype, y.stride(), "meta")
+
+
+class Layer(torch.nn.Module):
+    """Attention as a decoder has it: one call that appends and attends, one over a window with the lse."""
+
+    def __init__(self, paged_attn):
+        super().__init__()
+        self.paged_attn = paged_attn
+        self.qkv, self.out = torch.nn.Linear(64, 8 * 32), torch.nn.Linear(4 * 32, 64)
+
+    def forward(self, x, k_cache, v_cache, table, lens):
+        q, k, v = self.qkv(x).unflatten(-1, (8, 32)).split((4, 2, 2), dim=-2)
+        attend = self.paged_attn.flash_attn_with_kvcache
+        near = attend(q, k_cache, v_cache, k, v, cache_seqlens=lens, block_table=table, causal=True)
+        names = {"cache_seqlens": lens + 1, "block_table": table, "return_softmax_lse": True}
+        far, lse = attend(q, k_cache, v_cache, window_size=(7, 0), softcap=3.0, **names)
+        return self.out((near + far).flatten(-2)), lse
+
+
+# No Python of this package: the operators' library and the exported model are all that a server needs.
+SERVE = """
+import sys, torch
+library, package, inputs, outputs = sys.argv[1:]
+torch.ops.load_library(library)
+model = torch._inductor.aoti_load_package(package)
+torch.save([(model(*call), call) for call in torch.load(inputs)], outputs)
+"""
+
+
+def test_exported_model(paged_attn, device, tmp_path):
+    """torch.export with a free batch, AOTInductor, and a process of its own that loads the package and runs it."""
+    if device == "mps" and not torch.backends.mps.is_built():
+        pytest.skip("inductor's code for MPS needs Metal's compiler, which the emulated device does not have")
+    torch.manual_seed(0)
+    model = Layer(paged_attn).to(device).eval().requires_grad_(False)
+    k_cache, v_cache = (
+        x.normal_() for x in paged_attn.empty_paged_cache(32, 16, 2, 32, dtype=torch.float32, device=device)
+    )
+
+    def inputs(batch):
+        table = torch.randperm(32)[: batch * 4].view(batch, 4).int().to(device)
+        lens = torch.randint(1, 60, (batch,), dtype=torch.int32, device=device)
+        return torch.randn(batch, 1, 64, device=device), k_cache.clone(), v_cache.clone(), table, lens
+
+    batch = torch.export.Dim("batch", min=1, max=8)
+    shapes = ({0: batch}, None, None, {0: batch}, {0: batch})
+    exported = torch.export.export(model, inputs(3), dynamic_shapes=shapes)
+    package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+
+    calls = [inputs(b) for b in (3, 1, 5)]
+    torch.save(calls, tmp_path / "inputs.pt")
+    library = next(Path(paged_attn.__file__).parent.glob("*.so"))
+    names = [library, package, tmp_path / "inputs.pt", tmp_path / "outputs.pt"]
+    subprocess.run([sys.executable, "-c", SERVE, *map(str, names)], check=True)
+    for call, (results, after) in zip(calls, torch.load(tmp_path / "outputs.pt"), strict=True):
+        expected = model(*call)
+        for x, y in zip((*results, *after), (*expected, *call), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+        assert not torch.equal(after[1], k_cache)  # the append is part of the graph

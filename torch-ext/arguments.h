@@ -66,7 +66,8 @@ constexpr Argument<std::optional<Tensor>, Arguments, const Tensor*> optional(con
 }
 
 // The dispatcher works 0.05 to 0.25 us for each argument, which a decode step of a short context feels: so the order is
-// by use, and a plain call passes the first kPlainArguments alone.
+// by use, and a plain call passes the first kPlainArguments alone. An int that changes from call to call is a SymInt:
+// torch.compile makes a new graph for every value of an int.
 using A = AttendArguments;
 constexpr auto kAttendArguments = std::make_tuple(
     required("Tensor q", &A::q), required("Tensor(a!) k_cache", &A::k_cache),
@@ -75,7 +76,7 @@ constexpr auto kAttendArguments = std::make_tuple(
     optional("Tensor? block_table", &A::block_table), scalar("float softmax_scale", &A::softmax_scale),
     scalar("int window_right=-1", &A::window_right), optional("Tensor? k=None", &A::k),
     optional("Tensor? v=None", &A::v), scalar("int window_left=-1", &A::window_left),
-    scalar("int max_seqlen_q=0", &A::max_seqlen_q), optional("Tensor? cu_seqlens_q=None", &A::cu_seqlens_q),
+    scalar("SymInt max_seqlen_q=0", &A::max_seqlen_q), optional("Tensor? cu_seqlens_q=None", &A::cu_seqlens_q),
     optional("Tensor? cu_seqlens_k=None", &A::cu_seqlens_k),
     optional("Tensor? cu_seqlens_k_new=None", &A::cu_seqlens_k_new), scalar("float softcap=0.0", &A::softcap),
     scalar("int num_splits=0", &A::num_splits), scalar("bool deterministic=False", &A::deterministic),
