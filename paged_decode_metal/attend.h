@@ -21,7 +21,8 @@ namespace paged_attn {
 // Threadgroup memory, of the whole threadgroup and of this simdgroup.
 struct AttendMemory {
   threadgroup float4* vectors;  // the queries, later the accumulators of all simdgroups
-  threadgroup float2* sums;     // (m, l) of [simdgroup][row]
+  threadgroup float2* sums;     // (m, l) of [simdgroup][row]; at the end m gives way to the factor of the acc
+  threadgroup float2* merged;   // (m, l) of [row], of all simdgroups
   threadgroup float* scores;    // of the tile of this simdgroup, then its probabilities: [step][lane]
   threadgroup long* k_offsets;  // of the keys of the tile, -1: seen by nobody
   threadgroup long* v_offsets;
@@ -188,18 +189,30 @@ PD_FN void share_row(thread const Vector* acc, threadgroup float* target, int la
   }
 }
 
+// What the simdgroups have seen of one row.
+struct SimdgroupStates {
+  threadgroup const float2* sums;
+  int stride;
+
+  State operator()(long simdgroup) const { return {sums[simdgroup * stride].x, sums[simdgroup * stride].y}; }
+};
+
+// The sum of a row over all simdgroups, and the factors that bring the acc of each to it.
+template <typename S>
+PD_FN void merge_row(AttendMemory memory, int row, int simdgroups) {
+  threadgroup float2* sums = memory.sums + row;
+  const State all = pd_merge(simdgroups, SimdgroupStates{sums, S::kRows});
+  for (int s = 0; s < simdgroups; ++s) sums[s * S::kRows].x = pd_rescale(sums[s * S::kRows].x, all.m);
+  memory.merged[row] = float2(all.m, all.l);
+}
+
 // One element of a row, of all simdgroups: the output, or a partial of this split.
 template <typename S>
 PD_FN void finish_element(constant Arguments& a, Operands operands, Item item, int split, int row, int dim,
-                          threadgroup const float* staged, threadgroup const float2* sums, int simdgroups) {
-  float m = PD_EMPTY, l = 0.f, x = 0.f;
-  for (int s = 0; s < simdgroups; ++s) m = max(m, sums[s * S::kRows + row].x);
-  for (int s = 0; s < simdgroups; ++s) {
-    const float2 of_simdgroup = sums[s * S::kRows + row];
-    const float weight = pd_rescale(of_simdgroup.x, m);
-    l += of_simdgroup.y * weight;
-    x += staged[s * S::kDimsV + dim] * weight;
-  }
+                          threadgroup const float* staged, AttendMemory memory, int simdgroups) {
+  float x = 0.f;
+  for (int s = 0; s < simdgroups; ++s) x += staged[s * S::kDimsV + dim] * memory.sums[s * S::kRows + row].x;
+  const float m = memory.merged[row].x, l = memory.merged[row].y;
   if (has_splits && item.splits > 1) {
     store_partial(a, operands, item, split, row, dim, m, l, x);
   } else {
@@ -209,27 +222,27 @@ PD_FN void finish_element(constant Arguments& a, Operands operands, Item item, i
   }
 }
 
-// Merges the lanes of a row, then the lane groups, then the simdgroups.
+// Sums over the lanes of a row, then over the lane groups, then over the simdgroups.
 template <typename S>
 PD_FN void finish_item(constant Arguments& a, Operands operands, Item item, int split, Worker worker,
                        AttendMemory memory, LaneScores s, thread const Accumulators<S>& acc) {
 #pragma clang loop unroll(full)
   for (int mask = S::kRows; mask < kSimdWidth; mask *= 2) s.l += simd_shuffle_xor(s.l, ushort(mask));
   if (worker.lane < S::kRows) memory.sums[worker.simdgroup * S::kRows + worker.lane] = float2(s.m, s.l);
-  threadgroup float* merged = (threadgroup float*)memory.vectors;  // [row][simdgroup][dim]
+  threadgroup float* staged = (threadgroup float*)memory.vectors;  // [row][simdgroup][dim]
   constexpr int kRowElements = kMaxSimdgroups * S::kDimsV;
 #pragma clang loop unroll(full)
   for (int first = 0; first < S::kRows; first += S::kMergeRows) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
 #pragma clang loop unroll(full)
     for (int r = 0; r < S::kMergeRows; ++r)
-      share_row<S>(acc.of[first + r], merged + r * kRowElements + worker.simdgroup * S::kDimsV, worker.lane);
+      share_row<S>(acc.of[first + r], staged + r * kRowElements + worker.simdgroup * S::kDimsV, worker.lane);
+    if (first == 0 && worker.index < S::kRows) merge_row<S>(memory, worker.index, worker.simdgroups);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (int i = worker.index; i < S::kMergeRows * S::kDimsV; i += worker.threads) {
       const int r = i / S::kDimsV, dim = i % S::kDimsV;
       if (first + r >= item.rows || dim >= head_dim_v) continue;
-      finish_element<S>(a, operands, item, split, first + r, dim, merged + r * kRowElements, memory.sums,
-                        worker.simdgroups);
+      finish_element<S>(a, operands, item, split, first + r, dim, staged + r * kRowElements, memory, worker.simdgroups);
     }
   }
 }
@@ -245,11 +258,12 @@ template <int kDims, int kDimsV, int kLanes, int kRows, bool kQv>
   threadgroup long k_offsets[kMaxSimdgroups][kSimdWidth];
   threadgroup long v_offsets[kMaxSimdgroups][kSimdWidth];
   threadgroup float2 sums[kMaxSimdgroups][kRows];
+  threadgroup float2 merged[kRows];
 
   const Tables tables = PD_TABLES;
   const Operands operands = PD_OPERANDS;
   const Worker worker = {int(thread_index), int(size.x), int(simdgroup), int(size.x) / kSimdWidth, int(lane)};
-  const AttendMemory memory = {vectors, sums[0], scores[simdgroup], k_offsets[simdgroup], v_offsets[simdgroup]};
+  const AttendMemory memory = {vectors, sums[0], merged, scores[simdgroup], k_offsets[simdgroup], v_offsets[simdgroup]};
   clear_unclaimed(a, tables, operands.output, position.x + grid.x * (position.y + grid.y * position.z),
                   grid.x * grid.y * grid.z, worker);
 

@@ -5,6 +5,13 @@
 
 namespace paged_attn {
 
+// The partials of a row that a lane merges: its own split and every kSimdWidth-th after it.
+struct SplitStates {
+  const device float2* sums;
+
+  State operator()(long i) const { return {sums[i * kSimdWidth].x, sums[i * kSimdWidth].y}; }
+};
+
 [[kernel]] void merge(constant Arguments& a [[buffer(kArgumentsBuffer)]], PD_TABLE_BUFFERS,
                       device void* out [[buffer(kOutBuffer)]],
                       device uint* lse [[buffer(kLseBuffer), function_constant(has_lse)]],
@@ -21,14 +28,9 @@ namespace paged_attn {
   if (int(simdgroup) >= item.rows || item.splits == 1) return;
   const long first = partial_of(a, item, simdgroup);
 
-  float m = PD_EMPTY, l = 0.f;
-  for (int split = lane; split < item.splits; split += kSimdWidth) m = max(m, partial_sums[first + split].x);
-  m = simd_max(m);
-  for (int split = lane; split < item.splits; split += kSimdWidth) {
-    const float2 sums = partial_sums[first + split];
-    l += sums.y * pd_rescale(sums.x, m);
-  }
-  l = simd_sum(l);
+  const int own_splits = (item.splits - int(lane) + kSimdWidth - 1) / kSimdWidth;  // 0 for lanes past the last split
+  const State own = pd_merge(own_splits, SplitStates{partial_sums + first + lane});
+  const float m = simd_max(own.m), l = simd_sum(own.l * pd_rescale(own.m, m));
 
   const Row row = load_row(a, item, simdgroup);
   const float normalizer = finish_row(a, output, item, row, m, l, lane == 0);
