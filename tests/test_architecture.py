@@ -62,16 +62,6 @@ def test_paths_in_the_text_exist():
     assert names and not gone, f"docs/architecture.md names what does not exist: {gone}"
 
 
-@pytest.mark.parametrize("name", ["house", "call"])
-def test_picture_is_of_this_tree(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(REPOSITORY / "docs" / "pictures"), *sys.path])
-    import house
-
-    house.PICTURES[name]().write(tmp_path / "new.svg")
-    drawn = (REPOSITORY / "docs" / "pictures" / f"{name}.svg").read_text()
-    assert (tmp_path / "new.svg").read_text() == drawn, "run docs/pictures/draw.py"
-
-
 def test_routes_in_the_picture_are_those_of_explain(monkeypatch):
     """The routes that docs/slow.md and the picture show are the ones that the sources list."""
     monkeypatch.setattr(sys, "path", [str(REPOSITORY / "docs" / "pictures"), *sys.path])
