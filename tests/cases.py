@@ -76,8 +76,31 @@ class Call:
         return carve(self.case, storage or self.storage)
 
     def to(self, device):
-        kwargs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in self.kwargs.items()}
-        return Call(self.case, kwargs, tuple(s.to(device) for s in self.storage), self.seqlens_new)
+        move = mover(device)
+        kwargs = {name: move(x) if isinstance(x, torch.Tensor) else x for name, x in self.kwargs.items()}
+        return Call(self.case, kwargs, tuple(move(s) for s in self.storage), self.seqlens_new)
+
+
+def mover(device):
+    """A function that copies tensors to a device. A slice stays a slice, for all of the memory behind it comes along,
+    and tensors that share memory still do; `Tensor.to` makes slices contiguous.
+    """
+    moved = {}
+
+    def move(x):
+        memory = x.untyped_storage()
+        if x.is_meta:
+            return x
+        if memory.data_ptr() == 0:  # no element: nothing can be behind it
+            return x.to(device).as_strided(x.shape, x.stride())
+        if memory.data_ptr() not in moved:
+            whole = torch.empty(0, dtype=torch.uint8).set_(memory)
+            moved[memory.data_ptr()] = whole.clone() if torch.device(device).type == "cpu" else whole.to(device)
+        copy = moved[memory.data_ptr()].view(x.dtype)
+        y = copy.as_strided(x.shape, x.stride(), x.storage_offset())
+        return y.requires_grad_() if x.requires_grad else y
+
+    return move
 
 
 def carve(case, storage):

@@ -11,6 +11,7 @@ import argparse
 import collections
 import importlib.util
 import multiprocessing
+import operator
 import os
 import sys
 import time
@@ -29,7 +30,8 @@ DEVICE_LOST = 75  # the exit status of a worker that needs a new process
 
 def draw(seed):
     call, dice = fuzz_calls.draw(seed)
-    if dice.chance(SPOILED):
+    may_be = not call.latent_alone and not isinstance(call, fuzz_calls.MergeCall)
+    if may_be and dice.chance(SPOILED):
         fuzz_faults.break_call(call, dice)
     return call
 
@@ -79,7 +81,8 @@ def routes(paged_attn, call, arguments):
 def run_call(paged_attn, call, device, most_threads=3):
     """Makes the call and judges it: (error in units of what is allowed, routes). Raises fuzz_judge.Wrong."""
     arguments, storage = call.on(device)
-    result, error = invoke(getattr(paged_attn, call.function), arguments, 1 + call.seed % most_threads)
+    function, given = operator.attrgetter(call.function)(paged_attn), call.given(arguments)
+    result, error = invoke(function, given, 1 + call.seed % most_threads)
     looked_at = checks_values(device) or not call.by_value
     if call.fault and looked_at:
         fuzz_judge.judge_refusal(call, error, arguments, storage)
@@ -96,7 +99,7 @@ def run_call(paged_attn, call, device, most_threads=3):
     worst = fuzz_judge.judge(call, result, arguments, storage)
     again = call.arguments.get("deterministic") and "k_cache" in call.arguments and "k" not in call.arguments
     if again:
-        repeated, _ = invoke(getattr(paged_attn, call.function), arguments)
+        repeated, _ = invoke(function, given)
         for a, b in zip(as_tuple(result), as_tuple(repeated)):
             fuzz_judge.same_bytes("the same call again, deterministic", b.cpu(), a.cpu())
     return worst, routes(paged_attn, call, arguments)

@@ -50,7 +50,15 @@ NEUTRAL = {
     "kv_paged_write": {
         "cu_seqlens_k_new": (None,), "slot_mapping": (None,), "k_descale": (None,), "v_descale": (None,),
     },
+    "merge_attn_states": {"out": (None,), "lse": (None,)},
+    "fa3.merge_state_v2": {"v_merged": (None,), "s_merged": (None,)},
 }  # fmt: skip
+# FlashAttention 3 has no slopes and no dropout.
+for name in ("flash_attn_with_kvcache", "flash_attn_func", "flash_attn_varlen_func"):
+    absent = ("alibi_slopes", "dropout_p")
+    NEUTRAL[f"fa3.{name}"] = {n: values for n, values in NEUTRAL[name].items() if n not in absent}
+FA3 = 0.2  # of the calls of functions that both modules have
+LATENT_ALONE = 0.1  # of those whose score could be qv . v
 
 
 class Dice(random.Random):
@@ -94,24 +102,31 @@ class Call:
     by_value: bool = False  # only the values of a tensor on the device are wrong
     harmless: bool = False  # bad only where values are checked: elsewhere the results are right
     neutral: dict = field(default_factory=dict)  # arguments that ask for nothing, given all the same
+    latent_alone: str = ""  # of fa3: the score is qv . v; how that is said, while `arguments` has the values as keys
+    results = ("out",)  # the arguments that are written
+
+    @property
+    def base(self):
+        """The function without the name of its module."""
+        return self.function.removeprefix("fa3.")
 
     def on(self, device):
         """The same call on a device: (arguments, storage), nothing shared with this one."""
-        moved = {}
-
-        def move(x):
-            memory = x.untyped_storage()
-            if x.is_meta or memory.data_ptr() == 0:
-                return x if x.is_meta else x.to(device).as_strided(x.shape, x.stride())
-            if memory.data_ptr() not in moved:
-                bytes_ = torch.empty(0, dtype=torch.uint8).set_(memory)
-                moved[memory.data_ptr()] = bytes_.clone() if device == "cpu" else bytes_.to(device)
-            whole = moved[memory.data_ptr()].view(x.dtype)
-            y = whole.as_strided(x.shape, x.stride(), x.storage_offset())
-            return y.requires_grad_() if x.requires_grad else y
-
+        move = cases.mover(device)
         arguments = {n: move(x) if isinstance(x, torch.Tensor) else x for n, x in self.arguments.items()}
         return self.neutral | arguments, tuple(move(s) for s in self.storage)
+
+    def given(self, arguments):
+        """The arguments as the function takes them."""
+        if self.function == "fa3.flash_attn_varlen_func":  # which has no defaults for these two
+            arguments = {"cu_seqlens_q": None, "cu_seqlens_k": None} | arguments
+        if not self.latent_alone:
+            return arguments
+        keys = "k_cache" if "k_cache" in arguments else "k"
+        given = arguments | {"qv": arguments["q"], "q": arguments["q"][..., :0], keys: arguments[keys][..., :0]}
+        if self.latent_alone == "only_qv":
+            given |= {"only_qv": True, keys: None}
+        return given
 
     def code(self):
         """The call in Python; big tensors by their place in this call."""
@@ -125,6 +140,18 @@ class Call:
             else:
                 lines.append(f"    {name}={x!r},")
         return "\n".join([*lines, ")"])
+
+
+@dataclass
+class MergeCall(Call):
+    """merge_attn_states, or merge_state_v2 of fa3: two parts, and where the union goes if that is given."""
+
+    names: tuple = ()  # out and lse of the first part, of the second, of the union
+    heads_last: bool = False  # lse as (tokens, heads)
+
+    @property
+    def results(self):
+        return self.names[4:]
 
 
 def chunk_of(positions, leftpad, size):
@@ -261,6 +288,8 @@ class Drawing:
         torch.default_generator.manual_seed(seed)  # all devices' would take longer than the call
         self.features = set()
         self.arguments = {}
+        self.fa3 = False
+        self.latent_alone = ""
         self.kind, self.batch, self.longest_q, self.longest_kv, most_heads = draw_sizes(self.dice)
         self.kv_heads, self.group = draw_heads(self.dice, most_heads)
         self.q_heads = self.kv_heads * self.group
@@ -276,6 +305,16 @@ class Drawing:
         self.note(self.kind, f"q {str(self.q_dtype)[6:]}", f"cache {str(self.cache_dtype)[6:]}")
         self.note(*(["qv"] if self.qv else []), *(["latent"] if self.latent else []))
         self.note(*([f"batch {self.batch}"] if self.batch == 0 else []))
+
+    def of_fa3(self, may_be_latent):
+        """The function of that name in paged_attn.fa3; where it may be, one whose score is qv . v alone."""
+        self.fa3 = True
+        self.note("fa3")
+        if may_be_latent and self.dice.chance(LATENT_ALONE):
+            self.latent_alone = self.dice.choice(("only_qv", "head_dim 0"))
+            self.latent, self.qv, self.head_dim = True, False, self.head_dim_v
+            self.features -= {"qv", "latent"}
+            self.note(f"latent alone, {self.latent_alone}")
 
     def note(self, *features):
         self.features.update(features)
@@ -323,7 +362,7 @@ class Drawing:
             self.give(attention_chunk=dice.choice((1, 2, 8, 64, dice.randint(1, longest), 2**31 - 1, 0, None)))
         if dice.chance(0.15):
             self.give(softcap=dice.choice((2.5, 0.5, 20.0, 50.0, 1000.0, 1e6, 0.0)))
-        if dice.chance(0.12):
+        if not self.fa3 and dice.chance(0.12):
             shape = dice.choice(((self.q_heads,), (self.batch, self.q_heads)))
             slopes = torch.rand(shape) * dice.choice((0.3, 0.3, 0.01, -0.1, 0.0))
             if len(shape) == 2 and dice.chance(0.3):
@@ -339,6 +378,10 @@ class Drawing:
         for name in ("k_descale", "v_descale"):
             if dice.chance(0.7 if eight_bit else 0.05):
                 self.give(**{name: descale(dice, self.batch, self.kv_heads)})
+        if self.latent_alone:  # the keys are the values, scale and all
+            self.arguments.pop("k_descale", None)
+            if "v_descale" in self.arguments:
+                self.give(k_descale=self.arguments["v_descale"])
         if dice.chance(0.8 if self.q_dtype in FP8 else 0.05):
             self.give(q_descale=descale(dice, self.batch, self.kv_heads))
 
@@ -420,6 +463,7 @@ class Drawing:
         return k_cache, v_cache, table
 
     def done(self, function, requests):
+        function = f"fa3.{function}" if self.fa3 else function
         self.note(function)
         for r in requests:
             self.note(*(["q_len 0"] if r.q_len == 0 else []), *(["kv_len 0"] if r.kv_len == 0 else []))
@@ -427,6 +471,7 @@ class Drawing:
         call = Call(0, function, self.arguments, requests, getattr(self, "storage", ()), getattr(self, "case", None))
         call.features = self.features
         call.neutral = self.draw_neutral(function)
+        call.latent_alone = self.latent_alone
         return call
 
     def draw_neutral(self, function):
@@ -450,7 +495,10 @@ def place(cache, table, request, positions):
 
 def draw_kvcache(d):
     dice, batch = d.dice, d.batch
-    appends = not d.latent and d.q_dtype not in FP8 and dice.chance(0.45)
+    appends = not d.latent and dice.chance(0.45)
+    if appends and d.q_dtype in FP8:  # new keys have the dtype of q and are stored as they are
+        d.q_dtype = d.cache_dtype
+        d.note("8-bit append", f"q {str(d.q_dtype)[6:]}")
     page_size = 0 if dice.chance(0.25) else dice.choice(PAGE_SIZES) if dice.chance(0.8) else dice.randint(1, 300)
     d.draw_scores()
     d.note("append" if appends else "read only")
@@ -497,15 +545,16 @@ def draw_kvcache(d):
     # New tokens and rotary
     if appends:
         spare = dice.choice((0, 0, 0, 2)) if packed_new else most_new
+        dtype = d.q_dtype if d.q_dtype in FP8 else d.dtype
         new = {
-            name: per_token(dice, new_lens, packed_new, d.kv_heads, dim, d.dtype, 1.0, spare)
+            name: per_token(dice, new_lens, packed_new, d.kv_heads, dim, dtype, 1.0, spare)
             for name, dim in (("k", d.head_dim), ("v", d.head_dim_v))
         }
         d.give(**{name: laid_out(dice, x, d.features) for name, x in new.items()})
         d.note(*(["no new token"] if sum(new_lens) == 0 else []))
         if packed_new:
             d.give(cu_seqlens_k_new=int32([0, *itertools.accumulate(new_lens)]))
-        if d.head_dim > 1 and dice.chance(0.45):
+        if d.head_dim > 1 and d.q_dtype not in FP8 and dice.chance(0.45):
             draw_rotary(d, requests)
     elif dice.chance(0.05):
         d.give(cu_seqlens_k_new=int32([0] * (batch + 1)))  # neutral without k and v
@@ -572,14 +621,19 @@ def draw_func(d):
     d.latent = False
     (q_len, *_) = (*d.draw_queries(False, None), 0)
     k_len = draw_length(dice, d.longest_kv, 0)
-    requests = [Request(0, q_len, k_len, 0, 0, row=b) for b in range(d.batch)]
+    lens = [k_len] * d.batch
+    as_varlen = d.fa3 and dice.chance(0.3)  # which FlashAttention 3 also takes without cu_seqlens
+    if as_varlen and dice.chance(0.5):
+        lens = [dice.upto(k_len) for _ in lens]
+        d.give(seqused_k=int32(lens))
+    requests = [Request(0, q_len, lens[b], 0, 0, row=b) for b in range(d.batch)]
     caches = d.make_storage(d.batch, k_len, dice.choice(LAYOUTS))
     d.arguments = {"q": d.arguments.pop("q"), "k": caches[0], "v": caches[1], **d.arguments}
     d.fill_seen(caches, None, requests)
     d.draw_execution(dice.choice(("return_softmax_lse", "return_attn_probs")))
-    if dice.chance(0.2):
+    if not d.fa3 and dice.chance(0.2):
         d.give(dropout_p=0.0)
-    return d.done("flash_attn_func", requests)
+    return d.done("flash_attn_varlen_func" if as_varlen else "flash_attn_func", requests)
 
 
 def draw_varlen(d):
@@ -614,7 +668,7 @@ def draw_varlen(d):
     if dice.chance(0.1):
         d.give(scheduler_metadata=None)
     d.draw_execution(dice.choice(("return_softmax_lse", "return_attn_probs")))
-    if dice.chance(0.2):
+    if not d.fa3 and dice.chance(0.2):
         d.give(dropout_p=0.0)
     front = {"q": d.arguments.pop("q"), "k": k if paged else k[0], "v": v if paged else v[0]}
     d.arguments = front | d.arguments
@@ -667,13 +721,55 @@ def draw_write(d):
     return d.done("kv_paged_write", requests)
 
 
-FUNCTIONS = {draw_kvcache: 64, draw_varlen: 16, draw_func: 8, draw_write: 12}
+def draw_merge(d):
+    """Two parts of the same queries: parts without keys, equal sums, and sums that are worlds apart."""
+    dice = d.dice
+    heads_last = d.fa3
+    names = ("v_a", "s_a", "v_b", "s_b", "v_merged", "s_merged") if heads_last else (
+        "out_a", "lse_a", "out_b", "lse_b", "out", "lse"
+    )  # fmt: skip
+    tokens = dice.upto(d.longest_q)
+    shape = (tokens, d.q_heads) if heads_last or dice.chance(0.5) else (d.batch, tokens, d.q_heads)
+    d.arguments, d.features = {}, {f"merge {str(d.dtype)[6:]}", *(["fa3"] if d.fa3 else [])}
+
+    def sums():
+        lse = torch.randn(shape) * dice.choice((1.0, 1.0, 8.0, 300.0))
+        lse[torch.rand(shape) < dice.choice((0.0, 0.2, 1.0))] = -torch.inf
+        if dice.chance(0.1):
+            lse[torch.rand(shape) < 0.3] = torch.inf  # a sink of inf
+        return lse
+
+    lse = [sums(), sums()]
+    same = torch.rand(shape) < dice.choice((0.0, 0.3))
+    lse[1] = torch.where(same, lse[0], lse[1])
+    for i, x in enumerate(lse):
+        values = numbers(dice, (*shape, d.head_dim_v), d.dtype)
+        values[x.isinf()] = 0.0
+        lse_given = x if heads_last else x.mT
+        d.give(**{names[2 * i]: laid_out(dice, values, d.features)})
+        d.give(**{names[2 * i + 1]: lse_given if dice.chance(0.5) else lse_given.contiguous()})
+    for i, name in enumerate(names[4:]):
+        target = dice.choice(("absent", "absent", "fresh", "first", "second"))
+        if target == "fresh":
+            d.give(**{name: torch.full_like(d.arguments[names[i]], torch.nan)})
+        elif target != "absent":
+            d.give(**{name: d.arguments[names[i + 2 * (target == "second")]]})
+    function = "fa3.merge_state_v2" if d.fa3 else "merge_attn_states"
+    d.note(function)
+    call = MergeCall(0, function, d.arguments, [], features=d.features, names=names, heads_last=heads_last)
+    call.neutral = d.draw_neutral(function)
+    return call
+
+
+FUNCTIONS = {draw_kvcache: 64, draw_varlen: 16, draw_func: 8, draw_write: 12, draw_merge: 3}
 
 
 def draw(seed):
     """A good call, and the dice for whoever wants to spoil it."""
     d = Drawing(seed)
     function = d.dice.choices(list(FUNCTIONS), list(FUNCTIONS.values()))[0]
+    if function is not draw_write and d.dice.chance(FA3):
+        d.of_fa3(may_be_latent=function in (draw_kvcache, draw_varlen))
     call = function(d)
     call.seed = seed
     return call, d.dice

@@ -58,7 +58,7 @@ def one_entry_more(call, dice):
     kinds = ("cache_seqlens", "cache_leftpad", "cache_batch_idx", "cu_seqlens_k", "cu_seqlens_k_new", "s_aux", "sinks",
              "seqused_k", "rotary_seqlens")  # fmt: skip
     names = [n for n in tensors(call, *kinds) if not (n == "cu_seqlens_k" and table_given(call))]
-    if call.function == "kv_paged_write":
+    if call.base == "kv_paged_write":
         names = [n for n in names if n == "cache_seqlens" and "slot_mapping" not in call.arguments]
     if not names:
         return ""
@@ -73,7 +73,7 @@ def table_given(call):
 
 
 def bad_scalar(call, dice):
-    if call.function == "kv_paged_write":
+    if call.base == "kv_paged_write":
         return ""
     name, value = dice.choice(
         [("softcap", -1.0), ("softcap", float("nan")), ("num_splits", -1), ("attention_chunk", -3),
@@ -87,7 +87,7 @@ def bad_scalar(call, dice):
 
 def half_of_a_pair(call, dice):
     pairs = [p for p in (("k", "v"), ("rotary_cos", "rotary_sin")) if p[0] in call.arguments]
-    if not pairs or call.function != "flash_attn_with_kvcache":
+    if not pairs or call.base != "flash_attn_with_kvcache":
         return ""
     pair = dice.choice(pairs)
     del call.arguments[dice.choice(pair)]
@@ -119,7 +119,7 @@ def unknown_keyword(call, dice):
 def both_names(call, dice):
     pairs = [(a, b) for a, b in (("block_table", "page_table"), ("page_table", "block_table"), ("s_aux", "sinks"),
                                  ("sinks", "s_aux")) if a in call.arguments]  # fmt: skip
-    if not pairs or call.function == "kv_paged_write":
+    if not pairs or call.base == "kv_paged_write":
         return ""
     a, b = dice.choice(pairs)
     call.arguments[b] = call.arguments[a]
@@ -127,7 +127,7 @@ def both_names(call, dice):
 
 
 def dropout(call, dice):
-    if call.function not in ("flash_attn_func", "flash_attn_varlen_func"):
+    if call.base not in ("flash_attn_func", "flash_attn_varlen_func"):
         return ""
     call.arguments["dropout_p"] = 0.1
     return "dropout_p"
@@ -158,7 +158,7 @@ def bad_page(call, dice):
     if not names or "slot_mapping" in call.arguments:
         return ""
     page_size = next(call.arguments[n] for n in ("k_cache", "k") if n in call.arguments).shape[1]
-    if call.function == "flash_attn_with_kvcache":
+    if call.base == "flash_attn_with_kvcache":
         page_size = call.arguments["k_cache"].shape[1]
     wanted = []
     for request in call.requests:
@@ -222,7 +222,7 @@ FAULTS = (
 
 
 def break_call(call, dice):
-    if call.function == "kv_paged_write" and "slot_mapping" in call.arguments:  # the others are not looked at then
+    if call.base == "kv_paged_write" and "slot_mapping" in call.arguments:  # the others are not looked at then
         call.arguments.pop("block_table", None), call.arguments.pop("cache_seqlens", None)
     for fault in dice.sample(FAULTS, len(FAULTS)):
         name = fault(call, dice)

@@ -5,15 +5,16 @@ The contract of reference.py once more, a request at a time instead of a row at 
 minutes; test_fuzz.py holds the two together. How close is close enough is counted here, not sampled: a kernel may round
 the sums of a score like random walks in float32, the rotated query and the probabilities to the dtype of q, and the
 output once more. Roundings of different keys are independent, so they add up as a root of squares; what shifts all
-scores alike adds up as it is.
+scores alike adds up as it is. The sum of probabilities has roundings of its own, see `error_of_the_sum`.
 """
 
 import cases
 import reference
 import torch
-from fuzz_calls import FP8, locality, place, visible
+from fuzz_calls import FP8, MergeCall, locality, place, visible
 
 EPS32 = torch.finfo(torch.float32).eps
+STEP = 4  # keys that a kernel takes at a time, at least
 
 
 class Wrong(AssertionError):
@@ -51,7 +52,6 @@ def write_expected(call, caches):
         if not count:
             continue
         new = [tokens_of(arguments[name], request, b, packed, request.new_begin, count) for name in ("k", "v")]
-        new = [x.double() for x in new]
         if "rotary_cos" in arguments:
             tables = (arguments["rotary_cos"], arguments["rotary_sin"], arguments.get("rotary_interleaved", True))
             new[0] = reference.rotate(new[0], range(request.rotary_base, request.rotary_base + count), *tables)
@@ -66,6 +66,28 @@ def write_expected(call, caches):
             scales = descale_of(arguments, name, 0 if flat else b, x.shape[1]) if name in arguments else None
             stored, bits = reference.stored_as(x, scales, cache.dtype), reference.BITS[cache.itemsize]
             cache.view(bits)[where] = stored.view(bits)
+
+
+def later_rises(s):
+    """For every score how many of those behind it are larger than all before them."""
+    before = torch.nn.functional.pad(s.cummax(-1).values[..., :-1], (1, 0), value=torch.inf)  # the first one is no rise
+    rises = (s > before).double()
+    return rises.sum(-1, keepdim=True) - rises.cumsum(-1)
+
+
+def error_of_the_sum(s, p):
+    """Of the logarithm of a sum of probabilities that one float32 collects, key by key.
+
+    n additions round at random, each by 0.29 ulp of a sum that grows evenly, sqrt(n / 3) * 0.29 ulp together; six
+    standard deviations of that are sqrt(n). And whenever a score is the largest so far, what was collected is
+    multiplied by exp2(difference): a rounding of the product and an ulp of exp2, each time. With slopes the largest
+    score rises at every step by the same difference, so these add up as they are. A kernel may begin at either end.
+    """
+    if not s.shape[-1]:
+        return torch.zeros(*s.shape[:-1], 1).double()
+    rises = torch.maximum(later_rises(s), later_rises(s.flip(-1)).flip(-1))
+    number = (s != -torch.inf).sum(-1, keepdim=True)
+    return EPS32 * (number.sqrt() + 1.5 / STEP * (p * rises).sum(-1, keepdim=True))
 
 
 def attend_request(call, b, request, caches, q, qv, slopes, sinks):
@@ -130,14 +152,15 @@ def attend_request(call, b, request, caches, q, qv, slopes, sinks):
 
     pe = p * random
     shift = p * together
-    lse_error = ((pe**2).sum(-1, keepdim=True).sqrt() + shift.sum(-1, keepdim=True)) + 4 * EPS32 * lse.abs().clamp(
-        min=1
-    )
+    size_of_lse = lse.abs().nan_to_num(posinf=0.0).clamp(min=1)  # an infinite one is exact
+    lse_error = (pe**2).sum(-1, keepdim=True).sqrt() + shift.sum(-1, keepdim=True) + 4 * EPS32 * size_of_lse
     squares = ((pe**2) @ (value**2)).sqrt() + (shift + 4 * EPS32 * p) @ value.abs()
     squares += (2 * eps if eps > 1e-6 else 0.0) * ((p**2) @ (value**2)).sqrt()  # probabilities in q's dtype
     if arguments["q"].dtype == torch.float16 and value.shape[1]:  # below its smallest number they are lost
         squares += 2**-24 * value.abs().sum(1, keepdim=True)
+    # Out is a quotient: what scales the sum of probabilities scales the sum of values too.
     error = squares + out.abs() * (lse_error + eps) + torch.finfo(torch.float16).tiny * 2**-10
+    lse_error = lse_error + error_of_the_sum(s, p)
     return by_token(out), by_token(lse)[..., 0], by_token(error), by_token(lse_error)[..., 0]
 
 
@@ -169,7 +192,9 @@ def compare(name, actual, expected, bound):
     if not actual.numel():
         return 0.0
     finite = torch.isfinite(expected)
-    error = torch.where(finite, (actual - expected).abs() / bound, 0.0)
+    assert not bound.isnan().any(), f"{name}: a bound is NaN, so nothing would be wrong"
+    # Equal numbers need no bound, which is 0 for tokens of no request.
+    error = torch.where(finite & (actual != expected), (actual - expected).abs() / bound, 0.0)
     error = torch.where(finite & ~torch.isfinite(actual) | ~finite & (actual != expected), torch.inf, error)
     worst = error.max()
     if worst > 1:
@@ -198,10 +223,12 @@ def whole(x):
 
 def check_inputs(call, before, after):
     """No argument but the caches and out may change, to the last byte of the memory that they are slices of."""
-    written = {x.untyped_storage().data_ptr() for x in call.storage}
+    written = {
+        x.untyped_storage().data_ptr() for x in (*call.storage, *(before[n] for n in call.results if n in before))
+    }
     seen = set()
     for name, x in call.arguments.items():
-        if not isinstance(x, torch.Tensor) or name == "out" or x.is_meta:
+        if not isinstance(x, torch.Tensor) or x.is_meta:
             continue
         memory = x.untyped_storage().data_ptr()
         if memory == 0 or memory in written or memory in seen:
@@ -230,12 +257,42 @@ def check_caches(call, storage):
         same_bytes(name, s, e)
 
 
+def judge_merge(call, result, arguments):
+    """The union of two parts, in float64: weights are exp(lse) relative to the larger one."""
+    names = call.names
+    out_a, lse_a, out_b, lse_b = (call.arguments[name].double() for name in names[:4])
+    by_token = (lambda lse: lse) if call.heads_last else (lambda lse: lse.mT)
+    lse_a, lse_b = by_token(lse_a), by_token(lse_b)
+    larger = torch.maximum(lse_a, lse_b)
+    weight_a, weight_b = (torch.where(lse == larger, 1.0, torch.exp(lse - larger))[..., None] for lse in (lse_a, lse_b))
+    total = weight_a + weight_b
+    expected, expected_lse = (weight_a * out_a + weight_b * out_b) / total, larger + torch.log(total[..., 0])
+    dtype = call.arguments[names[0]].dtype
+    if result[0].dtype != dtype or result[1].dtype != torch.float32:
+        raise Wrong(f"out is {result[0].dtype}, lse is {result[1].dtype}")
+    # The difference of two lse rounds by its size; weights, shares and products round a few times.
+    distance = torch.where(lse_a == lse_b, 0.0, (lse_a - lse_b).abs()).nan_to_num(posinf=0.0)[..., None]
+    bound = EPS32 * (6 + distance) * (weight_a * out_a.abs() + weight_b * out_b.abs()) / total
+    bound += torch.finfo(dtype).eps * expected.abs() + torch.finfo(dtype).tiny
+    worst = compare("out", result[0].cpu(), expected, bound)
+    bound = EPS32 * (4 + expected_lse.abs().nan_to_num(posinf=0.0))
+    worst = max(worst, compare("lse", by_token(result[1].cpu()), expected_lse, bound))
+    for name, x in zip(names[4:], result, strict=True):
+        target = arguments.get(name)
+        if target is not None and x.numel() and x.data_ptr() != target.data_ptr():
+            raise Wrong(f"the result is not in the given {name}")
+    return worst
+
+
 def judge(call, result, arguments, storage):
     """Raises Wrong; returns the largest error in units of what is allowed. arguments, storage: after the call."""
     on_cpu = tuple(s.cpu() for s in storage)
-    check_caches(call, on_cpu)
+    if call.storage:
+        check_caches(call, on_cpu)
     check_inputs(call, call.arguments, arguments)
-    if call.function == "kv_paged_write":
+    if isinstance(call, MergeCall):
+        return judge_merge(call, result, arguments)
+    if call.base == "kv_paged_write":
         if result is not None:
             raise Wrong(f"kv_paged_write returned {result!r}")
         return 0.0
@@ -292,7 +349,7 @@ def judge_untouched(call, arguments, storage):
 def judge_guards(call, storage):
     """Nothing outside of the caches was written; without new tokens nothing at all."""
     for name, s, e in zip(("storage of K", "storage of V"), storage, call.storage):
-        appends = "k" in call.arguments and call.function in ("flash_attn_with_kvcache", "kv_paged_write")
+        appends = "k" in call.arguments and call.base in ("flash_attn_with_kvcache", "kv_paged_write")
         parts = (slice(cases.GUARD), slice(-cases.GUARD, None)) if appends else (slice(None),)
         for part in parts:
             same_bytes(f"guards of the {name}", s.cpu()[part], e[part])

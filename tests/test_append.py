@@ -149,6 +149,25 @@ def test_fp8_rounds_and_saturates(paged_attn, device, kv_dtype, dtype, with_desc
         )
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("layout", ["plain", "odd_strides"])
+@pytest.mark.parametrize("kv_dtype", FP8)
+def test_8_bit_keys_are_stored_byte_for_byte(paged_attn, device, kv_dtype, layout, packed):
+    """With an 8-bit q: all 256 bytes, NaNs and both zeros among them; the descales belong to the reader."""
+    case = Case(
+        batch=2, lens=(5, 30), q_len=2, append=16, append_varlen=packed, dtype=kv_dtype, kv_dtype=kv_dtype,
+        q_heads=2, kv_heads=1, head_dim=16, layout=layout, descale="full", q_descale="full",
+    )  # fmt: skip
+    call, before = cases.build(case).to(device), cases.build(case)
+    every = torch.arange(256, dtype=torch.uint8).view(getattr(torch, kv_dtype)).view(16, 1, 16)
+    k = every if packed else torch.stack([every, every.flip(0)])
+    for kwargs in (call.kwargs, before.kwargs):
+        kwargs["k"], kwargs["v"] = (x.to(kwargs["q"].device) for x in (k, k.flip(-3)))
+    assert call.seqlens_new == ([16, 0] if packed else [16, 16])
+    run(paged_attn, call)
+    assert_caches(case, call.storage, before, before.kwargs)
+
+
 @pytest.mark.every_isa
 @pytest.mark.sanitize
 @pytest.mark.parametrize("causal", [False, True])

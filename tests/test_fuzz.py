@@ -1,7 +1,7 @@
 """A fixed number of random calls, and that fuzz.py's judge says what reference.py says. Any number by hand: fuzz.py."""
 
-import collections
 import inspect
+import operator
 import os
 import subprocess
 import sys
@@ -16,7 +16,9 @@ import pytest
 import reference
 import torch
 
-FUNCTIONS = ("flash_attn_with_kvcache", "flash_attn_varlen_func", "flash_attn_func", "kv_paged_write")
+ATTENTION = ("flash_attn_with_kvcache", "flash_attn_varlen_func", "flash_attn_func")
+FUNCTIONS = (*ATTENTION, "kv_paged_write", *(f"fa3.{name}" for name in ATTENTION))  # of which some calls are spoiled
+MERGES = ("merge_attn_states", "fa3.merge_state_v2")
 CALLS_PER_TEST = 50
 KIND = torch.device(os.environ["PAGED_ATTN_TEST_DEVICE"]).type  # conftest.py has set it
 TESTS = {"cpu": 30, "cuda": 60, "mps": 6}[KIND]  # of CALLS_PER_TEST; an emulated GPU is slow
@@ -55,7 +57,7 @@ def small_calls(count):
         known = UNKNOWN.isdisjoint(call.arguments) and not any(
             name in call.arguments and (call.arguments[name] == torch.inf).any() for name in ("s_aux", "sinks")
         )
-        if known and not call.fault and call.function != "kv_paged_write" and 0 < size < 3000:
+        if known and not call.fault and call.base != "kv_paged_write" and 0 < size < 3000:
             found.append(call)
         seed += 1
     return found
@@ -103,31 +105,73 @@ def test_judge_agrees_with_the_reference():
             )
 
 
-def test_judge_sees_what_is_wrong():
-    """A right result passes; one number too far, one changed byte, one unwritten row do not."""
-    call = next(c for c in small_calls(50) if c.arguments.get("return_softmax_lse") and "k" not in c.arguments)
-    expected, lse, _, _ = fuzz_judge.attend(call, cases.carve(call.case, call.storage))
-    dtype = call.arguments["q"].dtype
+def rows_of(call, lse, kind):
+    """Where the rows of a kind are, as a mask like lse by token."""
+    claimed = torch.ones(lse.shape, dtype=torch.bool)
+    if "cu_seqlens_q" in call.arguments:
+        claimed[int(call.arguments["cu_seqlens_q"][-1]) :] = False
+    return {"sees keys": lse.isfinite(), "sees none": claimed & (lse == -torch.inf), "of no request": ~claimed}[kind]
+
+
+@pytest.mark.parametrize("kind", ["sees keys", "sees none", "of no request"])
+def test_judge_sees_what_is_wrong(kind):
+    """A right result passes; one number too far, one changed byte, one unwritten row do not, whatever the row sees."""
+    for call in small_calls(200):
+        if not call.arguments.get("return_softmax_lse") or "k" in call.arguments:
+            continue
+        expected, lse, _, _ = fuzz_judge.attend(call, cases.carve(call.case, call.storage))
+        found = rows_of(call, lse, kind).nonzero()
+        if len(found):
+            break
+    row, dtype = tuple(found[len(found) // 2].tolist()), call.arguments["q"].dtype
     dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
 
     def judged(change=lambda out, lse, storage: None):
         arguments, storage = call.on("cpu")
-        out = arguments.get("out", torch.empty(expected.shape, dtype=dtype))
+        given = arguments.get("out")
+        out = torch.empty(expected.shape, dtype=dtype) if given is None else given
         out.copy_(expected)
         result = out, lse.float().mT.contiguous()
-        change(*result, storage)
+        change(out, result[1].mT, storage)
         fuzz_judge.judge(call, result, arguments, storage)
 
     judged()
     faults = (
-        lambda out, lse, storage: out.view(-1)[:1].add_(1.0),
-        lambda out, lse, storage: out.view(-1)[-1:].fill_(torch.nan),
-        lambda out, lse, storage: lse.view(-1)[:1].add_(0.5),
+        lambda out, lse, storage: out[row][0].add_(1.0),
+        lambda out, lse, storage: out[row][-1].fill_(torch.nan),
+        lambda out, lse, storage: lse[row].fill_(1000.0),
+        lambda out, lse, storage: lse[row].fill_(torch.nan),
         lambda out, lse, storage: storage[0].view(torch.uint8).view(-1)[-1:].bitwise_xor_(1),
     )
     for fault in faults:
         with pytest.raises(fuzz_judge.Wrong):
             judged(fault)
+
+
+def test_judge_sees_a_wrong_merge():
+    """The same for merge_attn_states and merge_state_v2."""
+    seen, seed = set(), 0
+    while len(seen) < len(MERGES):
+        call, seed = fuzz.draw(seed), seed + 1
+        if call.function not in MERGES or call.arguments[call.names[0]].numel() < 20 or call.function in seen:
+            continue
+        seen.add(call.function)
+        result = merged_in_float64(call)
+        fuzz_judge.judge_merge(call, result, {})
+        for i in (0, 1):
+            for wrong in (result[i] + 1.0, torch.where(torch.rand(result[i].shape) < 0.5, torch.nan, result[i])):
+                changed = tuple(wrong if j == i else x for j, x in enumerate(result))
+                with pytest.raises(fuzz_judge.Wrong):
+                    fuzz_judge.judge_merge(call, changed, {})
+
+
+def merged_in_float64(call):
+    """The definition: out = (e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b)."""
+    out_a, lse_a, out_b, lse_b = (call.arguments[name].double() for name in call.names[:4])
+    weights = torch.softmax(torch.stack([lse_a, lse_b]), 0).nan_to_num(0.5)
+    by_token = weights if call.heads_last else weights.mT
+    out = (torch.stack([out_a, out_b]) * by_token[..., None]).sum(0).to(call.arguments[call.names[0]].dtype)
+    return out, torch.logaddexp(lse_a, lse_b).float()
 
 
 def test_a_number_gives_one_call():
@@ -140,17 +184,18 @@ def test_a_number_gives_one_call():
 
 def test_every_argument_and_every_fault_is_drawn(paged_attn):
     """Every parameter of every public function is given, by some call, and every fault is made in some call."""
-    drawn, spoiled = collections.defaultdict(set), set()
-    for seed in range(2500):
+    missing = {}
+    for name in (*FUNCTIONS, *MERGES):
+        parameters = inspect.signature(operator.attrgetter(name)(paged_attn)).parameters.values()
+        missing[name] = {p.name for p in parameters if p.kind != p.VAR_KEYWORD}
+    faults = {f"refused: {f.__name__}" for f in fuzz_faults.FAULTS} | {f"refused by {name}" for name in FUNCTIONS}
+    for seed in range(15_000):
         call = fuzz.draw(seed)
-        drawn[call.function].update(call.arguments, call.neutral)
-        spoiled.update(call.features if call.fault else ())
-    for name in FUNCTIONS:
-        parameters = inspect.signature(getattr(paged_attn, name)).parameters.values()
-        missing = {p.name for p in parameters if p.kind != p.VAR_KEYWORD} - drawn[name]
-        assert not missing, f"{name}: {missing} never given"
-    wanted = {f"refused: {f.__name__}" for f in fuzz_faults.FAULTS} | {f"refused by {name}" for name in FUNCTIONS}
-    assert not wanted - spoiled
+        missing[call.function] -= call.given(call.neutral | call.arguments).keys()
+        faults -= call.features
+        if not faults and not any(missing.values()):
+            return
+    raise AssertionError(f"never drawn: {faults}, {missing}")
 
 
 def test_by_hand():

@@ -93,3 +93,20 @@ def test_poison_is_there_and_the_reference_avoids_it(case):
 def test_names_say_what_differs():
     assert str(Case()) == "defaults"
     assert str(Case(q_len=3, window=(1, -1))) == "q_len=3-window=(1,-1)"
+
+
+def test_a_slice_stays_a_slice_on_its_way(device):
+    """What a case says about strides and shared memory also holds on the device of the tests."""
+    before = cases.build(Case(wide_q=True, append=2, descale="shared", layout="latent", kv_heads=1, head_dim_v=32))
+    call = before.to(device)
+    for name, x in before.kwargs.items():
+        if not isinstance(x, torch.Tensor):
+            continue
+        y = call.kwargs[name]
+        assert y.device.type == torch.device(device).type and y.untyped_storage().data_ptr() != 0
+        assert (y.shape, y.stride(), y.storage_offset()) == (x.shape, x.stride(), x.storage_offset()), name
+        assert torch.equal(y.cpu(), x), name
+    q = call.kwargs["q"]
+    assert q.storage_offset() == 1 and q.as_strided((1,), (1,), 0).isnan().all(), "poison beside q"
+    k_cache, v_cache = call.caches()
+    assert k_cache.data_ptr() == v_cache.data_ptr(), "a latent cache is one tensor"

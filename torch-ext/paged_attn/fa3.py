@@ -197,11 +197,13 @@ def flash_attn_varlen_func(
         sinks = one_of("s_aux", s_aux, "sinks", sinks)
     if only_qv or q.shape[-1] == 0:
         q, k, qv, k_descale = _latent_alone(q, v, qv, None, v_descale)
+    names = _NAMES | _NAMES_OF_KEYS
     if page_table is not None:
         if seqused_k is None:
             if cu_seqlens_k is None:
                 raise ValueError("seqused_k: expected int32 [batch] (or cu_seqlens_k) with page_table, got None")
             seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+            names["cache_seqlens"] = "(cu_seqlens_k[1:] - cu_seqlens_k[:-1])"
         cu_seqlens_k = None
     elif (cu_seqlens_q is None) != (cu_seqlens_k is None):
         missing, given = ("q", "k") if cu_seqlens_q is None else ("k", "q")
@@ -218,7 +220,7 @@ def flash_attn_varlen_func(
             max_seqlen_q=max_seqlen_q,
         )  # fmt: skip
     except (ValueError, RuntimeError) as error:
-        raise reworded(error, _NAMES | _NAMES_OF_KEYS) from None
+        raise reworded(error, names) from None
 
 
 def merge_state_v2(
