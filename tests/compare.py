@@ -8,6 +8,8 @@ per request, because lengths and scales differ between requests. In float32 a re
 and PyTorch may be lucky in it, so every score may carry the roundings of its own sum too, which adds next to nothing
 in 16 bits. fp8 gets no allowance: both sides start from the stored values times the descale. The lse has the
 same rule with ulps of float32, as it is never rounded further.
+
+What a call means stands in reference.py alone: the PyTorch computation is the same code with the arithmetic `Rounded`.
 """
 
 import contextlib
@@ -33,109 +35,54 @@ def one_thread():
         torch.set_num_threads(threads)
 
 
-class Request:
-    """What dense PyTorch needs of one request: its queries, the keys that some row sees, and who sees which.
+class Rounded:
+    """The reference's arithmetic as plain PyTorch would do it: scores, softmax in float32, probabilities in q's dtype.
 
-    `order` 0 leaves keys and dimensions as they are; any other number draws an order of summation.
+    order 0 is the textbook. It leaves in `spreads`, row by row, how far out and lse move, at most, when every score
+    moves by the size of the numbers summed in it. Every other order is a sample of what rounding does in a kernel:
+    powers of 2, division after the product with V, and sums in a random order.
     """
 
-    def __init__(self, kwargs, k_cache, v_cache, b, q, qv, new_len, order):
-        self.kwargs, self.b, self.q_len, self.q_heads = kwargs, b, len(q), q.shape[1]
-        self.group = self.q_heads // max(1, k_cache.shape[2])
-        left, right = kwargs.get("window_size", (-1, -1))
-        right, chunk = 0 if kwargs.get("causal") else right, kwargs.get("attention_chunk", 0)
-        leftpad = int(kwargs["cache_leftpad"][b]) if self.has("cache_leftpad") else 0
-        old_len = int(kwargs["cache_seqlens"][b])
-        kv_len = old_len + new_len
-        self.rows = range(kv_len - self.q_len, kv_len)
-        seen = [reference.visible_keys(pos, kv_len, leftpad, left, right, chunk) for pos in self.rows]
-        self.keys = sorted(set().union(*seen))
-        self.dims = torch.arange(q.shape[-1])
-        if order:
-            self.keys = random.Random(order).sample(self.keys, len(self.keys))
-            self.dims = self.dims[torch.randperm(len(self.dims))]
-        visible = [[j in s for j in self.keys] for s in map(set, seen)]
-        self.mask = torch.tensor(visible, dtype=torch.bool).view(self.q_len, len(self.keys))
-        if self.has("rotary_cos"):
-            base = int(kwargs["rotary_seqlens"][b]) if self.has("rotary_seqlens") else old_len
-            moving = left >= 0 or right >= 0 or chunk > 0
-            tables = (kwargs["rotary_cos"], kwargs["rotary_sin"], kwargs["rotary_interleaved"])
-            q = reference.rotate(q, [base + t * moving for t in range(self.q_len)], *tables).to(q.dtype)
-        self.q, self.qv = q.float(), None if qv is None else qv.float()
-        row = int(kwargs["cache_batch_idx"][b]) if self.has("cache_batch_idx") else b
-        self.key, self.value = (
-            reference.read(cache, kwargs.get("block_table"), row, self.keys).float().repeat_interleave(self.group, 1)
-            for cache in (k_cache, v_cache)
-        )  # [keys, q_heads, dim]
+    def __init__(self, dtype, order):
+        self.dtype, self.sampled, self.spreads = dtype, order > 0, []
+        self.random = random.Random(order)
 
-    def has(self, name):
-        return name in self.kwargs
+    def number(self, x):
+        return x.float()
 
-    def descale(self, name):
-        """One factor per q_head."""
-        return self.kwargs[name][self.b].repeat_interleave(self.group) if self.has(name) else torch.ones(self.q_heads)
+    def rotated(self, x, dtype):
+        return x.to(dtype)
 
-    def scores(self, scale):
-        """(scores, size), [q_heads, tokens, keys]: size is that of the numbers summed in each, as a random walk."""
-        dims, k_scale, v_scale = self.dims, self.descale("k_descale")[:, None, None], self.descale("v_descale")
-        product = "thd,nhd->htn"
-        s = torch.einsum(product, self.q[..., dims], self.key[..., dims]) * k_scale
-        size = torch.einsum(product, self.q**2, self.key**2) * k_scale**2
-        if self.qv is not None:
-            s = s + torch.einsum(product, self.qv, self.value) * v_scale[:, None, None]
-            size += torch.einsum(product, self.qv**2, self.value**2) * v_scale[:, None, None] ** 2
-        factor = scale * self.descale("q_descale")[:, None, None]
-        s, size, softcap = s * factor, size.sqrt() * factor.abs(), self.kwargs.get("softcap", 0.0)
-        if softcap > 0:
-            s = softcap * torch.tanh(s / softcap)
-        if self.has("alibi_slopes"):
-            slope = self.kwargs["alibi_slopes"].expand(len(self.kwargs["cache_seqlens"]), self.q_heads)[self.b]
-            distance = torch.tensor(list(self.rows))[:, None] - torch.tensor(self.keys, dtype=torch.int64)
-            s = s - slope[:, None, None] * distance.abs()
-        return s.masked_fill(~self.mask, -torch.inf), size
+    def order(self, keys):
+        return self.random.sample(keys, len(keys)) if self.sampled else keys
 
-    def softmax(self, s, order):
-        """(p, total, lse): p is not yet divided by total, which has the sink in it. Other orders use powers of 2."""
-        sink = self.kwargs["s_aux"].float() if self.has("s_aux") else torch.full((self.q_heads,), -torch.inf)
-        sink = sink[:, None, None].expand(-1, self.q_len, 1)
-        top = torch.cat([s, sink], 2).amax(2, keepdim=True).clamp(min=-1e30)
-        unit, power = (math.log2(math.e), torch.exp2) if order else (1.0, torch.exp)
-        p = power(s * unit - top * unit)
-        total = p.sum(2, keepdim=True) + power(sink * unit - top * unit)
-        return p, total.clamp(min=1e-37), torch.where(total > 0, top + total.log(), -torch.inf)[..., 0]
+    def scores(self, pairs, factor):
+        product = "hd,nhd->hn"
+        if self.sampled:
+            orders = [self.random.sample(range(row.shape[-1]), row.shape[-1]) for row, _ in pairs]
+            pairs = [(row[:, order], keys[..., order]) for (row, keys), order in zip(pairs, orders)]
+        else:  # the size of the numbers summed in each score, as a random walk
+            self.size = sum(torch.einsum(product, row**2, keys**2) for row, keys in pairs).sqrt() * abs(factor)
+        return sum(torch.einsum(product, row, keys) for row, keys in pairs) * factor
 
-
-def torch_attend(kwargs, k_cache, v_cache, seqlens_new, order):
-    """(out, lse, out_spread, lse_spread) by dense PyTorch: scores and softmax in float32, probabilities in q's dtype.
-
-    order 0 is the textbook. Every other order is a sample of what rounding does in a kernel: powers of 2, division
-    after the product with V, and sums in a random order. The spreads say how far out and lse move, at most, when
-    every score moves by the size of the numbers summed in it: sums over keys of p size (|v| + |out|) and p size.
-    """
-    q, qv, cu_seqlens_q = kwargs["q"], kwargs.get("qv"), kwargs.get("cu_seqlens_q")
-    dtype = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype  # 8-bit numbers are bfloat16 numbers
-    head_dim, head_dim_v, scale = q.shape[-1], v_cache.shape[-1], kwargs.get("softmax_scale")
-    scale = (head_dim + (head_dim_v if qv is not None else 0)) ** -0.5 if scale is None else scale
-    out, lse = torch.zeros(*q.shape[:-1], head_dim_v), torch.full(q.shape[:-1], -torch.inf)
-    results = (out, lse, torch.zeros_like(out), torch.zeros_like(lse))
-    of_requests = zip(*(reference.per_request(x, cu_seqlens_q) for x in results))
-    qs = reference.per_request(q, cu_seqlens_q)
-    qvs = [None] * len(qs) if qv is None else reference.per_request(qv, cu_seqlens_q)
-    for b, (out_b, lse_b, out_spread, lse_spread) in enumerate(of_requests):
-        if len(qs[b]) == 0:
-            continue
-        r = Request(kwargs, k_cache, v_cache, b, qs[b], qvs[b], seqlens_new[b], order)
-        s, size = r.scores(scale)
-        p, total, log_total = r.softmax(s, order)
-        lse_b[:] = log_total.T
-        weights = p.to(dtype).float() if order else (p / total).to(dtype).float()
-        result = torch.einsum("htn,nhd->thd", weights, r.value) * r.descale("v_descale")[:, None]
-        out_b[:] = (result / total.transpose(0, 1) if order else result).to(dtype).float()
-        moved = p / total * (s.abs() + size).masked_fill(s == -torch.inf, 0.0)
-        lse_spread[:] = moved.sum(2).T
-        out_spread[:] = torch.einsum("htn,nhd->thd", moved, r.value.abs()) * r.descale("v_descale")[:, None].abs()
-        out_spread += lse_spread[..., None] * out_b.abs()
-    return out, lse.transpose(-1, -2), results[2], results[3].transpose(-1, -2)
+    def softmax(self, s, value):
+        top = torch.nn.functional.pad(s, (0, 1), value=-torch.inf).amax(1, keepdim=True).clamp(min=-1e30)
+        p = torch.exp2(s * math.log2(math.e) - top * math.log2(math.e)) if self.sampled else torch.exp(s - top)
+        total = p.sum(1, keepdim=True)
+        lse = torch.where(total > 0, top + total.log(), -torch.inf)[:, 0]
+        total = total.clamp(min=1e-37)
+        average = "hn,nhd->hd"
+        if self.sampled:
+            return (torch.einsum(average, p.to(self.dtype).float(), value) / total).to(self.dtype).float(), lse
+        p = p / total
+        out = torch.einsum(average, p.to(self.dtype).float(), value).to(self.dtype).float()
+        s = s[:, : self.size.shape[1]]  # without the sink
+        moved = p[:, : s.shape[1]] * (s.abs() + self.size).masked_fill(s == -torch.inf, 0.0)
+        lse_spread = moved.sum(1, keepdim=True)
+        self.spreads.append(
+            (torch.einsum(average, moved, value[: s.shape[1]].abs()) + lse_spread * out.abs(), lse_spread)
+        )
+        return out, lse
 
 
 def assert_within(name, actual, expected, bound):
@@ -157,10 +104,18 @@ def assert_within(name, actual, expected, bound):
 @one_thread()
 def assert_result(out, lse, kwargs, k_cache, v_cache, seqlens_new):
     """The rule above. The caches hold the new tokens."""
-    options = {name: x for name, x in kwargs.items() if name not in (*NOT_SEMANTIC, "q", "k", "v", "cu_seqlens_k_new")}
-    expected, expected_lse = reference.attend(kwargs["q"], k_cache, v_cache, seqlens_new=seqlens_new, **options)
-    samples = [torch_attend(kwargs, k_cache, v_cache, seqlens_new, order) for order in range(SAMPLES)]
-    cu_seqlens_q = kwargs.get("cu_seqlens_q")
+    options = {name: x for name, x in kwargs.items() if name not in (*NOT_SEMANTIC, "k", "v", "cu_seqlens_k_new")}
+    options |= {"k_cache": k_cache, "v_cache": v_cache, "seqlens_new": seqlens_new}
+    expected, expected_lse = reference.attend(**options)
+    dtype, cu_seqlens_q = kwargs["q"].dtype, kwargs.get("cu_seqlens_q")
+    out_dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype  # 8-bit numbers are bfloat16 numbers
+    arithmetics = [Rounded(out_dtype, order) for order in range(SAMPLES)]
+    samples = [reference.attend(**options, arithmetic=arithmetic) for arithmetic in arithmetics]
+    out_spread, lse_spread = torch.zeros_like(expected), torch.zeros_like(expected_lse)
+    spreads = iter(arithmetics[0].spreads)
+    for out_of, lse_of in zip(*(reference.per_request(x, cu_seqlens_q) for x in (out_spread, lse_spread.mT))):
+        for t in range(len(out_of)):
+            out_of[t], lse_of[t, :, None] = next(spreads)
 
     def worst_per_request(x, of):
         """The largest error of the PyTorch samples in each request, spread over its elements."""
@@ -175,15 +130,14 @@ def assert_result(out, lse, kwargs, k_cache, v_cache, seqlens_new):
     length = kwargs["q"].shape[-1] + (kwargs["qv"].shape[-1] if "qv" in kwargs else 0)
     score = torch.finfo(torch.float32).eps * max(1.0, length**0.5 / 4)
 
-    dtype = kwargs["q"].dtype
-    assert out.dtype == (torch.bfloat16 if dtype.itemsize == 1 else dtype), f"out is {out.dtype}"
+    assert out.dtype == out_dtype, f"out is {out.dtype}"
     rounding = torch.finfo(out.dtype)
-    bound = 2 * worst_per_request(expected, [sample[0] for sample in samples]) + score * samples[0][2]
+    bound = 2 * worst_per_request(expected, [sample[0] for sample in samples]) + score * out_spread
     assert_within("out", out, expected, bound + rounding.eps * expected.abs() + rounding.tiny)
 
     assert lse.dtype == torch.float32, f"lse is {lse.dtype}"
     error = worst_per_request(expected_lse.mT.contiguous(), [sample[1].mT for sample in samples]).mT
-    bound = 2 * error + score * samples[0][3] + 2 * torch.finfo(torch.float32).eps * expected_lse.abs().clamp(min=1)
+    bound = 2 * error + score * lse_spread + 2 * torch.finfo(torch.float32).eps * expected_lse.abs().clamp(min=1)
     assert_within("lse", lse, expected_lse, bound)
 
 

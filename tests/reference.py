@@ -90,10 +90,39 @@ def append(k, v, k_cache, v_cache, block_table, cache_seqlens, *, cu_seqlens_k_n
             cache.view(BITS[cache.itemsize])[where] = new.view(BITS[cache.itemsize])
 
 
+class Exact:
+    """The arithmetic of the contract: float64. compare.py puts others in its place, to see what a dtype costs."""
+
+    @staticmethod
+    def number(x):
+        return x.double()
+
+    @staticmethod
+    def rotated(x, dtype):
+        return x
+
+    @staticmethod
+    def order(keys):
+        return keys
+
+    @staticmethod
+    def scores(pairs, factor):
+        """factor times the sum of the products of each pair: a row [heads, dim] with [keys, heads, dim]."""
+        return factor * sum(torch.einsum("hd,nhd->hn", row, keys) for row, keys in pairs)
+
+    @staticmethod
+    def softmax(s, value):
+        """(out, lse) of one row; a row without keys has out 0 and lse -inf."""
+        lse = torch.logsumexp(s, 1)
+        p = torch.where(s == -torch.inf, 0.0, torch.exp(s - lse[:, None]))
+        return torch.einsum("hn,nhd->hd", p, value), lse
+
+
 def attend(q, k_cache, v_cache, *, cache_seqlens, block_table=None, seqlens_new=None, cache_batch_idx=None,
            cache_leftpad=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
            cu_seqlens_q=None, qv=None, q_descale=None, k_descale=None, v_descale=None, attention_chunk=0, s_aux=None,
-           rotary_cos=None, rotary_sin=None, rotary_interleaved=True, rotary_seqlens=None):  # fmt: skip
+           rotary_cos=None, rotary_sin=None, rotary_interleaved=True, rotary_seqlens=None,
+           arithmetic=Exact):  # fmt: skip
     """(out, lse) in float64, the new tokens (seqlens_new of each request) already in the caches.
 
     out is shaped like q; lse is (batch, q_heads, tokens), or (q_heads, total_q) with cu_seqlens_q. Tokens of q that no
@@ -101,37 +130,44 @@ def attend(q, k_cache, v_cache, *, cache_seqlens, block_table=None, seqlens_new=
     """
     window_left, window_right = window_size[0], 0 if causal else window_size[1]
     q_heads, head_dim, head_dim_v = q.shape[-2], q.shape[-1], v_cache.shape[-1]
-    group = q_heads // max(1, k_cache.shape[2])
+    group, number = q_heads // max(1, k_cache.shape[2]), arithmetic.number
     scale = (head_dim + (head_dim_v if qv is not None else 0)) ** -0.5 if softmax_scale is None else softmax_scale
     out, lse = torch.zeros(*q.shape[:-1], head_dim_v).double(), torch.full(q.shape[:-1], -torch.inf).double()
     out_of, lse_of = per_request(out, cu_seqlens_q), per_request(lse, cu_seqlens_q)  # views: one request each
-    for b, q_b in enumerate(per_request(q.double(), cu_seqlens_q)):
+    qv_of = [None] * len(out_of) if qv is None else per_request(number(qv), cu_seqlens_q)
+    for b, q_b in enumerate(per_request(number(q), cu_seqlens_q)):
         row = b if cache_batch_idx is None else int(cache_batch_idx[b])
         q_len, old_len = len(q_b), int(cache_seqlens[b])
         kv_len = old_len + (0 if seqlens_new is None else seqlens_new[b])
+        leftpad = 0 if cache_leftpad is None else int(cache_leftpad[b])
         if rotary_cos is not None:
             base = old_len if rotary_seqlens is None else int(rotary_seqlens[b])
             moving = window_left >= 0 or window_right >= 0 or attention_chunk > 0  # else all queries share one position
-            q_b = rotate(q_b, [base + t * moving for t in range(q_len)], rotary_cos, rotary_sin, rotary_interleaved)
-        q_scale = 1.0 if q_descale is None else q_descale[b].double().repeat_interleave(group)[:, None]
+            positions = [base + t * moving for t in range(q_len)]
+            q_b = number(
+                arithmetic.rotated(rotate(q_b, positions, rotary_cos, rotary_sin, rotary_interleaved), q.dtype)
+            )
+        q_scale = 1.0 if q_descale is None else number(q_descale[b]).repeat_interleave(group)[:, None]
+        q_pos = range(kv_len - q_len, kv_len)
+        seen_by = [visible_keys(p, kv_len, leftpad, window_left, window_right, attention_chunk) for p in q_pos]
+        seen = sorted(set().union(*seen_by))  # no other key is read
+        index = {j: i for i, j in enumerate(seen)}
+        key, value = (
+            number(read(cache, block_table, row, seen, None if descale is None else descale[b]))
+            for cache, descale in ((k_cache, k_descale), (v_cache, v_descale))
+        )
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)  # [keys, q_heads, dim]
         for t in range(q_len):
-            q_pos, leftpad = kv_len - q_len + t, 0 if cache_leftpad is None else int(cache_leftpad[b])
-            keys = visible_keys(q_pos, kv_len, leftpad, window_left, window_right, attention_chunk)
-            key = read(k_cache, block_table, row, keys, None if k_descale is None else k_descale[b])
-            value = read(v_cache, block_table, row, keys, None if v_descale is None else v_descale[b])
-            key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)  # [keys, q_heads, dim]
-            s = torch.einsum("hd,nhd->hn", q_b[t], key)
-            if qv is not None:
-                s += torch.einsum("hd,nhd->hn", per_request(qv.double(), cu_seqlens_q)[b][t], value)
-            s *= scale * q_scale
+            keys = arithmetic.order(seen_by[t])
+            own = slice(None) if keys == seen else [index[j] for j in keys]
+            pairs = [(q_b[t], key[own])] if qv is None else [(q_b[t], key[own]), (qv_of[b][t], value[own])]
+            s, values = arithmetic.scores(pairs, scale * q_scale), value[own]
             if softcap > 0:
                 s = softcap * torch.tanh(s / softcap)
             if alibi_slopes is not None:
-                slope = (alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[b]).double()
-                s -= slope[:, None] * (q_pos - torch.tensor(keys)).abs()
+                slope = number(alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[b])
+                s = s - slope[:, None] * (q_pos[t] - torch.tensor(keys, dtype=torch.int64)).abs()
             if s_aux is not None:  # the sink: one more column that carries no value
-                s, value = torch.cat([s, s_aux.double()[:, None]], 1), torch.cat([value, 0 * out_of[b][:1]])
-            lse_of[b][t] = torch.logsumexp(s, 1)
-            p = torch.where(s == -torch.inf, 0.0, torch.exp(s - lse_of[b][t][:, None]))  # no key: lse -inf, out 0
-            out_of[b][t] = torch.einsum("hn,nhd->hd", p, value)
+                s, values = torch.cat([s, number(s_aux)[:, None]], 1), torch.cat([values, 0 * number(out_of[b][:1])])
+            out_of[b][t], lse_of[b][t] = arithmetic.softmax(s, values)
     return out, lse.transpose(-1, -2)
