@@ -1,5 +1,8 @@
-"""That the suite itself can fail: a test that hangs ends the run with its name."""
+"""That the suite itself can fail: a test that hangs ends the run with its name, and a module that cannot be compiled
+says what it is short of.
+"""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -22,3 +25,48 @@ def test_a_hang_ends_the_run(tmp_path, how):
     run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert run.returncode != 0
     assert "test_that_never_ends" in run.stderr, run.stdout + run.stderr
+
+
+@pytest.fixture
+def build():
+    spec = importlib.util.spec_from_file_location("native_build", TESTS / "native" / "build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+LACKS = {
+    "pybind11": ("importlib.util.find_spec", lambda name: None, "pybind11 in the environment of "),
+    "headers": (
+        "sysconfig.get_path",
+        lambda name: "/nowhere",
+        r"the headers of Python .* \(expected /nowhere/Python.h",
+    ),
+    "compiler": ("os.environ", {"CXX": "/nowhere/c++ -m64"}, "the C\\+\\+ compiler /nowhere/c\\+\\+ -m64"),
+}
+
+
+@pytest.mark.parametrize("what", LACKS)
+def test_the_native_module_says_what_it_lacks(build, monkeypatch, what):
+    place, value, words = LACKS[what]
+    monkeypatch.setattr(place, value)
+    with pytest.raises(build.NotBuilt, match=f"^tests/native: not compiled for want of {words}"):
+        build.load()
+
+
+def test_the_native_module_shows_the_error(build, monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "generated", dict)
+    monkeypatch.setattr(build, "ROOT", tmp_path)  # where no source is
+    with pytest.raises(build.NotBuilt, match=r"does not compile it\n.*error.*check_tables\.cpp.* missing"):
+        build.load()
+
+
+def test_every_planted_fault_applies():
+    """Each is a text that stands once in its file; none goes stale unseen."""
+    tool = TESTS.parent / "tools" / "plant_faults.py"
+    spec = importlib.util.spec_from_file_location("plant_faults", tool)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    reasons = [module.does_not_apply(fault) for fault in module.FAULTS]
+    assert not any(reasons), [reason for reason in reasons if reason]
+    assert len({fault.name for fault in module.FAULTS}) == len(reasons) >= 30

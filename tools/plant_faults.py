@@ -2,11 +2,14 @@
 
     python tools/plant_faults.py                     every fault of the CPU, the shared layer and the planners
     python tools/plant_faults.py --group metal       on the emulated Apple GPU
+    python tools/plant_faults.py --group amx         with emulated tiles of Intel's matrix unit
     python tools/plant_faults.py --group cuda        on a machine with a GPU
     python tools/plant_faults.py --only tail --list
+    python tools/plant_faults.py --done caught.txt --seconds 240    some now, the others later
 
 Each is a small change of one file in a scratch copy of the tree, built incrementally, with the tests that must fail on
-it. A fault that does not apply any more is an error: it is to be written anew. docs/testing.md tells what was found.
+it. A fault is caught if a test fails; an error before the tests, as of code that does not compile, catches none. One
+that does not apply any more is to be written anew (test_suite.py looks). docs/testing.md tells what was found.
 """
 
 import argparse
@@ -23,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @dataclass(frozen=True)
 class Fault:
     name: str
-    group: str  # native: no build but that of the tests; python: no build; cpu, metal, cuda: that backend
+    group: str  # native: no build but that of the tests; python: no build; cpu, amx, metal, cuda: that backend
     file: str
     old: str
     new: str
@@ -35,7 +38,10 @@ CPU, ATTEND = "paged_decode_cpu/paged_decode_cpu.cpp", "paged_decode_cpu/attend.
 PLAN, BALANCE, ITEMS = (f"paged_decode_cuda/{name}" for name in ("decode/plan.cpp", "balance.cuh", "items.cuh"))
 METAL_ITEM, METAL_ROUTES = "paged_decode_metal/item.h", "paged_decode_metal/routes.mm"
 ATTENTION, CALL = "torch-ext/paged_attn/attention.py", "torch-ext/paged_attn/_call.py"
-CUDA_PLANS = "test_cuda_plans.py"
+PREFILL_PLAN, PREFILL_ORDER = "paged_decode_cuda/prefill/plan.cpp", "paged_decode_cuda/prefill/schedule.cuh"
+FA3, MERGE = "torch-ext/paged_attn/fa3.py", "torch-ext/paged_attn/merge.py"
+PAGES, AMX = "torch-ext/paged_attn/integrations/paged_cache.py", "paged_decode_cpu/ops_amx.h"
+CUDA_PLANS, PREFILL_PLANS = "test_cuda_plans.py", "test_prefill_plans.py"
 
 FAULTS = [
     # What a call means
@@ -206,6 +212,62 @@ FAULTS = [
         'return "no block_table";',
         CUDA_PLANS,
     ),
+    Fault(
+        "prefill: one row more for the decode kernel",
+        "native",
+        PREFILL_PLAN,
+        "longest_query(p) * p.group <= kFewRows",
+        "longest_query(p) * p.group <= kFewRows + p.group",
+        PREFILL_PLANS,
+    ),
+    Fault(
+        "prefill: a hint of all tokens is believed",
+        "native",
+        PREFILL_PLAN,
+        "const bool says_nothing = said == p.total_q && p.batch > 1;",
+        "const bool says_nothing = false;",
+        PREFILL_PLANS,
+    ),
+    Fault(
+        "prefill: a box begins inside the swizzle",
+        "native",
+        PREFILL_PLAN,
+        "rows % kSwizzledRows == 0",
+        "rows % (kSwizzledRows / 2) == 0",
+        PREFILL_PLANS,
+    ),
+    Fault(
+        "prefill: deterministic depends on the batch",
+        "native",
+        PREFILL_PLAN,
+        "if (!p.deterministic && tiles * kFewTiles",
+        "if (tiles * kFewTiles",
+        PREFILL_PLANS,
+    ),
+    Fault(
+        "prefill: the last section of kv_heads is taken for whole",
+        "native",
+        PREFILL_ORDER,
+        "min(together, heads - section * together)",
+        "together",
+        PREFILL_PLANS,
+    ),
+    Fault(
+        "prefill: row tiles of lower buckets again",
+        "native",
+        PREFILL_ORDER,
+        "below + rows - 1 - up",
+        "rows - 1 - up",
+        PREFILL_PLANS,
+    ),
+    Fault(
+        "prefill: a row tile with no key is nobody's",
+        "native",
+        PREFILL_ORDER,
+        "if (bucket <= 0) return 0;",
+        "if (bucket <= 0) return r.most == 0 ? r.rows : 0;",
+        PREFILL_PLANS,
+    ),
     # Python
     Fault(
         "dropout swallowed",
@@ -239,6 +301,70 @@ FAULTS = [
         "head_dim**-0.5",
         "test_decode.py -k qv",
     ),
+    Fault(
+        "fa3: the scale of the values for the keys",
+        "python",
+        FA3,
+        "k_descale=k_descale, v_descale=v_descale, rotary_cos",
+        "k_descale=v_descale, v_descale=v_descale, rotary_cos",
+        "test_fa3.py",
+    ),
+    Fault(
+        "fa3: values as keys without their scale",
+        "python",
+        FA3,
+        "return qv, v_cache, None, v_descale",
+        "return qv, v_cache, None, None",
+        "test_fa3.py",
+    ),
+    Fault(
+        "fa3: lse by heads and tokens",
+        "python",
+        FA3,
+        "lse.T if s_merged is None else s_merged",
+        "lse if s_merged is None else s_merged",
+        "test_fa3.py",
+    ),
+    Fault(
+        "fa3: tokens past seqused_k count",
+        "python",
+        FA3,
+        "q, k, v, out, return_lse, seqused_k, page_table",
+        "q, k, v, out, return_lse, None if page_table is None else seqused_k, page_table",
+        "test_fa3.py",
+    ),
+    Fault(
+        "merge: two empty parts make NaN",
+        "python",
+        MERGE,
+        "torch.where(lse_b == larger, 1.0, torch.exp(lse_b - larger))",
+        "torch.exp(lse_b - larger)",
+        "test_splits.py -k merge",
+    ),
+    Fault(
+        "pages: a fork writes into a shared page",
+        "python",
+        PAGES,
+        "if self.owners[old] > 1:",
+        "if self.owners[old] > 99:",
+        "test_paged_cache.py -k fork",
+    ),
+    Fault(
+        "pages: none is ever free again",
+        "python",
+        PAGES,
+        "            if self.owners[page] == 0:\n",
+        "            if self.owners[page] < 0:\n",
+        "test_paged_cache.py -k samples_continue",
+    ),
+    Fault(
+        "pages: cropped by a page too many",
+        "python",
+        PAGES,
+        "keep = -(-self.length // self.page_size)",
+        "keep = self.length // self.page_size",
+        "test_paged_cache.py -k samples_continue",
+    ),
     # The CPU
     Fault("q_descale ignored", "cpu", ATTEND, "p.scale * q_descale *", "p.scale *", "test_decode.py -k q_descale"),
     Fault(
@@ -261,8 +387,8 @@ FAULTS = [
         "slopes of another head",
         "cpu",
         ATTEND,
-        "kv_head * p.group + (block.row_begin + r) % p.group",
-        "kv_head * p.group + r % p.group",
+        "(block.row_begin + r) % p.group];",
+        "r % p.group];",
         "test_features.py test_decode.py test_fuzz.py -k 'alibi or random'",
     ),
     Fault(
@@ -288,6 +414,39 @@ FAULTS = [
         "c.k_descale_stride_head, w.batch, h)",
         "c.k_descale_stride_head, w.batch, 0)",
         "test_append.py -k descale",
+    ),
+    Fault(
+        "8-bit keys stored by their values",
+        "cpu",
+        "paged_decode_cpu/write.h",
+        "if (!rotated && a.dtype == c.dtype) {",
+        "if (!rotated && a.dtype == c.dtype && dtype_bytes(c.dtype) > 1) {",
+        "test_append.py -k byte_for_byte",
+    ),
+    # The CPU's matrix unit, in emulated tiles
+    Fault(
+        "AMX: masks forgotten where only a factor is wanted",
+        "amx",
+        AMX,
+        "whole ? softmax_plain<false> : softmax_plain<true>",
+        "whole ? softmax_plain<false> : softmax_plain<false>",
+        "test_amx.py -k 'edges_of_tiles and 33'",
+    ),
+    Fault(
+        "AMX: the largest score of a negative scale",
+        "amx",
+        AMX,
+        "score.slope == 0.f && score.scale > 0.f;",
+        "score.slope == 0.f;",
+        "test_amx.py -k 'edges_of_tiles and scale'",
+    ),
+    Fault(
+        "AMX: half of the probabilities are not in the sum",
+        "amx",
+        AMX,
+        "store<DType::kFloat32>(l, sum + sum1);",
+        "store<DType::kFloat32>(l, sum);",
+        "test_amx.py -k 'many_tiles'",
     ),
     # Metal, on the emulated GPU
     Fault(
@@ -342,6 +501,16 @@ FAULTS = [
 ]
 
 
+# A build whose processor is said to have tiles, see test_amx.py.
+EMULATED_TILES = "g++ -include {tests}/amx/emulated_tiles.h -DPD_MIN_TILE_ROWS=1"
+
+
+def does_not_apply(fault, folder=ROOT):
+    """Why, or ""."""
+    count = (folder / fault.file).read_text().count(fault.old)
+    return "" if count == 1 else f"{fault.name}: expected the text once in {fault.file}, found it {count} times"
+
+
 class Scratch:
     """A copy of the tree without what is ignored; builds stay from fault to fault."""
 
@@ -358,8 +527,8 @@ class Scratch:
     def plant(self, fault):
         path = self.folder / fault.file
         before = path.read_text()
-        if before.count(fault.old) != 1:
-            sys.exit(f"{fault.name}: expected the text once in {fault.file}, found it {before.count(fault.old)} times")
+        if reason := does_not_apply(fault, self.folder):
+            sys.exit(reason)
         path.write_text(before.replace(fault.old, fault.new))
         return lambda: path.write_text(before)
 
@@ -367,6 +536,10 @@ class Scratch:
         """The build directory."""
         if group == "metal":
             command = [sys.executable, "tools/metal_emulator/metal_build.py"]
+        elif group == "amx":
+            cxx = EMULATED_TILES.format(tests=self.folder / "tests")
+            out = self.folder / "build-emulated-amx"
+            command = [sys.executable, "tools/local_build.py", "--backend", "cpu", "--cxx", cxx, "--out", out]
         else:
             command = [sys.executable, "tools/local_build.py", "--backend", "cuda" if group == "cuda" else "cpu"]
         run = subprocess.run(command, cwd=self.folder, capture_output=True, text=True)
@@ -387,6 +560,8 @@ class Scratch:
         if run.returncode not in (0, 1):
             raise RuntimeError(run.stdout[-2000:] + run.stderr[-2000:])
         failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        if failed and failed[0].startswith("ERROR"):
+            raise RuntimeError(f"{failed[0]}\n{run.stdout[-2000:]}")
         return run.returncode == 1, failed[0][:150] if failed else run.stdout.strip().splitlines()[-1]
 
 
@@ -396,6 +571,10 @@ def parse_arguments():
     parser.add_argument("--only", default="", help="faults whose names hold this")
     parser.add_argument("--scratch", type=Path, default=ROOT / "build" / ".faults", help="default: build/.faults")
     parser.add_argument("--part", default="0/1", help="I/N: every N-th from the I-th on, for N scratch copies at once")
+    parser.add_argument(
+        "--done", type=Path, help="a file of the names that were caught: they are skipped, others added"
+    )
+    parser.add_argument("--seconds", type=float, default=1e9, help="plant nothing more after so many")
     parser.add_argument("--limit", type=float, default=900, help="seconds for the tests of a fault")
     parser.add_argument("--list", action="store_true", help="list them, plant none")
     return parser.parse_args()
@@ -404,6 +583,8 @@ def parse_arguments():
 def main():
     options = parse_arguments()
     chosen = [f for f in FAULTS if f.group in options.group and options.only in f.name]
+    done = options.done.read_text().splitlines() if options.done and options.done.exists() else []
+    chosen = [f for f in chosen if f.name not in done]
     part, parts = (int(number) for number in options.part.split("/"))
     chosen = chosen[part::parts]
     if options.list:
@@ -411,11 +592,14 @@ def main():
             print(f"{fault.group:7} {fault.name:45} {fault.file}: {fault.tests}")
         return 0
     scratch = Scratch(options.scratch)
-    builds, survived = {}, []
+    builds, survived, planted, end = {}, [], 0, time.monotonic() + options.seconds
     for kind in sorted({"cpu" if f.group == "python" else f.group for f in chosen if f.group != "native"}):
         builds[kind] = scratch.build(kind)
     for fault in chosen:
         start = time.monotonic()
+        if start > end:
+            break
+        planted += 1
         undo = scratch.plant(fault)
         try:
             build = "" if fault.group == "native" else scratch.build(fault.group)
@@ -425,9 +609,12 @@ def main():
         finally:
             undo()
         survived += [] if caught else [fault.name]
+        if caught and options.done:
+            with options.done.open("a") as file:
+                file.write(f"{fault.name}\n")
         verdict = "caught" if caught else "SURVIVED"
         print(f"{verdict:8} {fault.name} ({time.monotonic() - start:.0f} s): {how}", flush=True)
-    print(f"{len(chosen)} planted, {len(chosen) - len(survived)} caught; survived: {', '.join(survived) or 'none'}")
+    print(f"{planted} planted, {planted - len(survived)} caught; survived: {', '.join(survived) or 'none'}")
     return 1 if survived else 0
 
 

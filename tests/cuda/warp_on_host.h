@@ -104,6 +104,7 @@ inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
+inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 
 }  // namespace warp_on_host
 

@@ -1,0 +1,106 @@
+// The planner of the prefill route and its order of tiles, compiled for the host. test_cuda_plans.py makes
+// prefill_host.h from the files themselves, without what only a GPU has.
+#include "prefill/plan.h"
+
+#include "prefill_host.h"
+
+using namespace paged_attn;
+
+extern "C" {
+
+// Fields are given by name from Python, all of 64 bits. An address of 0 leaves a tensor out.
+struct PrefillCase {
+  int64_t capability, processors;
+  int64_t batch, kv_heads, group, head_dim, head_dim_v, q_bytes, kv_bytes, total_q, max_q_len, page_size, paged, qv;
+  int64_t window_left, window_right, chunk, softcap, num_splits, deterministic, l2_keys;
+  int64_t cu_seqlens_q, cache_seqlens, leftpad;
+};
+
+struct PrefillNumbers {
+  int64_t rows, keys, threads, shared_bytes, all_scores, box_rows, items, blocks, l2_keys;
+};
+
+struct Tile {
+  int64_t b, head, first_row, rows, key_begin, key_end;
+};
+
+static Problem problem_of(const PrefillCase& call) {
+  alignas(16) static char somewhere[16];
+  Problem p = {};
+  p.batch = call.batch;
+  p.kv_heads = call.kv_heads;
+  p.group = call.group;
+  p.q_heads = call.kv_heads * call.group;
+  p.head_dim = call.head_dim;
+  p.head_dim_v = call.head_dim_v;
+  p.total_q = call.total_q;
+  p.max_q_len = call.max_q_len;
+  p.q_dtype = call.q_bytes == 4 ? DType::kFloat32 : call.q_bytes == 2 ? DType::kBFloat16 : DType::kFloat8E4M3;
+  p.q = p.out = somewhere;
+  p.q_stride_head = call.head_dim;
+  p.out_stride_head = call.head_dim_v;
+  if (call.qv) p.qv = {somewhere, true};
+  p.cu_seqlens_q = {reinterpret_cast<const int32_t*>(call.cu_seqlens_q), call.cu_seqlens_q != 0};
+  p.cache_seqlens = {reinterpret_cast<const int32_t*>(call.cache_seqlens), call.cache_seqlens != 0};
+  p.cache_leftpad = {reinterpret_cast<const int32_t*>(call.leftpad), call.leftpad != 0};
+  Cache& c = p.cache;
+  c.k = c.v = somewhere;
+  c.dtype = call.kv_bytes == 4 ? DType::kFloat32 : call.kv_bytes == 2 ? DType::kBFloat16 : DType::kFloat8E4M3;
+  c.page_size = call.page_size;
+  c.num_pages = call.batch;
+  c.max_pages = 1 << 12;
+  c.table_rows = call.batch;
+  c.k_stride_head = call.head_dim;
+  c.v_stride_head = call.head_dim_v;
+  c.k_stride_slot = call.kv_heads * call.head_dim;
+  c.v_stride_slot = call.kv_heads * call.head_dim_v;
+  c.k_stride_page = call.page_size * c.k_stride_slot;
+  c.v_stride_page = call.page_size * c.v_stride_slot;
+  if (call.paged) c.block_table = {nullptr, true};
+  c.block_table_stride = 1;
+  p.seqlen_k = call.page_size;
+  p.window_left = call.window_left;
+  p.window_right = call.window_right;
+  p.attention_chunk = call.chunk;
+  p.softcap = static_cast<float>(call.softcap);
+  p.num_splits = call.num_splits;
+  p.deterministic = call.deterministic != 0;
+  return p;
+}
+
+static DeviceLimits limits_of(const PrefillCase& call) {
+  return {static_cast<int>(call.processors), 232448, 233472, static_cast<int>(call.capability)};
+}
+
+const char* prefill_refusal(const PrefillCase* call) { return prefill_why_not(problem_of(*call), limits_of(*call)); }
+
+void prefill_numbers(const PrefillCase* call, PrefillNumbers* numbers) {
+  const PrefillPlan plan = plan_prefill(problem_of(*call), limits_of(*call));
+  const PrefillInstance& i = plan.instance;
+  *numbers = {i.rows,        i.keys,     i.threads,   i.shared_bytes, plan.all_scores,
+              plan.box_rows, plan.items, plan.blocks, plan.l2_keys};
+}
+
+// All tiles in their order, as the warp of one block would find them that takes every ticket; how many there are.
+int64_t prefill_order(const PrefillCase* call, Tile* tiles, int64_t most) {
+  using Shape = PrefillSizes128;
+  const Problem p = problem_of(*call);
+  PrefillCall plan = {};
+  plan_tables(p, 0, plan);
+  plan.l2_keys = static_cast<int32_t>(call->l2_keys);
+  int64_t count = 0;
+  run(0, [&] {
+    Scheduler<Shape> scheduler;
+    scheduler.start(p, plan);
+    Work work = {};
+    for (int index = 0; scheduler.find(p, plan, index, work); ++index) {
+      if (threadIdx.x != 0) continue;
+      const Item& item = work.item;
+      if (count < most) tiles[count] = {item.b, work.head, item.first_row, item.rows, item.key_begin, item.key_end};
+      ++count;
+    }
+  });
+  return count;
+}
+
+}  // extern "C"

@@ -1,0 +1,130 @@
+"""The prefill route of CUDA without a GPU: what it takes, what it plans, and the order of its tiles."""
+
+import itertools
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from test_cuda_plans import visible
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "cuda"))
+import planner
+import prefill_planner
+from prefill_planner import call_of, numbers_of, order_of, refusal
+
+
+@pytest.fixture(scope="module")
+def library():
+    if planner.compiler() is None:
+        pytest.skip("needs a C++ compiler")
+    return prefill_planner.load()
+
+
+PROMPTS = [1000, 300, 2000]
+PREFILL_REFUSES = {
+    "a device of another compute capability than 9.0": {"capability": 100},
+    "no more rows than one tile of the decode kernel": {"max_q_len": 4},
+    "an 8-bit cache": {"kv_bytes": 1},
+    "num_splits above 1": {"num_splits": 2},
+    "float32": {"kv_bytes": 4, "q_bytes": 4},
+    "qv": {"qv": 1},
+    "head_dim or head_dim_v above 256": {"head_dim": 512},
+    "rows of the cache are not whole pieces of 16 bytes": {"head_dim": 60},
+    "there are more tiles of rows than 32 bits count": {"max_q_len": 2**33},
+    "too few tiles of rows to fill the device": {"max_q_len": 20, "kv_heads": 1},
+}
+
+
+@pytest.mark.parametrize("reason", PREFILL_REFUSES)
+def test_why_not_prefill(library, reason):
+    assert refusal(library, PROMPTS) == ""
+    assert refusal(library, PROMPTS, **PREFILL_REFUSES[reason]) == reason
+
+
+def test_where_prefill_begins(library):
+    """16 rows are one tile of the decode kernel; 22 tiles are a sixth of 132 multiprocessors."""
+    many = {"lens": [100] * 40, "group": 4}
+    assert refusal(library, max_q_len=4, **many) == "no more rows than one tile of the decode kernel"
+    assert refusal(library, max_q_len=5, **many) == ""
+    few = {"kv_heads": 1, "group": 1, "max_q_len": 128}
+    assert refusal(library, [100] * 21, **few) == "too few tiles of rows to fill the device"
+    assert refusal(library, [100] * 22, **few) == ""
+    # What must not depend on the other requests is always the same kernel; so are packed requests of few rows then.
+    assert refusal(library, [100], deterministic=1, **few) == ""
+    assert refusal(library, [100], q_lens=[1], deterministic=1) == ""
+    assert "no more rows" in refusal(library, [100], max_q_len=1, deterministic=1)
+
+
+def test_the_longest_query_is_a_guess_with_packed_requests(library):
+    """A hint of all tokens says nothing, so the mean counts; another one is taken at its word."""
+    decode, prompts = [1] * 400, [50] * 400
+    for q_lens, hint, wanted in (
+        (decode, 400, False),
+        (decode, 2**31 - 1, False),
+        (decode, 1, False),
+        (prompts, 20000, True),
+        (prompts, 50, True),
+        (prompts, 1, False),
+    ):
+        taken = refusal(library, [100] * 400, q_lens=q_lens, max_q_len=hint) == ""
+        assert taken == wanted, (q_lens[0], hint)
+
+
+@pytest.mark.parametrize("head_dim, head_dim_v", [(8, 8), (64, 64), (96, 80), (64, 128), (128, 128), (192, 128),
+                                                  (192, 192), (256, 256)])  # fmt: skip
+def test_prefill_plans(library, head_dim, head_dim_v):
+    """The instance holds the dimensions; a box of a bulk copy fits a page and a tile; no more blocks than tiles."""
+    for page_size in (1, 2, 8, 16, 24, 48, 64, 100, 128, 256):
+        for kv_heads, q_len in ((1, 2000), (8, 100), (2, 129)):
+            options = {"head_dim": head_dim, "head_dim_v": head_dim_v, "kv_heads": kv_heads, "max_q_len": q_len}
+            n = numbers_of(library, PROMPTS, page_size=page_size, **options)
+            assert n.rows == 128 and n.shared_bytes <= 232448 and n.threads == 384
+            assert n.keys % max(1, n.box_rows) == 0 and page_size % max(1, n.box_rows) == 0 and n.box_rows % 8 == 0
+            assert (n.box_rows > 0) == (page_size % 8 == 0)
+            tiles = len(PROMPTS) * -(-q_len * 4 // 128) * kv_heads
+            assert n.items * kv_heads == tiles and n.blocks == min(tiles, 132)
+            assert n.l2_keys * (head_dim + head_dim_v) * 2 <= 24 << 20
+    whole = numbers_of(library, PROMPTS, paged=0, page_size=1001, head_dim=head_dim, head_dim_v=head_dim_v)
+    assert whole.box_rows == whole.keys
+    assert not whole.all_scores and numbers_of(library, PROMPTS, softcap=3).all_scores
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_prefill_tiles_are_dealt_once(library, seed):
+    """Every row of every kv_head is in one tile, with all its keys; long tiles come before short ones."""
+    rng, rows, keys = random.Random(seed), 128, 128
+    for _ in range(12):
+        batch = rng.choice([0, 1, 2, 7, 33, 70])
+        top = rng.choice([40, 700, 5000])
+        lens = [rng.choice([0, 1, rng.randint(0, top), top]) for _ in range(batch)]
+        q_lens = [rng.choice([0, 1, rng.randint(0, 200), rng.randint(0, top)]) for _ in range(batch)]
+        options = {
+            "kv_heads": rng.choice([1, 3, 8]), "group": rng.choice([1, 3, 4, 8]), "chunk": rng.choice([0, 0, 0, 100]),
+            "window_right": rng.choice([0, 0, -1, 5]), "window_left": rng.choice([-1, -1, 60]),
+            "l2_keys": rng.choice([1, 1000, 1 << 20]),
+        }  # fmt: skip
+        leftpads = [rng.randint(0, n) for n in lens] if rng.random() < 0.3 else None
+        call, _keep = call_of(lens, q_lens, leftpads, **options)
+        wanted = sum(-(-n * options["group"] // rows) for n in q_lens) * options["kv_heads"]
+        count, tiles = order_of(library, call, wanted)
+        assert count == wanted
+        assert wanted <= numbers_of(library, lens, q_lens, **options).items * options["kv_heads"]
+        group = options["group"]
+        covered = sorted((t.b, t.head, row) for t in tiles for row in range(t.first_row, t.first_row + t.rows))
+        assert covered == [
+            (b, h, row) for b in range(batch) for h in range(options["kv_heads"]) for row in range(q_lens[b] * group)
+        ]
+        places = [options["window_left"], options["window_right"], options["chunk"]]
+        for t in rng.sample(tiles, min(30, len(tiles))):
+            for row in (t.first_row, t.first_row + t.rows - 1):
+                leftpad = leftpads[t.b] if leftpads else 0
+                begin, end = visible(row // group, q_lens[t.b], lens[t.b], leftpad, *places)
+                assert begin >= end or (t.key_begin <= begin and end <= t.key_end)
+        # Sixteen classes by length, so a tile is behind others that are shorter by no more than a class, and one tile.
+        counts = [max(0, -(-t.key_end // keys) - t.key_begin // keys) for t in tiles]
+        falls = options["window_right"] >= 0 and options["window_left"] < 0 and not options["chunk"]
+        shortest = list(itertools.accumulate(counts, min))
+        if falls and not leftpads:
+            behind = [b - a for a, b in zip(shortest, counts[1:])]
+            assert max([0, *behind]) <= max([0, *counts]) / 16 + 1, "a long tile behind a short one"
