@@ -3,9 +3,10 @@
     make build && .venv/bin/python benchmarks/generate_caches.py --lengths 1024 8192
 
 A random Llama decodes after a prompt of the given length. The caches take turns in one process, so that whatever else
-runs on the machine slows all of them; the median step counts. Memory is the largest resident size of a process of its
-own, above what the model alone takes. With --samples the prompt is one and the samples are many: a PagedCache keeps it
-once.
+runs on the machine slows all of them; the median step counts. Their keys and values are random: what they hold does not
+matter for the speed of a step, and no prompt has to be computed. Memory is the largest resident size of a process of
+its own, above what the model alone takes, with the prompt computed. With --samples the prompt is one and the samples
+are many: a PagedCache keeps it once.
 """
 
 import argparse
@@ -61,6 +62,19 @@ def prefill(name, model, paged_cache, prompt, samples, new_tokens):
 
 
 @torch.no_grad()
+def fill(name, model, paged_cache, length, samples, new_tokens):
+    """The cache with random keys and values in place of a prompt's."""
+    cache, config = make_cache(name, model, paged_cache, length + new_tokens), model.config
+    rows = 1 if name == "PagedCache" else samples
+    keys = torch.randn(rows, config.num_key_value_heads, length, config.head_dim, dtype=model.dtype)
+    for layer in range(config.num_hidden_layers):
+        cache.update(keys, keys, layer)
+    if name == "PagedCache":
+        cache.batch_repeat_interleave(samples)
+    return cache
+
+
+@torch.no_grad()
 def step(model, cache, token):
     start = time.perf_counter()
     model(token, past_key_values=cache)
@@ -69,11 +83,8 @@ def step(model, cache, token):
 
 def speed(args, length, paged_cache):
     model = make_model(args.dtype)
-    prompt = torch.randint(1024, (1, length))
     token = torch.randint(1024, (args.samples, 1))
-    caches = {}
-    for name in CACHES:
-        caches[name] = prefill(name, model, paged_cache, prompt, args.samples, args.new_tokens)
+    caches = {name: fill(name, model, paged_cache, length, args.samples, args.new_tokens) for name in CACHES}
     seconds = {name: [] for name in CACHES}
     for _ in range(args.new_tokens):
         for name, cache in caches.items():
@@ -106,6 +117,7 @@ def main():
     parser.add_argument("--samples", type=int, default=1)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.bfloat16)
+    parser.add_argument("--only", choices=("speed", "memory"), help="default: both")
     parser.add_argument("--memory-of", choices=CACHES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     kernel = kernels.get_kernel("org/paged-attn", version=1, backend="cpu", trust_remote_code=True)
@@ -116,8 +128,11 @@ def main():
     print(f"{args.samples} samples, {args.dtype}, {torch.get_num_threads()} threads\n")
     print("| prompt | cache | tokens/s | peak MiB |\n| --- | --- | --- | --- |")
     for length in args.lengths:
-        rates = speed(args, length, paged_cache)
+        rates = speed(args, length, paged_cache) if args.only != "memory" else dict.fromkeys(CACHES, float("nan"))
         for name, rate in rates.items():
+            if args.only == "speed":
+                print(f"| {length} | {name} | {rate:.1f} | |", flush=True)
+                continue
             own = [sys.executable, __file__, "--memory-of", name, "--lengths", str(length)]
             own += ["--samples", str(args.samples), "--new-tokens", str(args.new_tokens)]
             own += ["--dtype", str(args.dtype).removeprefix("torch.")]

@@ -273,7 +273,10 @@ FILLED_IN = {
     "max_new_tokens=100": "max_new_tokens=2",
 }
 # Snippets that cannot run here: a piece of each, and the reason.
-NOT_RUN = {}
+NOT_RUN = {
+    "aoti_load_package": "needs a model that was compiled; test_compile.py runs this",
+    "cp.attention": "needs several ranks; test_context_parallel.py has them",
+}
 SNIPPETS = [page for page in PAGES if page.fenced("python")]
 
 

@@ -2,9 +2,10 @@
 
 transformers_block_tables   block tables in transformers' continuous batching, on any device
 PagedCache                  pages for transformers' generate(); needs transformers
+context_parallel            one cache on several ranks of torch.distributed
 """
 
-from . import paged_cache
+from . import context_parallel, paged_cache
 from .block_tables import (
     KNOWN_TRANSFORMERS,
     disable_transformers_block_tables,
@@ -15,6 +16,7 @@ from .block_tables import (
 __all__ = [
     "KNOWN_TRANSFORMERS",
     "PagedCache",
+    "context_parallel",
     "disable_transformers_block_tables",
     "enable_transformers_block_tables",
     "transformers_block_tables",

@@ -1,0 +1,43 @@
+"""Context parallelism on paper: the time of one layer's attention in a decode step, on several GPUs.
+
+    python benchmarks/model_context_parallel.py
+
+time(ranks) = START + bytes of the keys and values / (ranks * READ) + exchange(ranks) + merge(ranks)
+
+exchange(ranks) = latency(ranks) + (ranks - 1) * message / link, for every rank receives a message from every other.
+merge(ranks) = log2(ranks) * MERGE: in pairs, then pairs of pairs, each time in the small kernels of merge_attn_states;
+a fused kernel would do all at once. The numbers are those below; none was measured with several GPUs.
+"""
+
+import math
+
+KV_HEADS, Q_HEADS, HEAD_DIM, BYTES = 8, 32, 128, 2  # Llama 3.1 8B, one request, bfloat16
+READ = 4.2e12  # bytes/s of an H200's memory in long contexts (docs/cuda.md)
+START = 5e-6  # an attention call without keys
+# latency of an all-gather of a few KB, and bytes/s of a GPU's link
+LINKS = {2: (12e-6, 450e9), 8: (18e-6, 450e9), 64: (60e-6, 50e9)}  # NVLink in one host; 400 Gb/s between hosts
+# Twelve small kernels of a captured graph for each halving, or one kernel for all.
+MERGES = {"as it is": lambda ranks: math.ceil(math.log2(ranks)) * 12 * 2e-6, "fused": lambda ranks: 4e-6}
+
+
+def seconds(keys: int, ranks: int, merge) -> float:
+    read = keys * KV_HEADS * HEAD_DIM * 2 * BYTES / (ranks * READ)
+    if ranks == 1:
+        return START + read
+    latency, link = LINKS[ranks]
+    message = Q_HEADS * (HEAD_DIM * BYTES + 4)
+    return START + read + latency + (ranks - 1) * message / link + merge(ranks)
+
+
+def main():
+    print("| keys | one GPU, us | merge | 2 GPUs | 8 GPUs | 64 GPUs |\n| --- | --- | --- | --- | --- | --- |")
+    for keys in (1 << 15, 1 << 17, 1 << 20, 1 << 23):
+        alone = seconds(keys, 1, None)
+        for merge, cost in MERGES.items():
+            times = [seconds(keys, ranks, cost) for ranks in LINKS]
+            shown = " | ".join(f"{time * 1e6:.0f} us, {alone / time:.2f} x" for time in times)
+            print(f"| {keys // 1024}k | {alone * 1e6:.0f} | {merge} | {shown} |")
+
+
+if __name__ == "__main__":
+    main()

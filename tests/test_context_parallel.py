@@ -1,0 +1,162 @@
+"""context_parallel and tensor parallelism by heads: what one device with all the pages returns.
+
+Three processes exchange through gloo, on the CPU; the groups of two are some of them.
+"""
+
+import os
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+KERNEL = "org/paged-attn"
+PAGE_SIZE, Q_HEADS, KV_HEADS, HEAD_DIM = 4, 6, 3, 32
+RANKS = 3
+STEPS = [(12, 5), (1, 1), (7, 2), (1, 1), (1, 0), (3, 1), (1, 1)]  # new tokens of two requests
+
+
+def steps(dtype):
+    """Queries, keys and values of each step, packed, with cu_seqlens."""
+    generator = torch.Generator().manual_seed(0)
+    for counts in STEPS:
+        q, k, v = (
+            torch.randn(sum(counts), heads, HEAD_DIM, generator=generator).to(dtype)
+            for heads in (Q_HEADS, KV_HEADS, KV_HEADS)
+        )
+        yield counts, q, k, v, torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32)
+
+
+class Pages:
+    """A rank's share of the cache: two requests with pages in turns."""
+
+    def __init__(self, kernel, kv_heads, dtype):
+        self.k, self.v = kernel.empty_paged_cache(32, PAGE_SIZE, kv_heads, HEAD_DIM, dtype=dtype, device="cpu")
+        self.k.fill_(torch.nan), self.v.fill_(torch.nan)
+        self.table = torch.arange(32, dtype=torch.int32).view(16, 2).T.contiguous()
+        self.lengths = torch.zeros(2, dtype=torch.int32)
+
+
+FEATURES = {
+    "plain": {},
+    "softcap and sinks": {"softcap": 3.0, "s_aux": torch.linspace(-1, 2, Q_HEADS)},
+    "scaled": {"softmax_scale": 0.4, "deterministic": True},
+}
+
+
+def expected_results(kernel, dtype, features):
+    """One device. The step of every list entry: (out, lse)."""
+    pages = Pages(kernel, KV_HEADS, dtype)
+    for counts, q, k, v, cu in steps(dtype):
+        yield kernel.flash_attn_with_kvcache(
+            q, pages.k, pages.v, k, v, cache_seqlens=pages.lengths, block_table=pages.table, cu_seqlens_q=cu,
+            cu_seqlens_k_new=cu, max_seqlen_q=max(counts), causal=True, return_softmax_lse=True, **features,
+        )  # fmt: skip
+        pages.lengths += torch.tensor(counts)
+
+
+def run_sharded(kernel, group, dtype, features, heads, held):
+    """Every rank of the group; yields (out, lse) of each step. `held` counts the keys of each rank."""
+    cp = kernel.integrations.context_parallel
+    rank, pages = dist.get_rank(group), Pages(kernel, KV_HEADS, dtype)
+    for counts, q, k, v, cu in steps(dtype):
+        owner = cp.next_owner(held, PAGE_SIZE)
+        result = cp.attention(
+            q, pages.k, pages.v, k, v, owner=owner, group=group, heads=heads, cache_seqlens=pages.lengths,
+            block_table=pages.table, cu_seqlens_q=cu, cu_seqlens_k_new=cu, max_seqlen_q=max(counts),
+            return_softmax_lse=True, **features,
+        )  # fmt: skip
+        held[owner] += counts[0]
+        if owner == rank:
+            pages.lengths += torch.tensor(counts)
+        yield result
+
+
+def check_context_parallel(kernel, group, dtype, features, heads):
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    mine = slice(None) if heads == "all" else slice(rank * Q_HEADS // ranks, (rank + 1) * Q_HEADS // ranks)
+    held = [0] * ranks
+    sharded = run_sharded(kernel, group, dtype, features, heads, held)
+    for (out, lse), (whole, whole_lse) in zip(sharded, expected_results(kernel, dtype, features), strict=True):
+        torch.testing.assert_close(out, whole[:, mine], **tolerance)
+        torch.testing.assert_close(lse, whole_lse[mine], rtol=1e-5, atol=1e-5)
+        if heads == "all":
+            copies = [torch.empty_like(out) for _ in range(ranks)]
+            dist.all_gather(copies, out, group=group)
+            assert all(torch.equal(copy, out) for copy in copies)
+    assert min(held) > 0, "a rank without keys shows nothing"
+
+
+def check_tensor_parallel(kernel, group):
+    """By kv_heads: every rank holds all keys of its heads, and nothing is exchanged before the next product."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    q_mine, kv_mine = (slice(rank * n // ranks, (rank + 1) * n // ranks) for n in (Q_HEADS, KV_HEADS))
+    pages = Pages(kernel, KV_HEADS // ranks, torch.float32)
+    weight = torch.randn(Q_HEADS * HEAD_DIM, 16, generator=torch.Generator().manual_seed(1))
+    for step, (whole, _) in zip(steps(torch.float32), expected_results(kernel, torch.float32, {}), strict=True):
+        counts, q, k, v, cu = step
+        out = kernel.flash_attn_with_kvcache(
+            q[:, q_mine], pages.k, pages.v, k[:, kv_mine], v[:, kv_mine], cache_seqlens=pages.lengths,
+            block_table=pages.table, cu_seqlens_q=cu, cu_seqlens_k_new=cu, max_seqlen_q=max(counts), causal=True,
+        )  # fmt: skip
+        pages.lengths += torch.tensor(counts)
+        product = out.flatten(1) @ weight.unflatten(0, (Q_HEADS, HEAD_DIM))[q_mine].flatten(0, 1)
+        dist.all_reduce(product, group=group)
+        torch.testing.assert_close(product, whole.flatten(1) @ weight, rtol=1e-4, atol=1e-4)
+
+
+def check_errors(kernel):
+    attention = kernel.integrations.context_parallel.attention
+    pages = Pages(kernel, KV_HEADS, torch.float32)
+    q = torch.randn(2, 1, Q_HEADS, HEAD_DIM)
+    names = {"cache_seqlens": pages.lengths, "block_table": pages.table}
+    for wrong, message in (
+        ({"owner": 0, "window_size": (4, 0)}, r"window_size: expected None .*, got \(4, 0\)"),
+        ({"owner": 0, "alibi_slopes": 1.0}, r"alibi_slopes: expected None"),
+        ({"owner": 3}, "owner: expected a rank from 0 to 2, got 3"),
+        ({"owner": 0, "heads": "mine"}, "heads: expected 'all' or 'own', got 'mine'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention(q, pages.k, pages.v, **names, **wrong)
+    with pytest.raises(ValueError, match="q_heads that 3 ranks divide for 'own', got 4"):
+        attention(q[:, :, :4], pages.k, pages.v, owner=0, heads="own", **names)
+
+
+def be_a_rank(rank: int, file: str) -> None:
+    import kernels
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=120)
+    )  # fmt: skip
+    kernel = kernels.get_kernel(KERNEL, version=1, backend="cpu", trust_remote_code=True)
+    pair = dist.new_group([1, 2])
+    for group in [None, pair][: 1 if rank == 0 else 2]:
+        for heads in ("all", "own"):
+            for features in FEATURES.values():
+                check_context_parallel(kernel, group, torch.float32, features, heads)
+        check_context_parallel(kernel, group, torch.bfloat16, {}, "all")
+    check_tensor_parallel(kernel, None)
+    check_errors(kernel)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_owners_take_pages_in_turns(paged_attn):
+    next_owner = paged_attn.integrations.context_parallel.next_owner
+    held, owners = [0, 0, 0], []
+    for _ in range(14):
+        owner = next_owner(held, PAGE_SIZE)
+        owners.append(owner)
+        held[owner] += 1
+    assert owners == [0] * 4 + [1] * 4 + [2] * 4 + [0] * 2
+
+
+def test_ranks(device, tmp_path):
+    """The processes check themselves; one that fails prints why and ends the others."""
+    if device != "cpu":
+        pytest.skip("the ranks exchange through gloo, on CPUs")
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *sys.path[1:]])
+    torch.multiprocessing.spawn(be_a_rank, (str(tmp_path / "ranks"),), nprocs=RANKS)
