@@ -54,10 +54,11 @@ struct HeadScale {
   float v_descale;
 };
 
-inline HeadScale head_scale(const Problem& p, int64_t b, int64_t kv_head) {
+// `unit` is what a number read from the cache must be multiplied with.
+inline HeadScale head_scale(const Problem& p, int64_t b, int64_t kv_head, float unit) {
   const Cache& c = p.cache;
-  const float k_descale = descale_at(c.k_descale, c.k_descale_stride_batch, c.k_descale_stride_head, b, kv_head);
-  const float v_descale = descale_at(c.v_descale, c.v_descale_stride_batch, c.v_descale_stride_head, b, kv_head);
+  const float k_descale = unit * descale_at(c.k_descale, c.k_descale_stride_batch, c.k_descale_stride_head, b, kv_head);
+  const float v_descale = unit * descale_at(c.v_descale, c.v_descale_stride_batch, c.v_descale_stride_head, b, kv_head);
   const float q_descale = descale_at(p.q_descale, p.q_descale_stride_batch, p.q_descale_stride_head, b, kv_head);
   // With qv: score = q.k * k_descale + qv.v * v_descale.
   const bool with_qv = p.qv && v_descale != 0.f;
@@ -468,7 +469,8 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
     s.visible[r] = keys_of_token(p, request, token);
     s.q_pos[r] = static_cast<float>(request.kv_len - request.q_len + token);
   }
-  for (int64_t h = 0; h < block.heads(); ++h) s.scales[h] = head_scale(p, block.batch, block.kv_head_begin + h);
+  for (int64_t h = 0; h < block.heads(); ++h)
+    s.scales[h] = head_scale(p, block.batch, block.kv_head_begin + h, Ops::kUnit);
 
   // The first keys: nothing has fetched them, so they are few, but their translations come while the query is loaded.
   // Many rows multiply for so long that it does not matter. Only what is fetched depends on `cached`, not the result.
@@ -507,7 +509,7 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
   }
 
   // Write the partial, or finish
-  constexpr int kChunkRegs = Ops::kRegs * Ops::kDepth;
+  constexpr int kChunkRegs = Ops::kChunk / kLanes;
   for (int64_t h = 0; h < block.heads(); ++h) {
     const int64_t kv_head = block.kv_head_begin + h;
     for (int64_t r = 0; r < rows; ++r) {
@@ -554,6 +556,11 @@ inline void merge_partials(const Problem& p, const Block& block, int64_t num_spl
       const int64_t q_row = block.row_begin + r, kv_head = block.kv_head_begin + h;
       finish_row(p, request, block.batch, q_row / p.group, kv_head * p.group + q_row % p.group, sum.m, sum.l, acc);
     }
+}
+
+// 8-bit numbers are bfloat16 numbers too.
+inline bool multiplies_bfloat16(const Problem& p) {
+  return p.q_dtype == DType::kBFloat16 || dtype_bytes(p.q_dtype) == 1;
 }
 
 inline Products products_f32(const Problem&) {

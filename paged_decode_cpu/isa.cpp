@@ -7,8 +7,42 @@
 
 #include "amx_permission.h"
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 namespace paged_attn {
 namespace {
+
+#if defined(__aarch64__)
+// What an Arm processor has beyond the instructions that all have, as its operating system says.
+struct ArmFeatures {
+  bool fhm = false, bf16 = false;
+};
+
+#if defined(__APPLE__)
+bool feature(const char* name) {
+  int has = 0;
+  size_t bytes = sizeof has;
+  return sysctlbyname(name, &has, &bytes, nullptr, 0) == 0 && has;
+}
+#endif
+
+ArmFeatures arm_features() {
+  ArmFeatures features;
+#if defined(__linux__)
+  features.fhm = getauxval(AT_HWCAP) & HWCAP_ASIMDFHM;
+  features.bf16 = getauxval(AT_HWCAP2) & HWCAP2_BF16;
+#elif defined(__APPLE__)
+  features.fhm = feature("hw.optional.arm.FEAT_FHM");
+  features.bf16 = feature("hw.optional.arm.FEAT_BF16");
+#endif
+  return features;
+}
+#endif
 
 const AmxPermission& amx() {
   static const AmxPermission permission = request_amx();
@@ -30,6 +64,11 @@ std::vector<const Kernel*> kernels_of_this_cpu() {
   }
   if (avx512) kernels.push_back(&kAvx512Kernel);
   if (avx2) kernels.push_back(&kAvx2Kernel);
+#elif defined(__aarch64__)
+  const ArmFeatures has = arm_features();
+  if (has.fhm && has.bf16) kernels.push_back(&kNeonBf16Kernel);
+  if (has.fhm) kernels.push_back(&kNeonFp16Kernel);
+  kernels.push_back(&kNeonKernel);
 #endif
   kernels.push_back(&kPortableKernel);
   return kernels;

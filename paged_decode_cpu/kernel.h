@@ -58,6 +58,8 @@ struct Kernel {
 
 #if defined(__x86_64__)
 extern const Kernel kAvx512AmxKernel, kAvx512IntelKernel, kAvx512Bf16Kernel, kAvx512Kernel, kAvx2Kernel;
+#elif defined(__aarch64__)
+extern const Kernel kNeonBf16Kernel, kNeonFp16Kernel, kNeonKernel;
 #endif
 extern const Kernel kPortableKernel;
 

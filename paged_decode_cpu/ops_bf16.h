@@ -7,11 +7,6 @@
 namespace paged_attn {
 namespace {
 
-// 8-bit numbers are bfloat16 numbers too.
-inline bool multiplies_bfloat16(const Problem& p) {
-  return p.q_dtype == DType::kBFloat16 || dtype_bytes(p.q_dtype) == 1;
-}
-
 // bfloat16 of the 128 magnitudes of an 8-bit format, high and low bytes apart: vpermi2b looks 64
 // bytes up in 128 entries by the low 7 bits of each index.
 struct BfloatTable {
@@ -59,6 +54,8 @@ struct OpsBf16 {
   static constexpr int kRowStep = 1;
   static constexpr int kValueKeys = 2;
   static constexpr bool kTiles = false;
+  static constexpr bool kNeon = false;
+  static constexpr float kUnit = 1.f;
 
   static f32v dot(f32v acc, Reg a, Reg b) {
     return bit_cast<f32v>(_mm512_dpbf16_ps(bit_cast<__m512>(acc), (__m512bh)a, (__m512bh)b));

@@ -21,6 +21,8 @@ struct OpsF32 {
   static constexpr int kRowStep = 1;                             // rows of a kv_head are filled to a multiple of it
   static constexpr int kValueKeys = 1;                           // and the keys that the values' product takes
   static constexpr bool kTiles = false;                          // whether Ops attends to packed keys in its own way
+  static constexpr bool kNeon = false;                           // whether tile_neon.h multiplies
+  static constexpr float kUnit = 1.f;                            // what a loaded number is to be multiplied with
 
   static f32v dot(f32v acc, Reg a, Reg b) { return acc + a * b; }
   static Reg broadcast(const Elem* p) { return splat(*p); }

@@ -156,6 +156,7 @@ inline void dot_keys(const typename Ops::Elem* q, int64_t q_stride, const char* 
 // kLanes. Rows of scores are kMaxTile apart. With `carry` the products are added to scores * carry. Where g++ 12
 // inlined it, the accumulators went to memory at every step: +60 %.
 template <class Ops, int kRows>
+  requires(!Ops::kNeon)
 [[gnu::noinline]] void dot_scores(const typename Ops::Elem* q, int64_t q_stride, const char* const* k, int64_t offset,
                                   int64_t n, int64_t depth, float* scores, const float* carry, Prefetcher& next) {
   constexpr int kKeys = kLanes / kRows;
@@ -181,6 +182,7 @@ template <class Ops, int kRows>
 
 // The same for so many rows that transposing the keys in registers costs less than the sums across lanes.
 template <class Ops, int kRows>
+  requires(!Ops::kNeon)
 void transposed_scores(const typename Ops::Elem* q, int64_t q_stride, const char* const* k, int64_t offset, int64_t n,
                        int64_t depth, float* scores, const float* carry, Prefetcher& next) {
   for (int64_t j = 0; j < n; j += kLanes) {
@@ -244,6 +246,7 @@ inline void dot_values_block(const typename Ops::Elem* p, const char* const* v, 
 }
 
 template <class Ops, int kRows>
+  requires(!Ops::kNeon)
 void dot_values(const typename Ops::Elem* p, const char* const* v, int64_t offset, int64_t n, int64_t width, float* acc,
                 int64_t acc_stride, Prefetcher& next) {
   constexpr int kChunkRegs = ValueRegs<Ops>::kChunk;
@@ -273,6 +276,7 @@ void dot_values(const typename Ops::Elem* p, const char* const* v, int64_t offse
 // Panels of keys, steps = depth / kDepth: the transpose of n cache rows. k[] must hold valid rows up
 // to the next multiple of kLanes; depth is filled with 0 to a multiple of kChunk.
 template <class Ops>
+  requires(!Ops::kNeon)
 void pack_keys(const char* const* k, int64_t offset, int64_t n, int64_t depth, int64_t steps,
                typename Ops::Elem* keys) {
   for (int64_t j = 0; j < n; j += kLanes) {
@@ -292,6 +296,7 @@ void pack_keys(const char* const* k, int64_t offset, int64_t n, int64_t depth, i
 // Panels of values, steps = keys / kDepth; width is filled with 0 to a multiple of kChunk. v[] must
 // hold valid rows up to the next multiple of kDepth.
 template <class Ops>
+  requires(!Ops::kNeon)
 void pack_values(const char* const* v, int64_t offset, int64_t n, int64_t width, int64_t steps,
                  typename Ops::Elem* values) {
   constexpr int kChunkRegs = ValueRegs<Ops>::kChunk;
@@ -363,6 +368,7 @@ struct MatrixRows {
 // The product with all panels of b, which hold panel_steps steps each, of which the first `steps`
 // count. Columns is a multiple of kLanes.
 template <class Ops>
+  requires(!Ops::kNeon)
 void matrix(int64_t rows, const typename Ops::Elem* a, int64_t a_stride, const typename Ops::Elem* b,
             int64_t panel_steps, int64_t steps, int64_t columns, float* c, int64_t c_stride, const float* carry,
             Prefetcher& next) {
@@ -380,3 +386,7 @@ void matrix(int64_t rows, const typename Ops::Elem* a, int64_t a_stride, const t
 
 }  // namespace
 }  // namespace paged_attn
+
+#if defined(PD_NEON)
+#include "tile_neon.h"
+#endif

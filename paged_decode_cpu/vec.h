@@ -19,6 +19,11 @@
 #pragma GCC diagnostic pop
 #endif
 
+// Only the files that define PD_NEON use Arm's own instructions; the portable path does without, on Arm too.
+#if defined(PD_NEON)
+#include <arm_neon.h>
+#endif
+
 namespace paged_attn {
 namespace {
 
@@ -99,12 +104,16 @@ inline f32v add_halves(f32v a, f32v b) {
 
 // Sums across lanes of kLanes registers at once: lane i of the result is the sum of v[i].
 inline f32v sum_lanes(f32v* v) {
+#if defined(PD_NEON)
+  return vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]));
+#else
   for (int i = 0; i < kLanes; i += 4)
     v[i / 4] = add_halves<2>(add_halves<1>(v[i], v[i + 1]), add_halves<1>(v[i + 2], v[i + 3]));
   if constexpr (kLanes > 4)
     for (int count = kLanes / 4; count > 1; count /= 2)
       for (int i = 0; i < count; i += 2) v[i / 2] = add_halves<4>(v[i], v[i + 1]);
   return v[0];
+#endif
 }
 
 // Transposes kLanes x kLanes values of 32 bits in place.
@@ -161,6 +170,8 @@ inline bool any_above(f32v a, f32v b) {
   return _mm512_cmp_ps_mask(bit_cast<__m512>(a), bit_cast<__m512>(b), _CMP_GT_OQ) != 0;
 #elif defined(__AVX2__)
   return _mm256_movemask_ps(_mm256_cmp_ps(bit_cast<__m256>(a), bit_cast<__m256>(b), _CMP_GT_OQ)) != 0;
+#elif defined(PD_NEON)
+  return vmaxvq_u32(vcgtq_f32(a, b)) != 0;
 #else
   i32v above = a > b;
   int32_t any = 0;
@@ -232,6 +243,8 @@ inline f32v half_to_float(u16v h) {
   return bit_cast<f32v>(_mm512_cvtph_ps(bit_cast<__m256i>(h)));
 #elif defined(__F16C__)
   return bit_cast<f32v>(_mm256_cvtph_ps(bit_cast<__m128i>(h)));
+#elif defined(PD_NEON)
+  return vcvt_f32_f16(bit_cast<float16x4_t>(h));
 #else
   u32v x = __builtin_convertvector(h, u32v);
   u32v sign = (x & 0x8000u) << 16, magnitude = x & 0x7fffu;
@@ -249,6 +262,8 @@ inline u16v float_to_half(f32v x) {
   return bit_cast<u16v>(_mm512_cvtps_ph(bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__F16C__)
   return bit_cast<u16v>(_mm256_cvtps_ph(bit_cast<__m256>(x), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(PD_NEON)
+  return bit_cast<u16v>(vcvt_f16_f32(x));
 #else
   u32v bits = bit_cast<u32v>(x);
   u32v sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;

@@ -66,7 +66,7 @@ class TestCpu:
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
     def test_products(self, paged_attn, device, dtype):
         isa = paged_attn.cpu_isa().split()[0]
-        numbers = "bf16" if dtype == "bfloat16" and isa == "avx512_bf16" else "f32"
+        numbers = "bf16" if dtype == "bfloat16" and isa in ("avx512_bf16", "neon_bf16") else "f32"
         packed = "tiles_bf16" if dtype == "bfloat16" and isa == "avx512_amx" else f"packed_{numbers}"
         few, many = (explain(paged_attn, cases.build(Case(q_len=n, dtype=dtype))) for n in (1, 40))
         assert few.route == f"in_place_{numbers}"

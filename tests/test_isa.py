@@ -22,6 +22,9 @@ NEEDS = {
     "avx512_intel": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi"},
     "avx512_bf16": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi"},
     "avx512_amx": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi", "amx_tile", "amx_bf16"},
+    "neon": {"asimd"},
+    "neon_fp16": {"asimd", "asimdfhm"},
+    "neon_bf16": {"asimd", "asimdfhm", "bf16"},
 }
 
 pytestmark = pytest.mark.skipif(
@@ -29,11 +32,20 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def apple_flags():
+    """The same of a Mac, by Linux' names."""
+    names = {"AdvSIMD": "asimd", "FEAT_FHM": "asimdfhm", "FEAT_BF16": "bf16"}
+    listed = subprocess.run(["sysctl", "hw.optional"], capture_output=True, text=True).stdout.splitlines()
+    present = {line.split(":")[0].split(".")[-1] for line in listed if line.endswith(": 1")}
+    return {flag for name, flag in names.items() if name in present}
+
+
 def cpu_flags():
     """The flags and the maker of the processor."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return {word for line in lines if line.startswith(("flags", "vendor_id")) for word in line.split()}
+    if sys.platform == "darwin":
+        return apple_flags()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return {word for line in lines if line.startswith(("flags", "vendor_id", "Features")) for word in line.split()}
 
 
 def available(isa):

@@ -1,0 +1,95 @@
+"""Arm's instruction sets, on an emulated processor: the CPU backend is cross-compiled into a program without torch
+(arm/guest.cpp), which qemu runs, and the tests marked every_isa run with a build of the package that hands every call
+to it (arm/host.cpp). On an Arm processor test_isa.py runs them without all this.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_isa import ASK
+
+TESTS = Path(__file__).resolve().parent
+sys.path.append(str(TESTS / "arm"))
+
+import arm_build  # noqa: E402
+
+# The best path of some processors: all that qemu knows, Graviton 2 and Ampere Altra, the Raspberry Pi 4.
+PROCESSORS = {"max": "neon_bf16", "neoverse-n1": "neon", "cortex-a72": "neon"}
+PATHS = ("neon_bf16", "neon_fp16", "neon", "portable")
+
+pytestmark = [
+    pytest.mark.skipif(os.environ["PAGED_ATTN_TEST_DEVICE"] != "cpu", reason="instruction sets are the CPU's"),
+    pytest.mark.skipif(bool(arm_build.missing()), reason=arm_build.missing()),
+]
+
+
+def run(environment, *command):
+    environment = environment | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *command], env=environment, cwd=TESTS, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built():
+    arm_build.guest()
+    arm_build.variant()
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_best_path_is_the_default(processor):
+    asked = run(arm_build.environment(processor), "-c", ASK)
+    assert asked.stdout.strip() == PROCESSORS[processor], asked.stderr
+
+
+@pytest.mark.parametrize("isa", PATHS)
+def test_forced_path(isa):
+    asked = run(arm_build.environment("max", isa), "-c", ASK)
+    assert asked.stdout.strip() == isa, asked.stderr
+
+
+def test_missing_path():
+    """What was asked for by name and the processor does not have is an error, which names what there is."""
+    asked = run(arm_build.environment("cortex-a72", "neon_bf16"), "-c", ASK)
+    assert asked.returncode != 0
+    assert asked.stderr.strip().splitlines()[-1] == (
+        "RuntimeError: PAGED_ATTN_CPU_ISA: expected one of neon, portable (what this processor runs), got neon_bf16"
+    )
+
+
+# neon_fp16 differs from neon for float16 queries alone, which neon_bf16 has too.
+SELECTED = {
+    "neon_bf16": ("-m", "every_isa"),
+    "neon": ("-m", "every_isa"),
+    "neon_fp16": ("-m", "every_isa", "test_decode.py", "test_append.py"),
+}
+
+
+def pytest_of(isa, log):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *SELECTED[isa]]
+    environment = arm_build.environment("max", isa) | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    with log.open("w") as output:
+        return subprocess.Popen(command, env=environment, cwd=TESTS, stdout=output, stderr=subprocess.STDOUT)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The runs on all paths, started together."""
+    started = {}
+    for isa in SELECTED:
+        log = tmp_path_factory.mktemp(isa) / "log"
+        started[isa] = pytest_of(isa, log), log
+    yield started
+    for process, _ in started.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.runs_tests
+@pytest.mark.parametrize("isa", SELECTED)
+def test_cases(runs, isa):
+    process, log = runs[isa]
+    assert process.wait() == 0, log.read_text()[-6000:]
+    last = log.read_text().strip().splitlines()[-1]
+    assert " passed" in last and "skipped" not in last and "failed" not in last, last
