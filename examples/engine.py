@@ -40,6 +40,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)  # the prompt, then what was generated
     cached: int = 0  # how many of them have their keys and values in the cache
     pages: list[int] = field(default_factory=list)
+    number: int = -1  # in the order of arrival
 
     @property
     def generated(self) -> list[int]:
@@ -153,11 +154,15 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.graphs: dict[int, tuple] = {}
+        self.arrived = 0
         self.trace: list[dict] = []
 
     def run(self, requests: list[Request]) -> Iterator[tuple[Request, int]]:
         """Serves the requests and yields each token as it comes."""
-        self.waiting.extend(requests)
+        for request in requests:
+            request.number = self.arrived
+            self.arrived += 1
+            self.waiting.append(request)
         while self.waiting or self.running:
             yield from self.step()
 
@@ -165,6 +170,7 @@ class Engine:
         start = time.perf_counter()
         counts = self.schedule()
         sampled = self.compute(counts)
+        used_pages = len(self.pool.owners) - len(self.pool.free)
         news = []
         for (request, count), token in zip(counts.items(), sampled, strict=True):
             request.cached += count
@@ -179,7 +185,8 @@ class Engine:
                 for page in request.pages:
                     self.pool.release(page)
         seconds = time.perf_counter() - start
-        self.trace.append({"seconds": seconds, "tokens": list(counts.values()), "running": len(self.running)})
+        tokens = {request.number: count for request, count in counts.items()}
+        self.trace.append({"seconds": seconds, "tokens": tokens, "pages": used_pages, "waiting": len(self.waiting)})
         return news
 
     def schedule(self) -> dict[Request, int]:
@@ -366,6 +373,7 @@ def main() -> None:
             pass
         engine.pool = PagePool(args.pages)
         engine.trace.clear()
+        engine.arrived = 0
     start, first_tokens = time.perf_counter(), {}
     total = sum(r.max_new_tokens for r in requests)
     for request, _ in tqdm(engine.run(requests), "engine", total):
@@ -373,8 +381,8 @@ def main() -> None:
     seconds = time.perf_counter() - start
 
     steps = engine.trace
-    decode = sorted(s["seconds"] for s in steps if max(s["tokens"]) == 1)
-    computed = sum(sum(s["tokens"]) for s in steps)
+    decode = sorted(s["seconds"] for s in steps if max(s["tokens"].values()) == 1)
+    computed = sum(sum(s["tokens"].values()) for s in steps)
     print(
         f"{len(requests)} requests, prompts of {args.shared + min(lengths)} to {args.shared + max(lengths)} tokens, "
         f"{args.new_tokens} new tokens each, {args.pages} pages of {PAGE_SIZE}\n"

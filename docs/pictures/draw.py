@@ -14,6 +14,8 @@ sys.path += [str(FOLDER), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import data  # noqa: E402
 import house  # noqa: E402
+import of_cuda  # noqa: E402
+import of_engine  # noqa: E402
 import of_results  # noqa: E402
 import of_usage  # noqa: E402
 
@@ -26,6 +28,11 @@ PICTURES = {
     "decode_cpu": of_results.decode_cpu,
     "roofline": of_results.roofline,
     "roofline_cpu": of_results.roofline_cpu,
+    "splitting": of_cuda.splitting,
+    "dealing": of_cuda.dealing,
+    "decode_kernel": of_cuda.decode_kernel,
+    "prefill_kernel": of_cuda.prefill_kernel,
+    "batching": of_engine.batching,
     **house.PICTURES,
 }
 

@@ -39,7 +39,7 @@ def pages() -> Picture:
     p = Picture("One call: new tokens are appended to the pages of their requests, and their queries attend over them")
     cell, card = 22, (p.width - 2 * MARGIN) / len(requests)
 
-    p.text(MARGIN, 24, "1. The call: one new token (q, k, v) of each request", bold=True)
+    p.heading(24, "1. The call: one new token (q, k, v) of each request")
     sources = []
     for i, (request, colour) in enumerate(zip(requests, REQUESTS)):
         x, y = MARGIN + card * i, 36
@@ -59,7 +59,7 @@ def pages() -> Picture:
             p.box(left + 28 * entry, y + 32, 28, 22, fill, label, role=role, size=size)
 
     top = 196
-    p.text(MARGIN, top - 44, "2. The cache", bold=True)
+    p.heading(top - 44, "2. The cache")
     p.text(MARGIN, top - 27, f"{num_pages} pages of {PAGE_SIZE} slots", role="faint")
     gap = (p.width - 2 * MARGIN - num_pages * PAGE_SIZE * cell) / (num_pages - 1)
     left_of = [MARGIN + page * (PAGE_SIZE * cell + gap) for page in range(num_pages)]
@@ -72,7 +72,7 @@ def pages() -> Picture:
         p.curve(source, (left_of[page] + cell * (slot + 0.5), top - 2), role="new")
 
     top += cell + 48
-    p.text(MARGIN, top, "3. Attention: each query sees all keys of its request, in the order of its table", bold=True)
+    p.heading(top, "3. Attention: each query sees all keys of its request, in the order of its table")
     cell = 17
     for i, (request, colour) in enumerate(zip(requests, REQUESTS)):
         x, y = MARGIN + card * i, top + 14
@@ -174,7 +174,7 @@ def masks() -> Picture:
     """Which keys the 5 queries of a request see."""
     q_len, cell, columns = 5, 17, 4
     p = Picture("The position rule and the masks: which keys each query sees")
-    p.text(MARGIN, 24, "Token t stands at q_pos = kv_len - q_len + t: the last query at the last key.", bold=True)
+    p.heading(24, "Token t stands at q_pos = kv_len - q_len + t: the last query at the last key.")
     panel = (p.width - 2 * MARGIN) / columns
     for i, (title, kv_len, mask) in enumerate(MASKS):
         x, y = MARGIN + 26 + i % columns * panel, 100 + i // columns * 180
