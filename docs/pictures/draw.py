@@ -32,6 +32,8 @@ PICTURES = {
     "dealing": of_cuda.dealing,
     "decode_kernel": of_cuda.decode_kernel,
     "prefill_kernel": of_cuda.prefill_kernel,
+    "engine_time": of_results.engine_time,
+    "call_time": of_results.call_time,
     "batching": of_engine.batching,
     **house.PICTURES,
 }

@@ -4,7 +4,7 @@ import cpu_cases
 import cuda_cases
 from chart import Bar, Limit, Point, Roofline, bars
 from data import Run, load, name_in, number
-from svg import MARGIN, Picture
+from svg import MARGIN, Picture, text_width
 
 
 def heading(p: Picture, title: str, run: Run, entries: list[tuple[str, str]]) -> float:
@@ -140,4 +140,80 @@ def roofline_cpu() -> Picture:
     slow, fast = content["read_gb_per_s"]
     p.paragraph(p.bottom + 22, f"Two slopes: neighbours on the host move the read rate between {slow} and {fast} GB/s. "
                 "The case of 512 resident keys reads from the caches.", role="faint")  # fmt: skip
+    return p
+
+
+# ---- Where time goes ----
+
+
+def least_times(model: dict, run: dict, read_rate: float, multiply_rate: float) -> list[tuple[str, str, float]]:
+    """(what, colour, seconds) that a run of the engine must take at least, counted from its shape."""
+    width = model["head_dim"] * (model["q_heads"] + 2 * model["kv_heads"])
+    of_layer = model["hidden"] * (width + model["head_dim"] * model["q_heads"] + 3 * model["inner"])
+    layers, head = model["layers"] * of_layer, model["hidden"] * model["vocabulary"]
+    tokens, steps = run["requests"] * run["prompt"], run["new"] - 1  # the prompt's step gives the first new token
+    attention = 4 * model["layers"] * model["q_heads"] * model["head_dim"] * tokens * (run["prompt"] + 1) / 2
+    key = 2 * 2 * model["layers"] * model["kv_heads"] * model["head_dim"]  # bytes of a token's keys and values
+    keys = run["requests"] * (run["prompt"] * steps + steps * (steps + 1) / 2)
+    return [
+        ("multiply the prompts", "c", (2 * layers * tokens + attention) / multiply_rate),
+        ("read the weights, once a step", "b", 2 * (layers + head) * steps / read_rate),
+        ("read the keys and values", "a", key * keys / read_rate),
+    ]
+
+
+def engine_time() -> Picture:
+    run = load("engine_h200")
+    content = run.content
+    p = Picture("Where the time of the example engine goes on an H200")
+    rates = content["read_gb_per_s"] * 1e9, content["tflop_per_s"] * 1e12
+    parts = least_times(content["model"], content["runs"][0], *rates)
+    y = heading(p, "An engine's run: what it must take at least, and what it took", run,
+                [*((fill, name) for name, fill, _ in parts), ("band", "all the rest")]) + 8  # fmt: skip
+    totals = [one["requests"] * one["new"] / one["new_tokens_per_s"] for one in content["runs"]]
+    scale = (p.width - 2 * MARGIN) / max(totals)
+    for one, total in zip(content["runs"], totals):
+        p.heading(y, f"{one['requests']} requests of {one['prompt']} + {one['new']} tokens: "
+               f"{one['new_tokens_per_s']} new tokens/s, {total:.2f} s")  # fmt: skip
+        parts, x = least_times(content["model"], one, *rates), MARGIN
+        parts.append(("all the rest", "band", total - sum(seconds for _, _, seconds in parts)))
+        for _, fill, seconds in parts:
+            label = f"{seconds:.2f} s, {100 * seconds / total:.0f} %"
+            short = label if text_width(label) < seconds * scale else f"{seconds:.2f} s"
+            p.box(x, y + 10, seconds * scale, 30, fill, short if text_width(short) < seconds * scale else "")
+            x += seconds * scale
+        y += 68
+    p.paragraph(y - 4, f"Coloured: counted from the shape of Llama 3.1 8B at {content['tflop_per_s']} TFLOP/s and "
+                f"{content['read_gb_per_s']} GB/s, what this GPU multiplies and reads at best. The rest is measured "
+                "time beyond that: products and reads below these rates, small kernels, launches, and the engine's own "
+                "Python.", role="faint")  # fmt: skip
+    return p
+
+
+def call_time() -> Picture:
+    run = load("call_h200")
+    content, phases = run.content, run.content["phases"]
+    p = Picture("Where the time of one short decode call goes on an H200")
+    p.text(MARGIN, 24, f"One call: {content['call']}", bold=True, size=13)
+    p.text(MARGIN, 42, run.source, role="faint")
+    left = MARGIN + max(text_width(phase["what"]) for phase in phases) + 10
+    y, end = 60, phases[-1]["to"]
+    scale = (p.width - MARGIN - 50 - left) / end
+    low = y + 24 * len(phases)
+    for tick in range(0, int(end) + 1, 2):
+        p.line((left + scale * tick, y - 4), (left + scale * tick, low), role="band")
+        p.text(left + scale * tick, low + 14, f"{tick} us" if tick == 0 else str(tick), "middle", "faint", size=11)
+    for i, phase in enumerate(phases):
+        top = y + 24 * i
+        start, length = left + scale * phase["from"], scale * (phase["to"] - phase["from"])
+        reading = phase["what"].startswith("read")
+        p.text(left - 8, top + 13, phase["what"], "end")
+        p.box(start, top, length, 18, "b" if reading else "c")
+        if reading:
+            p.box(
+                start, top, scale * content["read_alone_us"], 18, "a", f"reading alone: {content['read_alone_us']} us"
+            )
+        p.text(start + length + 5, top + 13, f"{phase['to'] - phase['from']:.1f}", role="faint", size=11)
+    p.paragraph(low + 34, "Each phase begins where the latest block ended the one before. Orange: nothing is read or "
+                "multiplied.", role="faint")  # fmt: skip
     return p
