@@ -150,7 +150,7 @@ ELSEWHERE = {
     "CMakeLists.txt": "kernel-builder create-pyproject",
     "setup.py": "kernel-builder create-pyproject",
     "torch-ext/registration.h": "kernel-builder create-pyproject",
-    "roofline.png": "tools/explain.py --plot",
+    "roofline.svg": "tools/explain.py --plot",
     "file.metal": "the reader, in tools/metal_emulator/README.md",
 }
 

@@ -262,6 +262,32 @@ def test_kernels_benchmark(device, tmp_path):
     assert run.stderr.count("x faster") == len(results)
 
 
+MASKS = [
+    {},
+    {"causal": False},
+    {"window_size": (5, 2), "causal": False},
+    {"window_size": (4, 0)},
+    {"attention_chunk": 7},
+    {"attention_chunk": 5, "window_size": (2, -1)},
+]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_explain_counts_what_is_seen(mask, monkeypatch):
+    """Bytes and operations of tools/explain.py are those of the keys that the reference lets a query see."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "tools"))
+    from explain import Shape
+    from reference import visible_keys
+
+    shape = Shape(3, 9, 30, 8, 2, 64, 32, 16, "bf16", "", keywords=mask)
+    left, right = mask.get("window_size", (-1, -1))
+    right = 0 if mask.get("causal", True) else right
+    seen = [visible_keys(q_pos, 30, 0, left, right, mask.get("attention_chunk", 0)) for q_pos in range(21, 30)]
+    assert shape.flops == 3 * 8 * 2 * (64 + 32) * sum(map(len, seen))
+    keys = len(set().union(*seen))
+    assert shape.bytes == 3 * 2 * (keys * 2 * (64 + 32) + 9 * 8 * (64 + 32))
+
+
 def test_explain_from_the_command_line(device, tmp_path):
     """tools/explain.py: route, plan, floor and time of each length, and the plot."""
     if device == "mps" and not torch.backends.mps.is_built():
@@ -274,5 +300,15 @@ def test_explain_from_the_command_line(device, tmp_path):
     for word in ("route", "plan", "work", "floor", "measured"):
         assert len(re.findall(rf"^  {word} +\S", run.stdout, re.MULTILINE)) == 2, word
     assert "1 x 1 of 300 tokens" in run.stdout and "<svg" in picture.read_text()
+    for more, name in (
+        (["--q-len", "40", "--dtype", "fp16"], "1 x 40 of 64 tokens, 32/8 heads of 128, fp16"),
+        (["--cache-dtype", "e5m2", "--head-dim-v", "64"], "1 x 1 of 64 tokens, 32/8 heads of 128/64, bf16, e5m2 cache"),
+        (["--mla", "--q-heads", "16"], "1 x 1 of 64 tokens, 16/1 heads of 576/512, bf16"),
+    ):
+        run = subprocess.run(
+            [*command[:2], "--device", device, "--kv-len", "64", *more], capture_output=True, text=True
+        )
+        assert run.returncode == 0, run.stderr
+        assert name in run.stdout
     run = subprocess.run([*command, "--q-len", "100"], capture_output=True, text=True)
     assert run.returncode == 2 and "--kv-len: expected at least q_len = 100, got 64" in run.stderr
