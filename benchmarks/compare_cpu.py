@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 from cpu_cases import Case, Inputs, all_cases
 from cpu_providers import PROVIDERS, THREADS, Unsupported
+from tqdm import tqdm
 
 # glibc and torch then ask for huge pages (madvise) for every large block, so all providers' caches get them.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "THP_MEM_ALLOC_ENABLE": "1"}
@@ -158,11 +159,11 @@ def run(arguments):
             print(f"{name}: {results['versions'][name]}", file=sys.stderr, flush=True)
             if "version" in answer:
                 workers[name] = process
-    for case in cases:
+    for case in tqdm(cases, "cases"):
         row = measure(case, workers, arguments.rounds, arguments.batch)
         results["rows"].append(row)
         times = ", ".join(f"{n} {t * 1e3:.3f}" for n, t in sorted(row["seconds"].items(), key=lambda item: item[1]))
-        print(f"{case.key}: {times} ms", file=sys.stderr, flush=True)
+        tqdm.write(f"{case.key}: {times} ms", file=sys.stderr)
         if arguments.save:
             Path(arguments.save).write_text(json.dumps(results, indent=1))
     return results

@@ -25,6 +25,7 @@ import torch
 from cpu_cases import Case, Inputs
 from cuda_cases import decode_cases
 from cuda_providers import KERNEL, PEERS, PROVIDERS, Missing, Replay, read_pages
+from tqdm import tqdm
 
 COPY_BYTES = 300e6  # all copies of a case: several times the L2 of any GPU
 READ_BYTES = 4 << 30
@@ -186,13 +187,12 @@ def main():
         providers = ["ours", *(n for n in PROVIDERS if n != "ours" and re.search(arguments.providers, n))]
         results = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
         results |= {"read_rate": read_rate(), "host_us": host_times([n for n in providers if n != "floor"]), "rows": []}
-        for case in decode_cases():
-            if re.search(arguments.cases, case.name):
-                results["rows"].append(row := measure(case, providers, arguments.rounds))
-                times = ", ".join(f"{name} {us:.1f}" for name, us in row["us"].items())
-                print(f"{case.name}: {times} us; {row['failed']}", file=sys.stderr, flush=True)
-                if arguments.save:
-                    Path(arguments.save).write_text(json.dumps(results, indent=1))
+        for case in tqdm([case for case in decode_cases() if re.search(arguments.cases, case.name)], "cases"):
+            results["rows"].append(row := measure(case, providers, arguments.rounds))
+            times = ", ".join(f"{name} {us:.1f}" for name, us in row["us"].items())
+            tqdm.write(f"{case.name}: {times} us; {row['failed']}", file=sys.stderr)
+            if arguments.save:
+                Path(arguments.save).write_text(json.dumps(results, indent=1))
     print(
         f"{results['device']}, torch {results['torch']}, CUDA {results['cuda']}; reads {results['read_rate']:.0f} GB/s"
     )

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from cuda_cases import prefill_cases
 from cuda_providers import KERNEL, Missing, Replay, load_ours
+from tqdm import tqdm
 
 COPY_BYTES = 200e6  # of keys and values of all copies
 
@@ -162,13 +163,12 @@ def main():
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n\n| case | GFLOP | us (TFLOP/s) | | |")
     print("| --- | --- | " + " | ".join("---" for _ in PROVIDERS) + " |")
     rows = []
-    for case in prefill_cases():
-        if re.search(arguments.cases, case.name):
-            rows.append(row := measure(case, arguments.rounds))
-            cells = [f"{name} {us:.1f} ({case.flops / us * 1e-6:.0f})" for name, us in row["us"].items()]
-            print(f"| {case.name} | {case.flops * 1e-9:.1f} | {' | '.join(cells)} |", flush=True)
-            if arguments.save:
-                Path(arguments.save).write_text(json.dumps(rows, indent=1))
+    for case in tqdm([case for case in prefill_cases() if re.search(arguments.cases, case.name)], "cases"):
+        rows.append(row := measure(case, arguments.rounds))
+        cells = [f"{name} {us:.1f} ({case.flops / us * 1e-6:.0f})" for name, us in row["us"].items()]
+        tqdm.write(f"| {case.name} | {case.flops * 1e-9:.1f} | {' | '.join(cells)} |")
+        if arguments.save:
+            Path(arguments.save).write_text(json.dumps(rows, indent=1))
     worst = max((d for row in rows for name, d in row["difference"].items()), default=0.0)
     print(f"\nLargest relative difference between a provider's result and ours: {worst:.1e}")
 

@@ -267,8 +267,8 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    args = parse_arguments()
+def main(given: list[str] | None = None) -> None:
+    args = parse_arguments(given)
     backend = BACKENDS[args.device]
     paged_attn = kernels.get_kernel("org/paged-attn", version=1, backend=backend, trust_remote_code=True)
     isa = paged_attn.cpu_isa() if args.device == "cpu" else ""
