@@ -119,7 +119,7 @@ def append() -> Picture:
     step(y, "new tokens", [f"k{t}, v{t}, q{t}" for t in tokens], "new", "k, v: (batch, seqlen_new, kv_heads, head_dim)")
     y += 42
     step(y, "1. position", [str(key) for key in key_of], "empty",
-         "cache_seqlens + t: where the keys stand that are there already")  # fmt: skip
+         "cache_seqlens + t: right after the keys that are there already")  # fmt: skip
     y += 42
     step(y, "2. rotate k and q", [f"cos, sin [{key}]" for key in key_of], "empty",
          "only if rotary_cos and rotary_sin are given; v is not rotated")  # fmt: skip
