@@ -113,8 +113,13 @@ def run(environment, *command):
 
 @pytest.mark.runs_tests
 def test_cases_in_emulated_tiles(emulated):
-    ran = run(emulated, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-m", "every_isa")
+    """The cases of every feature and the edges above; amx/tiles_only.py says which of them. All by hand:
+    PAGED_ATTN_TILE_TESTS=all."""
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tiles_only", "--tb=short", "-m", "every_isa"]
+    path = f"{TESTS}{os.pathsep}{TESTS / 'amx'}"
+    ran = run(emulated | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, *command)
     assert ran.returncode == 0, ran.stdout[-6000:]
+    assert int(ran.stdout.split(" passed")[0].split()[-1]) > 400, ran.stdout[-2000:]
 
 
 @pytest.mark.runs_tests

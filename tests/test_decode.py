@@ -46,6 +46,17 @@ def assert_same_bits(a, b):
         assert torch.equal(x, y)
 
 
+@pytest.mark.every_isa
+@pytest.mark.parametrize("group", [3, 7, 9, 17, 32])
+def test_many_rows_know_their_heads(paged_attn, device, group):
+    """Slopes and sinks of a group that no tile or block of rows is a multiple of."""
+    case = Case(
+        batch=2, lens=(60, 40), q_len=-(-600 // group), q_heads=2 * group, kv_heads=2, head_dim=16, alibi="batch",
+        sink="float32", causal=True, dtype="bfloat16" if group % 2 else "float32",
+    )  # fmt: skip
+    check(paged_attn, case, device)
+
+
 @pytest.mark.parametrize(("name", "other"), [("block_table", "page_table"), ("s_aux", "sinks")])
 def test_other_name(paged_attn, device, name, other):
     case = Case(sink="float32", q_len=3, causal=True)

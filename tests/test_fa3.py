@@ -108,6 +108,27 @@ def test_varlen_and_dense(paged_attn, device):
         torch.testing.assert_close(paged.view_as(expected), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_keys_past_seqused_k_do_not_exist(paged_attn, device, packed):
+    """Without pages too: NaN behind the keys that count, and the results of each request alone."""
+    torch.manual_seed(0)
+    used = [5, 0, 12]
+    q, k, v = (torch.randn(3, tokens, heads, 32, device=device) for tokens, heads in ((4, 4), (12, 2), (12, 2)))
+    expected = [
+        paged_attn.flash_attn_func(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n], causal=True)
+        for b, n in enumerate(used)
+    ]
+    for b, n in enumerate(used):
+        k[b, n:] = v[b, n:] = torch.nan
+    int32 = {"dtype": torch.int32, "device": device}
+    cu_seqlens_q, cu_seqlens_k = (torch.arange(0, 3 * n + 1, n, **int32) if packed else None for n in (4, 12))
+    given = [x.flatten(0, 1) if packed else x for x in (q, k, v)]
+    out = paged_attn.fa3.flash_attn_varlen_func(
+        *given, cu_seqlens_q, cu_seqlens_k, 4, 12, seqused_k=torch.tensor(used, **int32), causal=True
+    )
+    torch.testing.assert_close(out.view_as(q), torch.cat(expected), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("only_qv", [False, True])
 def test_latent_attention_without_a_rotary_part(paged_attn, device, only_qv):
     """q of head_dim 0: as qv . v with a rotary part of zeros."""
@@ -122,6 +143,22 @@ def test_latent_attention_without_a_rotary_part(paged_attn, device, only_qv):
     k_cache = None if only_qv else torch.empty(8, 16, 1, 0, device=device)
     out = paged_attn.fa3.flash_attn_with_kvcache(q, k_cache, v_cache, qv=qv, **kwargs, only_qv=only_qv)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_latent_values_in_8_bits(paged_attn, device):
+    """The values are the keys, so their scale is that of the scores too."""
+    case = Case(
+        head_dim=128, layout="latent", kv_heads=1, q_len=2, causal=True, kv_dtype="float8_e4m3fn", descale="full"
+    )
+    before, call = build(case), build(case).to(device)
+    for kwargs in (before.kwargs, call.kwargs):
+        kwargs["k_descale"] = kwargs["v_descale"]
+    k_cache, v_cache = call.caches()
+    assert k_cache.shape == v_cache.shape and k_cache.data_ptr() == v_cache.data_ptr()
+    given = {name: x for name, x in call.kwargs.items() if name not in ("q", "k_descale")}
+    qv = call.kwargs["q"]
+    result = paged_attn.fa3.flash_attn_with_kvcache(qv[..., :0], None, v_cache, qv=qv, **given)
+    judge(*result, call, before)
 
 
 def test_merge_takes_lse_as_tokens_and_heads(paged_attn, device):
