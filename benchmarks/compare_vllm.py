@@ -39,7 +39,6 @@ CONFIG = {
     "vocab_size": VOCABULARY,
     "hidden_size": 512,
     "intermediate_size": 512,
-    "num_hidden_layers": 2,
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
     "head_dim": 128,
@@ -47,12 +46,13 @@ CONFIG = {
 }
 
 
-def make_model(folder: str) -> str:
+def make_model(folder: str, layers: int) -> str:
     """A configuration and a tokenizer of one word per token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-    LlamaConfig(**CONFIG, architectures=["LlamaForCausalLM"], dtype="bfloat16").save_pretrained(folder)
+    config = LlamaConfig(**CONFIG, num_hidden_layers=layers, architectures=["LlamaForCausalLM"], dtype="bfloat16")
+    config.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w3"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2").save_pretrained(folder)
@@ -171,7 +171,7 @@ def load(args, server: Server, results: Path) -> dict:
 
 def serve(args, folder: str) -> dict:
     """New tokens/s of a server under load, eight requests at a time."""
-    model = make_model(folder)
+    model = make_model(folder, args.layers)
     servers = {kind: Server(kind, model, Path(folder) / f"{kind}.log") for kind in KINDS}
     try:
         for server in servers.values():
@@ -197,6 +197,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--under", default="", help="serve: a command to run each load under, such as taskset")
     return parser.parse_args()
@@ -209,7 +210,7 @@ def main() -> None:
         if args.what == "serve":
             rates = serve(args, folder)
         else:
-            engines = make_engines(args, make_model(folder))
+            engines = make_engines(args, make_model(folder, args.layers))
             rates = (time_decode if args.what == "decode" else time_prefill)(args, engines)
     medians = {kind: statistics.median(values) for kind, values in rates.items()}
     shown = ", ".join(f"{kind} {medians[kind]:.0f} ({', '.join(f'{x:.0f}' for x in rates[kind])})" for kind in KINDS)

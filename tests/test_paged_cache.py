@@ -1,32 +1,15 @@
 """PagedCache in transformers' generate(): the tokens of a DynamicCache, and what happens to the pages."""
 
+import functools
+
 import pytest
+import small_models
 import torch
+from small_models import MODELS
 
 # The short run of CI (-m kernels_ci) collects this file too, and has no transformers.
 transformers = pytest.importorskip("transformers")
 
-SIZES = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    # Attention that decides which token comes next, so that a wrong result shows in the tokens.
-    "initializer_range": 0.15,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-MODELS = {
-    "llama": ("Llama", {}),
-    "mistral, sliding window": ("Mistral", {"sliding_window": 8}),
-    "gemma 2, softcap": ("Gemma2", {"sliding_window": 8, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16}),
-    "gpt-oss, sinks": ("GptOss", {"sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),
-}
 WAYS = {
     "greedy": {},
     "sampling": {"do_sample": True, "top_k": 20},
@@ -40,14 +23,7 @@ NEW_TOKENS = 20
 
 @pytest.fixture
 def make_model(device):
-    def make(kind="Llama", **config):
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{kind}Config")(**SIZES, **config)
-        model = getattr(transformers, f"{kind}ForCausalLM")(config).to(device).eval()
-        model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
-        return model
-
-    return make
+    return functools.partial(small_models.make, transformers, device)
 
 
 @pytest.fixture
