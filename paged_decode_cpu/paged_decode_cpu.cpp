@@ -37,6 +37,11 @@ constexpr int64_t kMinSplitKeys = 256;         // a shorter split costs more to 
 constexpr int64_t kDeterministicSplit = 1024;  // keys
 constexpr int64_t kMaxItemsPerThread = 3;
 
+// Multiply-adds that a thread takes about as long for as to be woken and waited for. What a row costs beside its keys
+// counts as kRowKeys of them.
+constexpr int64_t kThreadWork = int64_t(1) << 18;
+constexpr int64_t kRowKeys = 16;
+
 // A block of rows with the way its keys are split.
 struct Work {
   Block block;
@@ -52,6 +57,7 @@ struct Item {
 struct Plan {
   std::vector<Work> works;
   std::vector<Item> items;
+  int64_t threads = 1;
   int64_t partial_floats = 0;
   int64_t scratch_bytes = 0;
 };
@@ -89,6 +95,17 @@ int64_t cached_bytes(const Problem& p) {
   return keys * p.kv_heads * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
 }
 
+// How many of the threads that there are pay.
+int64_t useful_threads(const Problem& p, int64_t threads) {
+  int64_t work = 0;
+  for (int64_t b = 0; b < p.batch && work < threads * kThreadWork; ++b) {
+    const Request r = request_of(p, b);
+    const KvRange keys = keys_of_tokens(p, r, 0, r.q_len);
+    work += (keys.end - keys.begin + kRowKeys) * r.q_len * p.q_heads * (p.head_dim + p.head_dim_v);
+  }
+  return pd_max(1, pd_min(threads, work / kThreadWork));
+}
+
 int64_t choose_splits(const Problem& p, const Block& block, int64_t item_cost) {
   const int64_t keys = block.keys.end - block.keys.begin;
   // Splits beyond one per kSplitAlign keys would be empty.
@@ -97,8 +114,10 @@ int64_t choose_splits(const Problem& p, const Block& block, int64_t item_cost) {
   return pd_max(1, pd_min(pd_ceil_div(cost_of(block), pd_max(item_cost, 1)), keys / kMinSplitKeys));
 }
 
+// With `threads` threads at most.
 Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
   Plan plan;
+  plan.threads = threads = useful_threads(p, threads);
   const int64_t bytes = cached_bytes(p);
   const bool small = !p.deterministic && bytes < kResidentBytes;
   const int64_t max_heads = small ? pd_ceil_div(p.batch * p.kv_heads, threads) : p.kv_heads;
@@ -149,12 +168,12 @@ char* thread_scratch(int64_t bytes) {
   return memory.get();
 }
 
-void run_plan(const Problem& p, const Kernel& kernel, const Plan& plan, int64_t threads) {
+void run_plan(const Problem& p, const Kernel& kernel, const Plan& plan) {
   const std::unique_ptr<float[]> partials(new float[plan.partial_floats]);
   const std::unique_ptr<std::atomic<int64_t>[]> left(new std::atomic<int64_t>[plan.works.size()]);
   for (size_t w = 0; w < plan.works.size(); ++w) left[w] = plan.works[w].num_splits;
   std::atomic<size_t> next_item{0};
-  const int64_t workers = pd_min(threads, static_cast<int64_t>(plan.items.size()));
+  const int64_t workers = pd_min(plan.threads, static_cast<int64_t>(plan.items.size()));
   torch::stable::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
     char* scratch = thread_scratch(plan.scratch_bytes);
     for (size_t i; (i = next_item++) < plan.items.size();) {
@@ -194,8 +213,7 @@ void run_attention(const Problem& p) {
   check_values(p);
   if (p.append.k) write_tokens(p, kernel, place_tokens(p));
   clear_spare_tokens(p);
-  const int64_t threads = torch::stable::get_num_threads();
-  run_plan(p, kernel, make_plan(p, kernel, threads), threads);
+  run_plan(p, kernel, make_plan(p, kernel, torch::stable::get_num_threads()));
 }
 
 // The ways to multiply, best first. A call is of the route in which it spends most of its work; blocks of few rows in a
@@ -203,8 +221,7 @@ void run_attention(const Problem& p) {
 std::string explain_attention(const Problem& p) {
   const Kernel& kernel = kernel_of_this_cpu();
   check_values(p);
-  const int64_t threads = torch::stable::get_num_threads();
-  const Plan plan = make_plan(p, kernel, threads);
+  const Plan plan = make_plan(p, kernel, torch::stable::get_num_threads());
   const Products products = kernel.products(p);
   int64_t packed_blocks = 0, packed_cost = 0, cost = 0, most_rows = 0;
   for (const Work& work : plan.works) {
@@ -226,7 +243,7 @@ std::string explain_attention(const Problem& p) {
                                                       " rows (q_len * group) of a kv_head in a block, got " +
                                                       std::to_string(most_rows));
   }
-  e.plan = {{"threads", threads},
+  e.plan = {{"threads", plan.threads},
             {"blocks", static_cast<int64_t>(plan.works.size())},
             {"packed_blocks", packed_blocks},
             {"items", static_cast<int64_t>(plan.items.size())},

@@ -88,6 +88,18 @@ def test_cpu_keeps_all_threads_busy(native, threads):
     assert native.cpu.plan(many, threads)["partial_floats"] == 0
 
 
+def test_cpu_short_calls_take_few_threads(native):
+    """A call of a few keys has nothing to share out; the longer a call is, the more threads it takes."""
+    taken = []
+    for keys in (1, 16, 64, 256, 1024, 4096, 65536):
+        call = {"cache_seqlens": [keys], "page_size": 65536, "group": 4, "kv_heads": 8, "head_dim": 128}
+        assert native.cpu.plan(call, 1)["threads"] == 1
+        taken.append(native.cpu.plan(call, 32)["threads"])
+    assert taken == sorted(taken) and taken[:2] == [1, 1] and taken[2] == 2 and taken[-1] == 32
+    many = {"batch": 64, "cache_seqlens": [1] * 64, "page_size": 1, "group": 4, "kv_heads": 8, "head_dim": 128}
+    assert native.cpu.plan(many, 32)["threads"] > 8, "rows of few keys count too"
+
+
 def test_cpu_splits_as_asked(native):
     for asked, keys in itertools.product((1, 2, 5, 1000, 2**40), (0, 1, 15, 16, 17, 5000)):
         plan = native.cpu.plan({"cache_seqlens": [keys], "page_size": 5000, "num_splits": asked}, 4)

@@ -57,6 +57,7 @@ void bind_cpu(py::module_& m) {
     result["works"] = works;
     result["items"] = items;
     result["partial_floats"] = plan.partial_floats;
+    result["threads"] = plan.threads;
     result["scratch_bytes"] = plan.scratch_bytes;
     return result;
   });
