@@ -735,6 +735,27 @@ def test_other_names_are_named(paged_attn, device, name):
     refused(paged_attn, device, READ_ONLY, match, change)
 
 
+@pytest.mark.parametrize("lengths", [{}, {"seqused_k": (20, 33)}], ids=["alone", "beside seqused_k"])
+@pytest.mark.parametrize(
+    "bad",
+    [torch.tensor([0, 20, 53]), int32(0, 20), int32(0, 20, 33, 53), int32(0, 20, 53)[None], torch.zeros(3)],
+    ids=["int64", "too short", "too long", "two dimensions", "float32"],
+)
+@pytest.mark.parametrize("order", ["paged_attn", "fa3"])
+def test_cu_seqlens_k_beside_a_table_is_checked(paged_attn, device, order, bad, lengths):
+    """Also where seqused_k tells the lengths and nothing of it would be read."""
+    call = cases.build(Case(batch=2, lens=(20, 33), varlen_q=True)).to(device)
+    function = (paged_attn if order == "paged_attn" else paged_attn.fa3).flash_attn_varlen_func
+    given = {name: int32(*x).to(device) for name, x in lengths.items()}
+    shape = re.escape(f"{str(bad.dtype).removeprefix('torch.')} {list(bad.shape)}")
+    match = rf"^cu_seqlens_k: expected int32 \[batch \+ 1 = 3 \(from cu_seqlens_q\)\], got {shape}$"
+    with pytest.raises(ERRORS, match=match):
+        function(
+            call.kwargs["q"], *call.caches(), call.kwargs["cu_seqlens_q"], bad.to(device), 1, 33,
+            page_table=call.kwargs["block_table"], **given,
+        )  # fmt: skip
+
+
 def test_lengths_of_pages_by_cu_seqlens_k(paged_attn, device):
     """The caller gave no seqused_k: the message says what the lengths are."""
     if not values_are_checked(device):

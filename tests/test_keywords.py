@@ -1,5 +1,9 @@
 """Keywords of other kernels: accepted where they ask for nothing, refused by name where they ask for something."""
 
+import ast
+import sys
+from pathlib import Path
+
 import cases
 import pytest
 import torch
@@ -126,3 +130,23 @@ def test_rotary_seqlens_with_new_keys_but_no_angles(paged_attn, device):
     given = run(paged_attn, calls[0], rotary_seqlens=torch.arange(4, dtype=torch.int32, device=device))
     for a, b in zip(given, run(paged_attn, calls[1])):
         assert torch.equal(a, b)
+
+
+def test_features_stand_in_the_order_of_the_operators(paged_attn):
+    """Every tuple `features` of the package: an element is the argument of its place, another name of it, or off."""
+    call = sys.modules[paged_attn.__name__ + "._call"]
+    names = {"sink": "s_aux", "sinks": "s_aux"}
+    seen = 0
+    for module in ("attention", "fa3"):
+        source = Path(sys.modules[f"{paged_attn.__name__}.{module}"].__file__).read_text()
+        for node in ast.walk(ast.parse(source)):
+            if not (isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "features"):
+                continue
+            values = node.value.orelse if isinstance(node.value, ast.IfExp) else node.value
+            assert len(values.elts) == len(call.FEATURES), ast.unparse(node)
+            for value, name, off in zip(values.elts, call.FEATURES, call._NO_FEATURES, strict=True):
+                used = {n.id for n in ast.walk(value) if isinstance(n, ast.Name)} - {"k", "table"}
+                said = {names.get(n, n) for n in used} == {name} if used else ast.literal_eval(value) == off
+                assert said, f"{module}.py: {name}: {ast.unparse(value)}"
+            seen += 1
+    assert seen == 6, "a function without `features`, or a new one: count them"

@@ -19,25 +19,14 @@ _append_and_attend = ops.flash_attn_with_kvcache_append.default
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def ordered(
-    *, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None, softcap=0.0, num_splits=0, deterministic=False,
-    cache_batch_idx=None, cache_leftpad=None, alibi_slopes=None, s_aux=None, attention_chunk=0, qv=None, q_descale=None,
-    k_descale=None, v_descale=None, rotary_cos=None, rotary_sin=None, rotary_interleaved=True, rotary_seqlens=None,
-):  # fmt: skip
-    """What a plain call does not ask for, in the order of the operators. (A named tuple would take longer.)"""
-    return (
-        cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, softcap, num_splits, deterministic, cache_batch_idx,
-        cache_leftpad, alibi_slopes, s_aux, attention_chunk, qv, q_descale, k_descale, v_descale, rotary_cos,
-        rotary_sin, rotary_interleaved, rotary_seqlens,
-    )  # fmt: skip
-
-
-_NO_FEATURES = ordered()
-
-# The schemas fix the order (torch-ext/arguments.h); the one copy of it here is checked.
-_ORDER = tuple(argument.name for argument in _attend._schema.arguments)[-len(_NO_FEATURES) :]
-assert ordered(**{name: name for name in _ORDER}) == _ORDER
-_CU_SEQLENS_Q, _S_AUX, _QV = (_ORDER.index(name) for name in ("cu_seqlens_q", "s_aux", "qv"))
+# What a plain call does not ask for: the operators' last arguments, by the names of the schemas (torch-ext/arguments.h
+# fixes the order). Functions write their values as a tuple in this order, for a call by name would take 1 us longer;
+# tests/test_keywords.py reads those tuples and compares them with it.
+_arguments = _attend._schema.arguments
+_first = [argument.name for argument in _arguments].index("cu_seqlens_q")
+FEATURES = tuple(argument.name for argument in _arguments[_first:])
+_NO_FEATURES = tuple(argument.default_value for argument in _arguments[_first:])
+_CU_SEQLENS_Q, _S_AUX, _QV = (FEATURES.index(name) for name in ("cu_seqlens_q", "s_aux", "qv"))
 
 # Keywords of other kernels that callers pass as a matter of course. Hints never change a result, so any value is fine.
 # Of the rest we have nothing, so they may only say that nothing is asked for: None, False, or the number given here.
@@ -52,56 +41,71 @@ _ABSENT = {
 
 
 def run(
-    q, k_cache, v_cache, out, return_lse, cache_seqlens, block_table, softmax_scale, causal, window_size,
+    names, q, k_cache, v_cache, out, return_lse, cache_seqlens, block_table, softmax_scale, causal, window_size,
     features=None, k=None, v=None, max_seqlen_q=None,
 ):  # fmt: skip
     """Fills defaults, allocates the results and calls the operator; every check of a tensor is there. `features`:
-    None where none is asked for."""
-    qv = None if features is None else features[_QV]
-    if torch.is_grad_enabled():
-        s_aux = None if features is None else features[_S_AUX]
-        refuse_grad("q k_cache v_cache k v qv s_aux", q, k_cache, v_cache, k, v, qv, s_aux)
-    q_shape, v_shape = q.shape, v_cache.shape
-    if len(q_shape) < 3 or len(v_shape) < 3:
-        name, shape = ("q", q_shape) if len(q_shape) < 3 else ("v_cache", v_shape)
-        raise ValueError(f"{name}: expected a tensor of 3 or 4 dimensions, got shape {tuple(shape)}")
-    head_dim, head_dim_v = q_shape[-1], v_shape[-1]
-    if isinstance(cache_seqlens, int):
-        cu_seqlens_q = None if features is None else features[_CU_SEQLENS_Q]
-        batch = q_shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
-    if softmax_scale is None:
-        softmax_scale = (head_dim if qv is None else head_dim + head_dim_v) ** -0.5
-    window_left, window_right = (-1, -1) if window_size is None else window_size
-    if causal:
-        window_right = 0
-    if out is None:
-        if head_dim == head_dim_v and q.dtype not in _FP8 and q.is_contiguous():
-            out = torch.empty_like(q)
+    None where none is asked for. `names`: how the caller calls the arguments of flash_attn_with_kvcache, in errors."""
+    try:
+        qv = None if features is None else features[_QV]
+        if torch.is_grad_enabled():
+            s_aux = None if features is None else features[_S_AUX]
+            refuse_grad("q k_cache v_cache k v qv s_aux", q, k_cache, v_cache, k, v, qv, s_aux)
+        q_shape, v_shape = q.shape, v_cache.shape
+        if len(q_shape) < 3 or len(v_shape) < 3:
+            name, shape = ("q", q_shape) if len(q_shape) < 3 else ("v_cache", v_shape)
+            raise ValueError(f"{name}: expected a tensor of 3 or 4 dimensions, got shape {tuple(shape)}")
+        head_dim, head_dim_v = q_shape[-1], v_shape[-1]
+        if isinstance(cache_seqlens, int):
+            cu_seqlens_q = None if features is None else features[_CU_SEQLENS_Q]
+            batch = q_shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+            cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+        if softmax_scale is None:
+            softmax_scale = (head_dim if qv is None else head_dim + head_dim_v) ** -0.5
+        window_left, window_right = (-1, -1) if window_size is None else window_size
+        if causal:
+            window_right = 0
+        if out is None:
+            if head_dim == head_dim_v and q.dtype not in _FP8 and q.is_contiguous():
+                out = torch.empty_like(q)
+            else:
+                dtype = torch.bfloat16 if q.dtype in _FP8 else q.dtype
+                out = torch.empty((*q_shape[:-1], head_dim_v), dtype=dtype, device=q.device)
+        lse = None
+        if return_lse:
+            # (batch, seqlen_q, q_heads) -> (batch, q_heads, seqlen_q), or (total_q, q_heads) -> (q_heads, total_q)
+            lse = torch.empty((*q_shape[:-3], q_shape[-2], q_shape[-3]), dtype=torch.float32, device=q.device)
+        append = k is not None or v is not None
+        if features is None and window_left == -1:
+            if append:
+                _append_and_attend(
+                    q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right, k, v
+                )
+            else:
+                _attend_plainly(q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right)
         else:
-            dtype = torch.bfloat16 if q.dtype in _FP8 else q.dtype
-            out = torch.empty((*q_shape[:-1], head_dim_v), dtype=dtype, device=q.device)
-    lse = None
-    if return_lse:
-        # (batch, seqlen_q, q_heads) -> (batch, q_heads, seqlen_q), or (total_q, q_heads) -> (q_heads, total_q)
-        lse = torch.empty((*q_shape[:-3], q_shape[-2], q_shape[-3]), dtype=torch.float32, device=q.device)
-    append = k is not None or v is not None
-    if features is None and window_left == -1:
-        if append:
-            _append_and_attend(
-                q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right, k, v
-            )
-        else:
-            _attend_plainly(q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right)
-    else:
-        operator = _append_and_attend if append else _attend
-        # Only a bound: a tensor is not read, for that would wait for the device.
-        max_seqlen_q = max_seqlen_q if isinstance(max_seqlen_q, int) else q_shape[0]
-        operator(
-            q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right, k, v, window_left,
-            max_seqlen_q, *(_NO_FEATURES if features is None else features),
-        )  # fmt: skip
-    return (out, lse) if return_lse else out
+            operator = _append_and_attend if append else _attend
+            # Only a bound: a tensor is not read, for that would wait for the device.
+            max_seqlen_q = max_seqlen_q if isinstance(max_seqlen_q, int) else q_shape[0]
+            operator(
+                q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right, k, v,
+                window_left, max_seqlen_q, *(_NO_FEATURES if features is None else features),
+            )  # fmt: skip
+        return (out, lse) if return_lse else out
+    except (ValueError, RuntimeError) as error:
+        raise reworded(error, names) from None
+
+
+def check_cu_seqlens_k(cu_seqlens_k, q, cu_seqlens_q):
+    """With a table the operator gets lengths and no cu_seqlens_k. Its form is checked all the same."""
+    batch, origin = (q.shape[0], "q") if cu_seqlens_q is None else (cu_seqlens_q.shape[0] - 1, "cu_seqlens_q")
+    if cu_seqlens_k.dtype != torch.int32 or cu_seqlens_k.shape != (batch + 1,):
+        raise ValueError(
+            f"cu_seqlens_k: expected int32 [batch + 1 = {batch + 1} (from {origin})], got "
+            f"{str(cu_seqlens_k.dtype).removeprefix('torch.')} {list(cu_seqlens_k.shape)}"
+        )
+    if cu_seqlens_k.device != q.device:
+        raise ValueError("cu_seqlens_k: expected a tensor on the device of q, got one on another device")
 
 
 def one_of(name, value, other_name, other):

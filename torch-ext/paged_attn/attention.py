@@ -4,7 +4,23 @@ from __future__ import annotations
 
 import torch
 
-from ._call import one_of, ordered, refuse_dropout, refuse_others, reworded, run
+from ._call import check_cu_seqlens_k, one_of, refuse_dropout, refuse_others, run
+
+
+def _names(**others):
+    """How errors name arguments, by whether page_table and sinks, the second names, were used."""
+    return {
+        (table, sink): {"block_table": "page_table" if table else "block_table", "s_aux": "sinks" if sink else "s_aux"}
+        | others
+        for table in (False, True)
+        for sink in (False, True)
+    }
+
+
+_NAMES = _names()
+_NAMES_OF_KEYS = _names(k_cache="k", v_cache="v", batch_cache="batch", seqlen_cache="seqlen_k")
+_NAMES_OF_PACKED = _names(k_cache="k", v_cache="v", cache_seqlens="seqused_k")
+_NAMES_OF_LENGTHS = _names(k_cache="k", v_cache="v", cache_seqlens="(cu_seqlens_k[1:] - cu_seqlens_k[:-1])")
 
 
 def flash_attn_with_kvcache(
@@ -110,26 +126,15 @@ def flash_attn_with_kvcache(
         and (cu_seqlens_k_new is None or k is None)
         and not (softcap or num_splits or attention_chunk or deterministic)
     )  # fmt: skip
-    features = None if plain else ordered(
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, softcap=softcap or 0.0,
-        num_splits=num_splits or 0, deterministic=deterministic, cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes, s_aux=sink, attention_chunk=attention_chunk or 0,
-        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, rotary_seqlens=rotary_seqlens,
+    features = None if plain else (
+        cu_seqlens_q, None, cu_seqlens_k_new, softcap or 0.0, num_splits or 0, deterministic, cache_batch_idx,
+        cache_leftpad, alibi_slopes, sink, attention_chunk or 0, qv, q_descale, k_descale, v_descale, rotary_cos,
+        rotary_sin, rotary_interleaved, rotary_seqlens,
     )  # fmt: skip
-    try:
-        return run(
-            q, k_cache, v_cache, out, return_softmax_lse, cache_seqlens, table, softmax_scale, causal, window_size,
-            features, k, v, max_seqlen_q,
-        )  # fmt: skip
-    except (ValueError, RuntimeError) as error:
-        raise reworded(error, _second_names(page_table, sinks)) from None
-
-
-def _second_names(page_table, sinks):
-    """block_table and s_aux have two names each: the one that was used."""
-    table = "block_table" if page_table is None else "page_table"
-    return {"block_table": table, "s_aux": "s_aux" if sinks is None else "sinks"}
+    return run(
+        _NAMES[page_table is not None, sinks is not None], q, k_cache, v_cache, out, return_softmax_lse, cache_seqlens,
+        table, softmax_scale, causal, window_size, features, k, v, max_seqlen_q,
+    )  # fmt: skip
 
 
 def flash_attn_func(
@@ -175,17 +180,13 @@ def flash_attn_func(
         alibi_slopes is sink is qv is q_descale is k_descale is v_descale is None
         and not (softcap or num_splits or attention_chunk or deterministic)
     )  # fmt: skip
-    features = None if plain else ordered(
-        softcap=softcap or 0.0, num_splits=num_splits or 0, deterministic=deterministic, alibi_slopes=alibi_slopes,
-        s_aux=sink, attention_chunk=attention_chunk or 0, qv=qv, q_descale=q_descale, k_descale=k_descale,
-        v_descale=v_descale,
+    features = None if plain else (
+        None, None, None, softcap or 0.0, num_splits or 0, deterministic, None, None, alibi_slopes, sink,
+        attention_chunk or 0, qv, q_descale, k_descale, v_descale, None, None, True, None,
     )  # fmt: skip
     return_lse = return_softmax_lse or return_attn_probs
-    try:
-        return run(q, k, v, out, return_lse, None, None, softmax_scale, causal, window_size, features)
-    except (ValueError, RuntimeError) as error:
-        names = {"k_cache": "k", "v_cache": "v", "batch_cache": "batch", "seqlen_cache": "seqlen_k"}
-        raise reworded(error, names | _second_names(None, sinks)) from None
+    names = _NAMES_OF_KEYS[False, sinks is not None]
+    return run(names, q, k, v, out, return_lse, None, None, softmax_scale, causal, window_size, features)
 
 
 def flash_attn_varlen_func(
@@ -234,7 +235,8 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: hints: upper bounds; they never change a result. A max_seqlen_q that is too small
             is an error where lengths are checked (on the CPU, or with PAGED_ATTN_CHECK=1).
         block_table: int32 (batch, max_pages); `page_table` is another name of it.
-        seqused_k: int32 (batch,): how many keys of each request count, from its first.
+        seqused_k: int32 (batch,): how many keys of each request count, from its first. With `block_table` it replaces
+            the lengths of `cu_seqlens_k`, of which only dtype and shape are looked at then.
         The others: as in `flash_attn_with_kvcache`.
 
     Returns:
@@ -254,24 +256,21 @@ def flash_attn_varlen_func(
     if cu_seqlens_k is None and (table is None or seqused_k is None):
         raise ValueError("cu_seqlens_k: expected int32 [batch + 1] (or block_table and seqused_k), got None")
     lengths = seqused_k
-    if table is not None and seqused_k is None:
-        lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
-    features = ordered(
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k if table is None else None, softcap=softcap or 0.0,
-        num_splits=num_splits or 0, deterministic=deterministic, alibi_slopes=alibi_slopes, s_aux=sink,
-        attention_chunk=attention_chunk or 0, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+    if table is not None and cu_seqlens_k is not None:
+        check_cu_seqlens_k(cu_seqlens_k, q, cu_seqlens_q)
+        if seqused_k is None:
+            lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+    features = (
+        cu_seqlens_q, cu_seqlens_k if table is None else None, None, softcap or 0.0, num_splits or 0, deterministic,
+        None, None, alibi_slopes, sink, attention_chunk or 0, qv, q_descale, k_descale, v_descale, None, None, True,
+        None,
     )  # fmt: skip
     return_lse = return_softmax_lse or return_attn_probs
-    try:
-        return run(
-            q, k, v, out, return_lse, lengths, table, softmax_scale, causal, window_size, features,
-            max_seqlen_q=max_seqlen_q,
-        )  # fmt: skip
-    except (ValueError, RuntimeError) as error:
-        names = {"k_cache": "k", "v_cache": "v", "cache_seqlens": "seqused_k"}
-        if seqused_k is None:
-            names["cache_seqlens"] = "(cu_seqlens_k[1:] - cu_seqlens_k[:-1])"
-        raise reworded(error, names | _second_names(page_table, sinks)) from None
+    names = _NAMES_OF_PACKED if seqused_k is not None else _NAMES_OF_LENGTHS
+    return run(
+        names[page_table is not None, sinks is not None], q, k, v, out, return_lse, lengths, table, softmax_scale,
+        causal, window_size, features, None, None, max_seqlen_q,
+    )  # fmt: skip
 
 
 def get_scheduler_metadata(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from . import attention
-from ._call import one_of, ordered, refuse_others, reworded, run
+from ._call import check_cu_seqlens_k, one_of, refuse_others, run
 from .merge import merge_attn_states
 
 __all__ = [
@@ -23,7 +23,8 @@ __all__ = [
 
 # How errors name arguments here.
 _NAMES = {"block_table": "page_table", "s_aux": "sinks"}
-_NAMES_OF_KEYS = {"k_cache": "k", "v_cache": "v", "cache_seqlens": "seqused_k", "seqlen_cache": "seqlen_k"}
+_NAMES_OF_KEYS = _NAMES | {"k_cache": "k", "v_cache": "v", "cache_seqlens": "seqused_k", "seqlen_cache": "seqlen_k"}
+_NAMES_OF_LENGTHS = _NAMES_OF_KEYS | {"cache_seqlens": "(cu_seqlens_k[1:] - cu_seqlens_k[:-1])"}
 
 
 def flash_attn_with_kvcache(
@@ -86,20 +87,15 @@ def flash_attn_with_kvcache(
         and (cu_seqlens_k_new is None or k is None)
         and not (softcap or num_splits or attention_chunk or deterministic)
     )  # fmt: skip
-    features = None if plain else ordered(
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=None if k is None else cu_seqlens_k_new, softcap=softcap or 0.0,
-        num_splits=num_splits or 0, deterministic=deterministic, cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad, s_aux=sinks, attention_chunk=attention_chunk or 0, qv=qv, q_descale=q_descale,
-        k_descale=k_descale, v_descale=v_descale, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        rotary_interleaved=rotary_interleaved, rotary_seqlens=None if k is None else rotary_seqlens,
+    features = None if plain else (
+        cu_seqlens_q, None, None if k is None else cu_seqlens_k_new, softcap or 0.0, num_splits or 0, deterministic,
+        cache_batch_idx, cache_leftpad, None, sinks, attention_chunk or 0, qv, q_descale, k_descale, v_descale,
+        rotary_cos, rotary_sin, rotary_interleaved, None if k is None else rotary_seqlens,
     )  # fmt: skip
-    try:
-        return run(
-            q, k_cache, v_cache, out, return_softmax_lse, cache_seqlens, page_table, softmax_scale, causal, window_size,
-            features, k, v, max_seqlen_q,
-        )  # fmt: skip
-    except (ValueError, RuntimeError) as error:
-        raise reworded(error, _NAMES) from None
+    return run(
+        _NAMES, q, k_cache, v_cache, out, return_softmax_lse, cache_seqlens, page_table, softmax_scale, causal,
+        window_size, features, k, v, max_seqlen_q,
+    )  # fmt: skip
 
 
 def flash_attn_func(
@@ -139,15 +135,12 @@ def flash_attn_func(
         sinks is qv is q_descale is k_descale is v_descale is None
         and not (softcap or num_splits or attention_chunk or deterministic)
     )  # fmt: skip
-    features = None if plain else ordered(
-        softcap=softcap or 0.0, num_splits=num_splits or 0, deterministic=deterministic, s_aux=sinks,
-        attention_chunk=attention_chunk or 0, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+    features = None if plain else (
+        None, None, None, softcap or 0.0, num_splits or 0, deterministic, None, None, None, sinks,
+        attention_chunk or 0, qv, q_descale, k_descale, v_descale, None, None, True, None,
     )  # fmt: skip
     return_lse = return_softmax_lse or return_attn_probs
-    try:
-        return run(q, k, v, out, return_lse, None, None, softmax_scale, causal, window_size, features)
-    except (ValueError, RuntimeError) as error:
-        raise reworded(error, _NAMES | _NAMES_OF_KEYS) from None
+    return run(_NAMES_OF_KEYS, q, k, v, out, return_lse, None, None, softmax_scale, causal, window_size, features)
 
 
 def flash_attn_varlen_func(
@@ -197,30 +190,27 @@ def flash_attn_varlen_func(
         sinks = one_of("s_aux", s_aux, "sinks", sinks)
     if only_qv or q.shape[-1] == 0:
         q, k, qv, k_descale = _latent_alone(q, v, qv, None, v_descale)
-    names = _NAMES | _NAMES_OF_KEYS
+    names = _NAMES_OF_KEYS
     if page_table is not None:
+        if cu_seqlens_k is not None:
+            check_cu_seqlens_k(cu_seqlens_k, q, cu_seqlens_q)
         if seqused_k is None:
             if cu_seqlens_k is None:
                 raise ValueError("seqused_k: expected int32 [batch] (or cu_seqlens_k) with page_table, got None")
-            seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
-            names["cache_seqlens"] = "(cu_seqlens_k[1:] - cu_seqlens_k[:-1])"
+            seqused_k, names = cu_seqlens_k[1:] - cu_seqlens_k[:-1], _NAMES_OF_LENGTHS
         cu_seqlens_k = None
     elif (cu_seqlens_q is None) != (cu_seqlens_k is None):
         missing, given = ("q", "k") if cu_seqlens_q is None else ("k", "q")
         raise ValueError(f"cu_seqlens_{missing}: expected int32 [batch + 1] beside cu_seqlens_{given}, got None")
-    features = ordered(
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, softcap=softcap or 0.0, num_splits=num_splits or 0,
-        deterministic=deterministic, s_aux=sinks, attention_chunk=attention_chunk or 0, qv=qv, q_descale=q_descale,
-        k_descale=k_descale, v_descale=v_descale,
+    features = (
+        cu_seqlens_q, cu_seqlens_k, None, softcap or 0.0, num_splits or 0, deterministic, None, None, None, sinks,
+        attention_chunk or 0, qv, q_descale, k_descale, v_descale, None, None, True, None,
     )  # fmt: skip
     return_lse = return_softmax_lse or return_attn_probs
-    try:
-        return run(
-            q, k, v, out, return_lse, seqused_k, page_table, softmax_scale, causal, window_size, features,
-            max_seqlen_q=max_seqlen_q,
-        )  # fmt: skip
-    except (ValueError, RuntimeError) as error:
-        raise reworded(error, names) from None
+    return run(
+        names, q, k, v, out, return_lse, seqused_k, page_table, softmax_scale, causal, window_size, features, None,
+        None, max_seqlen_q,
+    )  # fmt: skip
 
 
 def merge_state_v2(
