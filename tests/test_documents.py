@@ -63,6 +63,7 @@ def test_every_message_is_explained():
     unknown = [text for text in found if text not in sources]
     assert not unknown, f"messages of docs/errors.md that no source has: {unknown}"
     assert len(found) == len(set(found)), "a message stands twice in docs/errors.md"
+    assert not re.findall(r"^\|.*\| +\|.*", ours, re.M), "a cause, or what to do, is empty"
 
 
 def test_every_reason_is_explained():
