@@ -145,6 +145,22 @@ def test_latent_attention_without_a_rotary_part(paged_attn, device, only_qv):
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("function", ["flash_attn_with_kvcache", "flash_attn_func", "flash_attn_varlen_func"])
+def test_latent_attention_names_its_arguments(paged_attn, device, function):
+    """The operator gets qv as q and the values as keys; errors say what the caller gave."""
+    qv, v = torch.zeros(1, 2, 4, 120, device=device), torch.zeros(1, 2, 2, 128, device=device)
+    q, arguments = qv[..., :0], {}
+    if function == "flash_attn_varlen_func":
+        q, qv, v = q[0], qv[0], v[0]
+        cu_seqlens = torch.tensor([0, 2], dtype=torch.int32, device=device)
+        arguments = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": 2, "max_seqlen_k": 2}
+    values = "v_cache" if function == "flash_attn_with_kvcache" else "v"
+    with pytest.raises((ValueError, RuntimeError), match=rf"^{values}: expected .* head_dim = 120 \(from qv\)"):
+        getattr(paged_attn.fa3, function)(q, v[..., :0], v, qv=qv, **arguments)
+    with pytest.raises((ValueError, RuntimeError), match=rf"^{values}: expected the dtype of qv \(float32\)"):
+        getattr(paged_attn.fa3, function)(q, v[..., :0], v.half(), qv=qv, **arguments)
+
+
 def test_latent_values_in_8_bits(paged_attn, device):
     """The values are the keys, so their scale is that of the scores too."""
     case = Case(

@@ -296,9 +296,9 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> torch.Tensor:
-    """A plan that the layers of one step share, for `scheduler_metadata`; the arguments are FlashAttention 3's.
+    """What FlashAttention 3's callers pass as `scheduler_metadata`; the arguments are FlashAttention 3's.
 
-    A call plans by itself, in less time than it takes to pass a plan (on a GPU the thread blocks do, from the lengths),
-    so the result is an empty int32 tensor.
+    A call of this package plans by itself (on a GPU the thread blocks do, from the lengths). So there is nothing to
+    prepare: no argument changes anything, and the result is an empty int32 tensor on the device of `cache_seqlens`.
     """
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)

@@ -24,7 +24,10 @@ __all__ = [
 # How errors name arguments here.
 _NAMES = {"block_table": "page_table", "s_aux": "sinks"}
 _NAMES_OF_KEYS = _NAMES | {"k_cache": "k", "v_cache": "v", "cache_seqlens": "seqused_k", "seqlen_cache": "seqlen_k"}
-_NAMES_OF_LENGTHS = _NAMES_OF_KEYS | {"cache_seqlens": "(cu_seqlens_k[1:] - cu_seqlens_k[:-1])"}
+_LENGTHS = {"cache_seqlens": "(cu_seqlens_k[1:] - cu_seqlens_k[:-1])"}
+# Where the score is qv . v alone, the operator gets qv as q and the values as keys.
+_NAMES_OF_LATENTS = _NAMES | {"q": "qv", "k_cache": "v_cache", "k_descale": "v_descale"}
+_NAMES_OF_LATENT_KEYS = _NAMES_OF_KEYS | {"q": "qv", "k_cache": "v", "k_descale": "v_descale"}
 
 
 def flash_attn_with_kvcache(
@@ -79,8 +82,10 @@ def flash_attn_with_kvcache(
         page_table = one_of("block_table", block_table, "page_table", page_table)
     if s_aux is not None:
         sinks = one_of("s_aux", s_aux, "sinks", sinks)
+    names = _NAMES
     if only_qv or q.shape[-1] == 0:
         q, k_cache, qv, k_descale = _latent_alone(q, v_cache, qv, k, v_descale)
+        names = _NAMES_OF_LATENTS
     plain = (
         cu_seqlens_q is cache_batch_idx is cache_leftpad is sinks is qv is q_descale is k_descale is v_descale
         is rotary_cos is rotary_sin is None
@@ -93,7 +98,7 @@ def flash_attn_with_kvcache(
         rotary_cos, rotary_sin, rotary_interleaved, None if k is None else rotary_seqlens,
     )  # fmt: skip
     return run(
-        _NAMES, q, k_cache, v_cache, out, return_softmax_lse, cache_seqlens, page_table, softmax_scale, causal,
+        names, q, k_cache, v_cache, out, return_softmax_lse, cache_seqlens, page_table, softmax_scale, causal,
         window_size, features, k, v, max_seqlen_q,
     )  # fmt: skip
 
@@ -129,8 +134,10 @@ def flash_attn_func(
         refuse_others("flash_attn_func", others)
     if s_aux is not None:
         sinks = one_of("s_aux", s_aux, "sinks", sinks)
+    names = _NAMES_OF_KEYS
     if only_qv or q.shape[-1] == 0:
         q, k, qv, k_descale = _latent_alone(q, v, qv, None, v_descale)
+        names = _NAMES_OF_LATENT_KEYS
     plain = (
         sinks is qv is q_descale is k_descale is v_descale is None
         and not (softcap or num_splits or attention_chunk or deterministic)
@@ -140,7 +147,7 @@ def flash_attn_func(
         attention_chunk or 0, qv, q_descale, k_descale, v_descale, None, None, True, None,
     )  # fmt: skip
     return_lse = return_softmax_lse or return_attn_probs
-    return run(_NAMES_OF_KEYS, q, k, v, out, return_lse, None, None, softmax_scale, causal, window_size, features)
+    return run(names, q, k, v, out, return_lse, None, None, softmax_scale, causal, window_size, features)
 
 
 def flash_attn_varlen_func(
@@ -188,16 +195,17 @@ def flash_attn_varlen_func(
         page_table = one_of("block_table", block_table, "page_table", page_table)
     if s_aux is not None:
         sinks = one_of("s_aux", s_aux, "sinks", sinks)
+    names = _NAMES_OF_KEYS
     if only_qv or q.shape[-1] == 0:
         q, k, qv, k_descale = _latent_alone(q, v, qv, None, v_descale)
-    names = _NAMES_OF_KEYS
+        names = _NAMES_OF_LATENT_KEYS
     if page_table is not None:
         if cu_seqlens_k is not None:
             check_cu_seqlens_k(cu_seqlens_k, q, cu_seqlens_q)
         if seqused_k is None:
             if cu_seqlens_k is None:
                 raise ValueError("seqused_k: expected int32 [batch] (or cu_seqlens_k) with page_table, got None")
-            seqused_k, names = cu_seqlens_k[1:] - cu_seqlens_k[:-1], _NAMES_OF_LENGTHS
+            seqused_k, names = cu_seqlens_k[1:] - cu_seqlens_k[:-1], names | _LENGTHS
         cu_seqlens_k = None
     elif (cu_seqlens_q is None) != (cu_seqlens_k is None):
         missing, given = ("q", "k") if cu_seqlens_q is None else ("k", "q")
