@@ -107,21 +107,21 @@ class Inputs:
     """q[r] and tables[r] of copy r over one paged cache, whose pages lie in random order."""
 
     def __init__(self, shape: Shape, device: str):
-        generator = torch.Generator(device).manual_seed(1234)
+        generator = torch.Generator().manual_seed(1234)
         pages = shape.batch * -(-shape.kv_len // shape.page_size)
         page_bytes = shape.page_size * shape.kv_heads * (shape.head_dim + shape.head_dim_v) * shape.stored.itemsize
         self.copies = min(4 if shape.q_len > 16 else 64, math.ceil(ROTATED_BYTES / (pages * page_bytes)))
-        pool = torch.randn(4194301, generator=generator, device=device)
+        pool = torch.randn(4194301, generator=generator).to(device)
         slots = (pages * self.copies, shape.page_size, shape.kv_heads)
         self.k_cache = tiled(pool, (*slots, shape.head_dim), shape.stored)
         self.v_cache = self.k_cache[..., : shape.head_dim_v]
         if not shape.shared:
             self.v_cache = tiled(pool.flip(0), (*slots, shape.head_dim_v), shape.stored)
-        order = torch.randperm(pages * self.copies, generator=generator, device=device).int()
+        order = torch.randperm(pages * self.copies, generator=generator).int().to(device)
         self.tables = order.view(self.copies, shape.batch, -1)
         self.kv_lens = torch.full((shape.batch,), shape.kv_len, dtype=torch.int32, device=device)
         q = (self.copies, shape.batch, shape.q_len, shape.q_heads, shape.head_dim)
-        self.q = torch.randn(q, generator=generator, device=device).to(DTYPES[shape.dtype])
+        self.q = torch.randn(q, generator=generator).to(device, DTYPES[shape.dtype])
 
 
 def seconds(calls, device: str) -> float:
