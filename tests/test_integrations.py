@@ -122,7 +122,7 @@ def test_generate_samples_the_same_tokens(make_model, calls, samples):
     assert calls
 
 
-def test_generate_streams(make_model, calls):
+def test_generate_streams(make_model, calls, device):
     """Every token reaches the streamer when it is made."""
     model, came = make_model("Llama"), []
 
@@ -138,7 +138,8 @@ def test_generate_streams(make_model, calls):
     assert [[token] for token in tokens[0]] == [value for value, _ in came]
     made = [count for _, count in came]
     # On an emulated mps device the last two tokens came together (transformers 5.22.2).
-    assert made == sorted(made) and len(set(made)) >= len(made) - 1, "tokens came late, together"
+    together = 1 if device == "mps" else 0
+    assert made == sorted(made) and len(set(made)) >= len(made) - together, "tokens came late, together"
 
 
 def test_generate_with_a_static_cache(make_model, calls):
