@@ -1,0 +1,96 @@
+"""The examples and the commands of README and docs: each is run with small sizes, or named with what runs it."""
+
+import os
+import re
+import subprocess
+import sys
+
+import documents
+import pytest
+from conftest import REPOSITORY
+
+COMMAND = re.compile(
+    r"(?:[A-Z_]+=(?:<[^>]*>|\S+) )*"  # its environment
+    r"(?:make|python|pip|cmake|nix|kernel-builder|vllm serve|apt|apt-get|[\w/.]+\.py|\S+/(?:python|torchrun))(?: \S.*)?"
+)
+
+EXAMPLES = {
+    "generate.py": "examples/generate.py --dtypes float32 --requests 3 --max-prompt 60 --new-tokens 4",
+    "engine.py": "examples/engine.py --requests 3 --prompt 1 60 --new-tokens 4",
+    "several_ranks.py": "-m torch.distributed.run --nproc-per-node 2 examples/several_ranks.py --keys 512 --rounds 1",
+}
+SHADER_CHECK = (
+    "tools/metal_emulator/msl.py paged_decode_metal/paged_decode.metal --check -I torch-ext -I paged_decode_metal"
+)
+# As the pages print it -> the same program here.
+RUN = {
+    "make run": EXAMPLES["generate.py"],
+    "python tests/fuzz.py --calls 100000 --jobs 16 --device cuda": "tests/fuzz.py --calls 6 --jobs 2",
+    "fuzz.py --seed N --calls 1": "tests/fuzz.py --seed 3 --calls 1",
+    "python tools/explain.py --batch 8 --kv-len 1024 4096 16384": "tools/explain.py --batch 2 --kv-len 64",
+    "python tools/plant_faults.py": "tools/plant_faults.py --list",
+}
+# What runs it instead, or what it needs.
+ELSEWHERE = {
+    "make": "builds; every test needs it",
+    "make PYTHON=python3.12": "another interpreter",
+    "make build": "every test needs it",
+    "make compile-cuda": ".ci/run",
+    "make format lint": ".ci/run lints",
+    "make run BACKEND=cpu": "make run",
+    "MODEL=<hub id> make run": "weights of the Hub",
+    "make test": "runs this",
+    'make test PYTEST="-k name"': "runs this",
+    'make test PYTEST="-k window"': "runs this",
+    "make test-metal": "part of make test",
+    "make test-sanitize": "another build",
+    "make test-engines": "6 GB of engines",
+    "make test-sglang": "an engine",
+    "make test-vllm": "an engine",
+    'make test-vllm PYTEST="-k server"': "an engine",
+    "pip install ./engines/vllm": "make test-vllm",
+    "pip install transformers": "pip",
+    "vllm serve --attention-backend CUSTOM": "make test-vllm",
+    "compare_vllm.py serve": "an engine",
+    "python docs/pictures/draw.py": "test_pictures.py draws each",
+    "python docs/pictures/data.py NAME < TABLE": "test_pictures.py",
+    "python -m pytest tests/test_decode.py": "tools/metal_emulator/run.py",
+    "python tests/arm/count.py": "test_arm.py builds and runs what it counts",
+    "python tools/local_build.py --backend cuda": "make compile-cuda",
+    "python tools/metal_emulator/metal_build.py": "tools/metal_emulator/run.py",
+    "metal_build.py --variant NAME": "test_metal_variants.py",
+    "msl.py --check": "the emulator's own tests",
+    "python tools/sanitize_cuda.py": "a GPU and compute-sanitizer",
+    "PAGED_ATTN_TEST_DEVICE=cuda python -m pytest tests": "a GPU",
+    "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_cuda.py": "a GPU",
+    "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_prefill.py": "a GPU",
+    "METAL_VARIANT=count OMP_NUM_THREADS=1 python benchmarks/count_metal.py": "minutes",
+    "LOCAL_KERNELS=org/paged-attn=<variant> PAGED_ATTN_TEST_DEVICE=cuda python -m pytest tests": "a GPU",
+    f"python {SHADER_CHECK}": "the emulator's own tests",
+}
+PROGRAMS_OF_OTHERS = ("apt", "cmake", "kernel-builder", "nix", "python setup.py build_kernel")
+
+
+def printed():
+    lines = {line for page in documents.pages() for line in page.shell}
+    return {line for line in lines if COMMAND.fullmatch(line) and not line.startswith(PROGRAMS_OF_OTHERS)}
+
+
+def test_every_command_is_run_or_says_what_runs_it():
+    scripts_alone = {line for line in printed() if re.fullmatch(r"[\w/.]+\.py", line)}  # a file that prose names
+    prints_options = {line for line in printed() if line.startswith("benchmarks/compare_cpu.py")}  # needs the peers
+    assert printed() - scripts_alone - prints_options == {*RUN, *ELSEWHERE}
+
+
+def test_every_example_is_run():
+    assert {path.name for path in (REPOSITORY / "examples").glob("*.py")} == set(EXAMPLES)
+
+
+@pytest.mark.parametrize("words", sorted({*EXAMPLES.values(), *RUN.values()}))
+def test_runs(words, device):
+    if device == "mps":
+        pytest.skip("on a Mac by hand: the emulated GPU is in the process of its tests alone")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *words.split()]
+    run = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
