@@ -1,5 +1,9 @@
 """The named cases, every feature by itself, every size; and the ways of saying the same thing."""
 
+import platform
+import sys
+from pathlib import Path
+
 import cases
 import pytest
 import reference
@@ -213,3 +217,47 @@ def test_empty_paged_cache(paged_attn, device, dtype, head_dims):
         assert cache.shape == (700, 16, 2, dim)
         assert cache.dtype == dtype and cache.is_contiguous() and cache.device.type == torch.device(device).type
         cache.view(reference.BITS[dtype.itemsize]).fill_(1)  # all of it is ours
+
+
+def policy_of(address):
+    """Linux's policy for the memory at this address: "default", "interleave:0-1", ..."""
+    policies = {}
+    for line in Path("/proc/self/numa_maps").read_text().splitlines():
+        start, policy, *_ = line.split()
+        policies[int(start, 16)] = policy
+    return policies[max(start for start in policies if start <= address)]
+
+
+@pytest.mark.parametrize("num_pages", [3, 700])  # less than a huge page, and more
+def test_interleaved_cache(paged_attn, device, num_pages):
+    """Its memory is dealt out to the nodes; no other memory is."""
+    sizes = (num_pages, 16, 2, 64)
+    if device != "cpu" or sys.platform != "linux":
+        with pytest.raises(ValueError, match="interleave: expected a cache on the CPU under Linux"):
+            paged_attn.empty_paged_cache(*sizes, dtype=torch.float32, device=device, interleave=True)
+        return
+    if not Path("/proc/self/numa_maps").exists():
+        pytest.skip("this Linux was built without NUMA")
+    for interleave in (True, False):
+        for cache in paged_attn.empty_paged_cache(*sizes, dtype=torch.float32, interleave=interleave):
+            assert cache.shape == sizes
+            cache.fill_(1)
+            first, last = cache.data_ptr(), cache.data_ptr() + cache.nbytes - 1
+            assert policy_of(first).startswith("interleave:") == interleave
+            assert policy_of(last).startswith("interleave:") == interleave
+
+
+def test_interleaving_elsewhere(paged_attn, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ValueError, match=r"interleave: expected a cache on the CPU under Linux .*, got cpu on darwin"):
+        paged_attn.empty_paged_cache(3, 16, 2, 64, dtype=torch.float32, interleave=True)
+
+
+def test_interleaving_refused(paged_attn, device, monkeypatch):
+    """A kernel without NUMA, or a container that forbids the call."""
+    if device != "cpu" or sys.platform != "linux":
+        pytest.skip("memory policies are Linux's, for the CPU")
+    module = sys.modules[paged_attn.empty_paged_cache.__module__]
+    monkeypatch.setitem(module._CALLS, platform.machine(), (100_000, 100_001))  # numbers of no call
+    with pytest.raises(ValueError, match="interleave: expected Linux to allow it, got Function not implemented"):
+        paged_attn.empty_paged_cache(3, 16, 2, 64, dtype=torch.float32, interleave=True)

@@ -30,7 +30,7 @@ CONTRACT = {
         causal window_size softcap alibi_slopes deterministic return_attn_probs block_table *""",
     "merge_attn_states": "out_a lse_a out_b lse_b",
     "get_scheduler_metadata": "",
-    "empty_paged_cache": "num_pages page_size kv_heads head_dim head_dim_v * dtype device",
+    "empty_paged_cache": "num_pages page_size kv_heads head_dim head_dim_v * dtype device interleave",
     "cpu_isa": "",
 }
 MODULES = {"integrations"}

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
+import os
+import platform
+import sys
 
 import torch
 
 _HUGE_PAGE = 2 << 20
+
+# Linux's memory policies. The C library has no functions for them, so the calls go by number: mbind, get_mempolicy.
+_CALLS = {"x86_64": (237, 239), "aarch64": (235, 236)}
+_INTERLEAVE = 3  # MPOL_INTERLEAVE
+_ALLOWED = 4  # MPOL_F_MEMS_ALLOWED
+_MOST_NODES = 1024
 
 
 def empty_paged_cache(
@@ -19,23 +29,55 @@ def empty_paged_cache(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    interleave: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocates k_cache (num_pages, page_size, kv_heads, head_dim) and v_cache (..., head_dim_v), contents undefined.
 
     On the CPU under Linux the memory is asked for in huge pages (madvise): attention reads pages in random order, and
     with 4 KiB pages of memory the address translation alone can cost a third of the bandwidth.
+
+    Args:
+        interleave: Deal the memory out to all NUMA nodes that this process may use, a page of memory to each in turn,
+            whoever writes to it first. For one process on all nodes of a machine.
+
+    Raises:
+        ValueError: interleave for another device or another system than Linux, or Linux refuses it.
     """
+    device = torch.device(device)
+    if interleave and (device.type != "cpu" or sys.platform != "linux" or platform.machine() not in _CALLS):
+        given = f"{device.type} on {sys.platform} {platform.machine()}"
+        raise ValueError(f"interleave: expected a cache on the CPU under Linux (x86_64, aarch64), got {given}")
     shape_k = (num_pages, page_size, kv_heads, head_dim)
     shape_v = (num_pages, page_size, kv_heads, head_dim if head_dim_v is None else head_dim_v)
-    return _empty(shape_k, dtype, device), _empty(shape_v, dtype, device)
+    return _empty(shape_k, dtype, device, interleave), _empty(shape_v, dtype, device, interleave)
 
 
-def _empty(shape, dtype, device):
+def _empty(shape, dtype, device, interleave):
     size = math.prod(shape) * dtype.itemsize
-    if torch.device(device).type != "cpu" or size < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    huge = size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
+    if device.type != "cpu" or not (huge or interleave) or size == 0:
         return torch.empty(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    if huge:
+        memory.madvise(mmap.MADV_HUGEPAGE)
     data = torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory` alive
+    if interleave:
+        _interleave(data.data_ptr(), len(memory))
     start = -data.data_ptr() % _HUGE_PAGE
     return data[start : start + size].view(dtype).view(shape)
+
+
+def _interleave(address, size):
+    """Has every page of this memory, none of which was touched yet, come from the next node."""
+    mbind, get_mempolicy = _CALLS[platform.machine()]
+    nodes = (ctypes.c_ulong * (_MOST_NODES // (8 * ctypes.sizeof(ctypes.c_ulong))))()
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(number, *arguments):
+        if libc.syscall(ctypes.c_long(number), *arguments):
+            raise ValueError(f"interleave: expected Linux to allow it, got {os.strerror(ctypes.get_errno())}")
+
+    word = ctypes.c_ulong
+    call(get_mempolicy, None, nodes, word(_MOST_NODES), None, word(_ALLOWED))
+    whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    call(mbind, word(address), word(whole), word(_INTERLEAVE), nodes, word(_MOST_NODES), word(0))
