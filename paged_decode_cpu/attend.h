@@ -2,7 +2,7 @@
 // add the values. Features live in spec/ranges.h (which keys), spec/score.h (one score) and
 // spec/state.h (merge, sink, lse); this loop names none of them.
 //
-// All kv_heads of a block share one walk over the pages, so a page is read once and whole, and the
+// All kv_heads of an item share one walk over the pages, so a page is read once and whole, and the
 // next tile is fetched while this one is worked on: a walk per head would read 256-byte pieces.
 #pragma once
 
@@ -20,7 +20,7 @@
 namespace paged_attn {
 namespace {
 
-constexpr int64_t kBlockRows = 240;  // of one block on packed keys
+constexpr int64_t kBlockRows = 240;  // of one item on packed keys
 
 constexpr int64_t kMemoryPage = 4096;  // the smallest piece of memory with a translation of its own
 
@@ -37,12 +37,12 @@ inline int64_t round_up(int64_t n, int64_t step) { return pd_ceil_div(n, step) *
 // read, and where less than 32 keys would come out (64 in a small call), they take half: every row of every tile costs
 // some overhead.
 template <class Ops>
-int64_t tile_keys(const Problem& p, const Block& block) {
-  if (block.rows() >= Ops::kMinPackedRows) return block.heads() == 1 ? kMaxTile : kMaxTile / 2;
-  const int64_t slot_bytes = block.heads() * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
+int64_t tile_keys(const Problem& p, const Item& item) {
+  if (item.rows() >= Ops::kMinPackedRows) return item.heads() == 1 ? kMaxTile : kMaxTile / 2;
+  const int64_t slot_bytes = item.heads() * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
   const int64_t quarter = (int64_t(128) << 10) / slot_bytes / 16 * 16,
                 half = (int64_t(256) << 10) / slot_bytes / 16 * 16;
-  const int64_t keys = block.rows() >= 8 ? half : pd_max(quarter, pd_min(half, block.small ? 64 : 32));
+  const int64_t keys = item.rows() >= 8 ? half : pd_max(quarter, pd_min(half, item.small ? 64 : 32));
   return pd_min(pd_max(keys, 16), kMaxTile);
 }
 
@@ -73,19 +73,19 @@ inline int64_t nanoseconds() {
 
 // Whether keys lie in the processor's caches, told by how long a few lines take: 90 to 200 ns from there, 300 to 1200
 // from memory.
-inline bool lie_in_caches(const Problem& p, const Block& block, KvRange keys) {
+inline bool lie_in_caches(const Problem& p, const Item& item, KvRange keys) {
   constexpr int kLines = 8, kLongest = 250;  // ns
   const Cache& c = p.cache;
   const int64_t start = nanoseconds();
   for (int i = 0; i < kLines; ++i) {
-    const Slot s = slot_of_key(c, block.batch, keys.begin + (keys.end - keys.begin) * i / kLines);
-    const int64_t offset = s.page * c.k_stride_page + s.slot * c.k_stride_slot + block.kv_head_begin * c.k_stride_head;
+    const Slot s = slot_of_key(c, item.batch, keys.begin + (keys.end - keys.begin) * i / kLines);
+    const int64_t offset = s.page * c.k_stride_page + s.slot * c.k_stride_slot + item.kv_head_begin * c.k_stride_head;
     static_cast<void>(static_cast<const volatile char*>(c.k)[offset * dtype_bytes(c.dtype)]);
   }
   return nanoseconds() - start < kLongest;
 }
 
-// Scratch memory of one block, carved from one allocation.
+// Scratch memory of one item, carved from one allocation.
 template <class Ops>
 struct Scratch {
   using Elem = typename Ops::Elem;
@@ -105,13 +105,13 @@ struct Scratch {
   float* row;               // one row of floats
   int64_t bytes;
 
-  Scratch(const Problem& problem, const Block& block, char* base) {
+  Scratch(const Problem& problem, const Item& item, char* base) {
     depth = round_up(problem.head_dim, Ops::kChunk);
     width = round_up(problem.head_dim_v, Ops::kChunk);
-    tile = tile_keys<Ops>(problem, block);
-    head_rows = round_up(block.rows(), Ops::kRowStep);
-    const int64_t rows = block.heads() * head_rows;
-    const bool packed = block.rows() >= Ops::kMinPackedRows;
+    tile = tile_keys<Ops>(problem, item);
+    head_rows = round_up(item.rows(), Ops::kRowStep);
+    const int64_t rows = item.heads() * head_rows;
+    const bool packed = item.rows() >= Ops::kMinPackedRows;
     bytes = 0;
     take(base, rows * depth, &q);
     take(base, problem.qv ? rows * width : 0, &qv);
@@ -121,13 +121,13 @@ struct Scratch {
     const int64_t at_once = packed ? Ops::kScoreRows : rows;
     take(base, at_once * kMaxTile, &scores);
     take(base, at_once * kMaxTile, &p);
-    take(base, 2 * tile * block.heads(), &runs);
+    take(base, 2 * tile * item.heads(), &runs);
     take(base, packed ? depth * tile : 0, &keys);
     take(base, packed && problem.qv ? width * tile : 0, &value_keys);
     take(base, packed ? round_up(width, kPanel) * tile : 0, &values);
-    take(base, block.rows(), &visible);
-    take(base, block.rows(), &q_pos);
-    take(base, block.heads(), &scales);
+    take(base, item.rows(), &visible);
+    take(base, item.rows(), &q_pos);
+    take(base, item.heads(), &scales);
     take(base, depth > width ? depth : width, &row);
   }
 
@@ -172,14 +172,14 @@ struct TileRows {
 // taken in the order of memory, else the rows of one head after the other. A line of every page of
 // memory is asked for at once: their translations come together, and no later fetch waits for one.
 template <class Ops>
-int64_t list_runs(const Problem& p, const Block& block, const TileRows& tile, Run* runs) {
+int64_t list_runs(const Problem& p, const Item& item, const TileRows& tile, Run* runs) {
   const Cache& c = p.cache;
   Run* run = runs;
   const auto list = [&](const char* const* rows, int64_t head_stride, int64_t width) {
     const bool together = head_stride == width;
-    const int64_t row_bytes = (together ? block.heads() : 1) * width * Ops::kBytes;
-    for (int64_t h = 0; h < (together ? 1 : block.heads()); ++h) {
-      const int64_t offset = (block.kv_head_begin + h) * head_stride * Ops::kBytes;
+    const int64_t row_bytes = (together ? item.heads() : 1) * width * Ops::kBytes;
+    for (int64_t h = 0; h < (together ? 1 : item.heads()); ++h) {
+      const int64_t offset = (item.kv_head_begin + h) * head_stride * Ops::kBytes;
       for (int64_t j = 0; j < tile.n; ++run) {
         run->begin = run->end = rows[j] + offset;
         do run->end += row_bytes;
@@ -195,9 +195,9 @@ int64_t list_runs(const Problem& p, const Block& block, const TileRows& tile, Ru
 
 // Starts to fetch the next tile, at the pace at which that is done when this tile is.
 template <class Ops>
-void start_fetch(const Problem& p, const Block& block, const Scratch<Ops>& s, const TileRows& tile,
-                 const TileRows& next, Prefetcher& fetch) {
-  const int64_t heads = block.heads(), rows = block.rows();
+void start_fetch(const Problem& p, const Item& item, const Scratch<Ops>& s, const TileRows& tile, const TileRows& next,
+                 Prefetcher& fetch) {
+  const int64_t heads = item.heads(), rows = item.rows();
   int64_t steps;
   if (rows >= Ops::kMinPackedRows) {
     const int64_t panels = pd_ceil_div(tile.n, kPanel) * s.depth + pd_ceil_div(s.width, kPanel) * tile.n;
@@ -208,22 +208,22 @@ void start_fetch(const Problem& p, const Block& block, const Scratch<Ops>& s, co
   }
   const int64_t bytes = next.n * heads * (p.head_dim + p.head_dim_v) * Ops::kBytes;
   const int64_t pieces = pd_ceil_div(bytes, Prefetcher::kPiece);
-  fetch.start(s.runs, list_runs<Ops>(p, block, next, s.runs), static_cast<uint32_t>(pd_ceil_div(pieces << 16, steps)));
+  fetch.start(s.runs, list_runs<Ops>(p, item, next, s.runs), static_cast<uint32_t>(pd_ceil_div(pieces << 16, steps)));
 }
 
 // Reads the query rows of one kind (q, or qv), rotated where asked, into out[heads, rows, stride].
 template <class Ops>
-void load_queries(const Problem& p, const Block& block, const Request& request, const void* source,
-                  int64_t stride_batch, int64_t stride_token, int64_t stride_head, int64_t n, bool rotated,
-                  int64_t stride, int64_t head_rows, float* row, typename Ops::Elem* out) {
-  for (int64_t h = block.kv_head_begin; h < block.kv_head_end; ++h, out += (head_rows - block.rows()) * stride)
-    for (int64_t r = block.row_begin; r < block.row_end; ++r, out += stride) {
+void load_queries(const Problem& p, const Item& item, const Request& request, const void* source, int64_t stride_batch,
+                  int64_t stride_token, int64_t stride_head, int64_t n, bool rotated, int64_t stride, int64_t head_rows,
+                  float* row, typename Ops::Elem* out) {
+  for (int64_t h = item.kv_head_begin; h < item.kv_head_end; ++h, out += (head_rows - item.rows()) * stride)
+    for (int64_t r = item.row_begin; r < item.row_end; ++r, out += stride) {
       const int64_t token = r / p.group, head = h * p.group + r % p.group;
-      const int64_t offset = block.batch * stride_batch + (request.q_begin + token) * stride_token + head * stride_head;
+      const int64_t offset = item.batch * stride_batch + (request.q_begin + token) * stride_token + head * stride_head;
       const char* q = static_cast<const char*>(source) + offset * dtype_bytes(p.q_dtype);
       read_row(p.q_dtype, q, n, row);
       for (int64_t i = n; i < stride; ++i) row[i] = 0.f;
-      if (rotated) rotate(p.rotary, p.q_dtype, rotary_query_position(p, request, block.batch, token), row);
+      if (rotated) rotate(p.rotary, p.q_dtype, rotary_query_position(p, request, item.batch, token), row);
       for (int64_t i = 0; i < stride; i += kLanes) Ops::store_elems(out + i, load<DType::kFloat32>(row + i));
     }
 }
@@ -356,22 +356,22 @@ Part part_of(const Scratch<Ops>& s, const TileRows& tile, int64_t first, int64_t
 
 // `begin` is the key that positions are counted from.
 template <class Ops>
-ScoreOf score_of(const Problem& p, const Block& block, const Scratch<Ops>& s, int64_t h, int64_t r, int64_t begin) {
+ScoreOf score_of(const Problem& p, const Item& item, const Scratch<Ops>& s, int64_t h, int64_t r, int64_t begin) {
   ScoreOf score = {s.scales[h].score, p.softcap, 0.f, s.q_pos[r] - static_cast<float>(begin)};
   if (p.alibi_slopes)
-    score.slope = p.alibi_slopes[block.batch * p.alibi_stride_batch + (block.kv_head_begin + h) * p.group +
-                                 (block.row_begin + r) % p.group];
+    score.slope = p.alibi_slopes[item.batch * p.alibi_stride_batch + (item.kv_head_begin + h) * p.group +
+                                 (item.row_begin + r) % p.group];
   return score;
 }
 
 // Turns the scores of the rows of one part, for kv_head h, into probabilities.
 template <class Ops>
-void softmax_part(const Problem& p, const Block& block, const Scratch<Ops>& s, const TileRows& tile, int64_t h,
+void softmax_part(const Problem& p, const Item& item, const Scratch<Ops>& s, const TileRows& tile, int64_t h,
                   const Part& part, float* scores, typename Ops::Elem* probabilities) {
   const int64_t begin = tile.begin + part.from;
   for (int64_t r = part.first; r < part.first + part.count; ++r) {
     const int64_t i = h * s.head_rows + r;
-    const ScoreOf score = score_of(p, block, s, h, r, begin);
+    const ScoreOf score = score_of(p, item, s, h, r, begin);
     const KvRange visible = {pd_max(s.visible[r].begin - begin, 0), pd_min(s.visible[r].end - begin, part.keys)};
     softmax_row<Ops>(scores + (r - part.first) * kMaxTile, part.keys, visible, score,
                      probabilities + (r - part.first) * kMaxTile, &s.m[i], s.l + i * kLanes, s.acc + i * s.width,
@@ -389,10 +389,10 @@ void softmax_part(const Problem& p, const Block& block, const Scratch<Ops>& s, c
 // While one entry of this list is multiplied, the lines of the entry after it are asked for once more (then_read): they
 // were fetched with the rest of their tile, but the processor drops some fetches.
 template <class Ops>
-void attend_tile_dot(const Problem& p, const Block& block, const Scratch<Ops>& s, const TileRows& tile,
+void attend_tile_dot(const Problem& p, const Item& item, const Scratch<Ops>& s, const TileRows& tile,
                      const TileRows& next_tile, Prefetcher& next) {
   const Cache& c = p.cache;
-  const int64_t rows = block.rows();
+  const int64_t rows = item.rows();
   Part parts[Ops::kMinPackedRows];
   int64_t num_parts = 0;
   for (int64_t first = 0, count; first < rows; first += count) {
@@ -402,18 +402,18 @@ void attend_tile_dot(const Problem& p, const Block& block, const Scratch<Ops>& s
     if (parts[num_parts].keys > 0) ++num_parts;
   }
   const auto each = [&](auto work) {
-    for (int64_t h = 0; h < block.heads(); ++h)
+    for (int64_t h = 0; h < item.heads(); ++h)
       for (int64_t i = 0; i < num_parts; ++i) work(h, parts[i], h * s.head_rows + parts[i].first);
   };
-  const auto k_offset = [&](int64_t h) { return (block.kv_head_begin + h) * c.k_stride_head * Ops::kBytes; };
-  const auto v_offset = [&](int64_t h) { return (block.kv_head_begin + h) * c.v_stride_head * Ops::kBytes; };
+  const auto k_offset = [&](int64_t h) { return (item.kv_head_begin + h) * c.k_stride_head * Ops::kBytes; };
+  const auto v_offset = [&](int64_t h) { return (item.kv_head_begin + h) * c.v_stride_head * Ops::kBytes; };
   // Once per head is enough: with its last part.
   const auto then_read = [&](const Part& part, const char* const* rows, int64_t offset) {
     next.again = rows && part.first == parts[num_parts - 1].first ? rows + part.from : nullptr;
     next.again_offset = offset;
   };
   each([&](int64_t h, const Part& part, int64_t row) {
-    const bool last = h == block.heads() - 1;
+    const bool last = h == item.heads() - 1;
     then_read(part, last ? tile.v : tile.k, last ? v_offset(0) : k_offset(h + 1));
     dot_tile_scores<Ops>(part.count, s.q + row * s.depth, s.depth, tile.k + part.from, k_offset(h), part.keys,
                          p.head_dim, s.scores + row * kMaxTile, nullptr, next);
@@ -423,10 +423,10 @@ void attend_tile_dot(const Problem& p, const Block& block, const Scratch<Ops>& s
   });
   each([&](int64_t h, const Part& part, int64_t row) {
     next.advance(kSoftmaxSteps * part.count * pd_ceil_div(part.keys, kLanes));
-    softmax_part(p, block, s, tile, h, part, s.scores + row * kMaxTile, s.p + row * kMaxTile);
+    softmax_part(p, item, s, tile, h, part, s.scores + row * kMaxTile, s.p + row * kMaxTile);
   });
   each([&](int64_t h, const Part& part, int64_t row) {
-    const bool last = h == block.heads() - 1;
+    const bool last = h == item.heads() - 1;
     then_read(part,
               !last                   ? tile.v
               : next_tile.n >= tile.n ? next_tile.k
@@ -439,10 +439,10 @@ void attend_tile_dot(const Problem& p, const Block& block, const Scratch<Ops>& s
 
 // One kv_head against one tile, many rows: on keys and values that pack_tile lays out.
 template <class Ops>
-void attend_tile_packed(const Problem& p, const Block& block, const Scratch<Ops>& s, const TileRows& tile, int64_t h,
+void attend_tile_packed(const Problem& p, const Item& item, const Scratch<Ops>& s, const TileRows& tile, int64_t h,
                         Prefetcher& next) {
   const Cache& c = p.cache;
-  const int64_t kv_head = block.kv_head_begin + h, rows = block.rows();
+  const int64_t kv_head = item.kv_head_begin + h, rows = item.rows();
   pack_tile(p, s, tile, kv_head * c.k_stride_head * Ops::kBytes, kv_head * c.v_stride_head * Ops::kBytes);
   for (int64_t first = 0; first < rows; first += Ops::kScoreRows) {
     const Part part = part_of(s, tile, first, pd_min(rows - first, Ops::kScoreRows), kPanel);
@@ -452,56 +452,56 @@ void attend_tile_packed(const Problem& p, const Block& block, const Scratch<Ops>
     if (s.scales[h].with_qv)
       packed_tile_scores<Ops>(s, part.count, s.qv + row * s.width, s.width, s.value_keys, part.from, part.keys,
                               &s.scales[h].qv_carry, next);
-    softmax_part(p, block, s, tile, h, part, s.scores, s.p);
+    softmax_part(p, item, s, tile, h, part, s.scores, s.p);
     packed_tile_values<Ops>(s, part.count, part.from, part.keys, s.acc + row * s.width, next);
   }
 }
 
 template <class Ops>
-void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory, float* partial) {
-  const Request request = request_of(p, block.batch);
-  const Scratch<Ops> s(p, block, memory);
-  const int64_t rows = block.rows();
+void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, float* partial) {
+  const Request request = request_of(p, item.batch);
+  const Scratch<Ops> s(p, item, memory);
+  const int64_t rows = item.rows();
 
   // Which keys
   for (int64_t r = 0; r < rows; ++r) {
-    const int64_t token = (block.row_begin + r) / p.group;
+    const int64_t token = (item.row_begin + r) / p.group;
     s.visible[r] = keys_of_token(p, request, token);
     s.q_pos[r] = static_cast<float>(request.kv_len - request.q_len + token);
   }
-  for (int64_t h = 0; h < block.heads(); ++h)
-    s.scales[h] = head_scale(p, block.batch, block.kv_head_begin + h, Ops::kUnit);
+  for (int64_t h = 0; h < item.heads(); ++h)
+    s.scales[h] = head_scale(p, item.batch, item.kv_head_begin + h, Ops::kUnit);
 
   // The first keys: nothing has fetched them, so they are few, but their translations come while the query is loaded.
   // Many rows multiply for so long that it does not matter. Only what is fetched depends on `cached`, not the result.
   const bool packed = rows >= Ops::kMinPackedRows;
-  const bool cached = block.small && !packed && keys.begin < keys.end && lie_in_caches(p, block, keys);
+  const bool cached = item.small && !packed && keys.begin < keys.end && lie_in_caches(p, item, keys);
   TileRows tiles[2];
   TileRows *tile = &tiles[0], *next = &tiles[1];
-  tile->locate(p.cache, block.batch, keys.begin, keys.end, packed ? s.tile : pd_min(block.small ? 32 : kLanes, s.tile));
-  if (!cached) list_runs<Ops>(p, block, *tile, s.runs);
+  tile->locate(p.cache, item.batch, keys.begin, keys.end, packed ? s.tile : pd_min(item.small ? 32 : kLanes, s.tile));
+  if (!cached) list_runs<Ops>(p, item, *tile, s.runs);
 
   // Load the query
-  load_queries<Ops>(p, block, request, p.q, p.q_stride_batch, p.q_stride_token, p.q_stride_head, p.head_dim,
+  load_queries<Ops>(p, item, request, p.q, p.q_stride_batch, p.q_stride_token, p.q_stride_head, p.head_dim,
                     p.rotary.cos != nullptr, s.depth, s.head_rows, s.row, s.q);
   if (p.qv)
-    load_queries<Ops>(p, block, request, p.qv, p.qv_stride_batch, p.qv_stride_token, p.qv_stride_head, p.head_dim_v,
+    load_queries<Ops>(p, item, request, p.qv, p.qv_stride_batch, p.qv_stride_token, p.qv_stride_head, p.head_dim_v,
                       false, s.width, s.head_rows, s.row, s.qv);
-  for (int64_t i = 0; i < block.heads() * s.head_rows; ++i) s.m[i] = -INFINITY;
-  memset(s.l, 0, block.heads() * s.head_rows * kLanes * sizeof(float));
-  memset(s.acc, 0, block.heads() * s.head_rows * s.width * sizeof(float));
+  for (int64_t i = 0; i < item.heads() * s.head_rows; ++i) s.m[i] = -INFINITY;
+  memset(s.l, 0, item.heads() * s.head_rows * kLanes * sizeof(float));
+  memset(s.acc, 0, item.heads() * s.head_rows * s.width * sizeof(float));
 
   // For each tile and kv_head: score, update, add; meanwhile fetch the next tile
   Prefetcher fetch = {};
   while (tile->n > 0) {
-    next->locate(p.cache, block.batch, tile->begin + tile->n, keys.end, pd_min(2 * tile->n, s.tile));
-    if (!cached) start_fetch<Ops>(p, block, s, *tile, *next, fetch);
+    next->locate(p.cache, item.batch, tile->begin + tile->n, keys.end, pd_min(2 * tile->n, s.tile));
+    if (!cached) start_fetch<Ops>(p, item, s, *tile, *next, fetch);
     if constexpr (Ops::kTiles) {
-      for (int64_t h = 0; h < block.heads(); ++h) Ops::attend_tile(p, block, s, *tile, h, fetch);
+      for (int64_t h = 0; h < item.heads(); ++h) Ops::attend_tile(p, item, s, *tile, h, fetch);
     } else if (packed) {
-      for (int64_t h = 0; h < block.heads(); ++h) attend_tile_packed<Ops>(p, block, s, *tile, h, fetch);
+      for (int64_t h = 0; h < item.heads(); ++h) attend_tile_packed<Ops>(p, item, s, *tile, h, fetch);
     } else {
-      attend_tile_dot<Ops>(p, block, s, *tile, *next, fetch);
+      attend_tile_dot<Ops>(p, item, s, *tile, *next, fetch);
     }
     TileRows* done = tile;
     tile = next;
@@ -510,8 +510,8 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
 
   // Write the partial, or finish
   constexpr int kChunkRegs = Ops::kChunk / kLanes;
-  for (int64_t h = 0; h < block.heads(); ++h) {
-    const int64_t kv_head = block.kv_head_begin + h;
+  for (int64_t h = 0; h < item.heads(); ++h) {
+    const int64_t kv_head = item.kv_head_begin + h;
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t i = h * s.head_rows + r;
       const float l = add_lanes(load<DType::kFloat32>(s.l + i * kLanes));
@@ -528,20 +528,20 @@ void attend_as(const Problem& p, const Block& block, KvRange keys, char* memory,
         out[p.head_dim_v] = s.m[i];
         out[p.head_dim_v + 1] = l;
       } else {
-        const int64_t q_row = block.row_begin + r;
-        finish_row(p, request, block.batch, q_row / p.group, kv_head * p.group + q_row % p.group, s.m[i], l, s.row);
+        const int64_t q_row = item.row_begin + r;
+        finish_row(p, request, item.batch, q_row / p.group, kv_head * p.group + q_row % p.group, s.m[i], l, s.row);
       }
     }
   }
 }
 
-inline void merge_partials(const Problem& p, const Block& block, int64_t num_splits, const float* partials) {
-  const Request request = request_of(p, block.batch);
-  const int64_t width = p.head_dim_v, split_stride = partial_floats(block, width);
+inline void merge_partials(const Problem& p, const Item& item, int64_t num_splits, const float* partials) {
+  const Request request = request_of(p, item.batch);
+  const int64_t width = p.head_dim_v, split_stride = partial_floats(item, width);
   float acc[kMaxHeadDimV];
-  for (int64_t h = 0; h < block.heads(); ++h)
-    for (int64_t r = 0; r < block.rows(); ++r) {
-      const float* first = partials + (h * block.rows() + r) * (width + 2);
+  for (int64_t h = 0; h < item.heads(); ++h)
+    for (int64_t r = 0; r < item.rows(); ++r) {
+      const float* first = partials + (h * item.rows() + r) * (width + 2);
       const auto state_of = [&](int64_t split) {
         const float* part = first + split * split_stride;
         return State{part[width], part[width + 1]};
@@ -553,8 +553,8 @@ inline void merge_partials(const Problem& p, const Block& block, int64_t num_spl
         const float factor = pd_rescale(state_of(s).m, sum.m);
         for (int64_t d = 0; d < width; ++d) acc[d] += part[d] * factor;
       }
-      const int64_t q_row = block.row_begin + r, kv_head = block.kv_head_begin + h;
-      finish_row(p, request, block.batch, q_row / p.group, kv_head * p.group + q_row % p.group, sum.m, sum.l, acc);
+      const int64_t q_row = item.row_begin + r, kv_head = item.kv_head_begin + h;
+      finish_row(p, request, item.batch, q_row / p.group, kv_head * p.group + q_row % p.group, sum.m, sum.l, acc);
     }
 }
 
@@ -568,17 +568,17 @@ inline Products products_f32(const Problem&) {
           kBlockRows};
 }
 
-inline int64_t scratch_bytes_f32(const Problem& p, const Block& block) {
-  return Scratch<OpsF32<DType::kFloat32>>(p, block, nullptr).bytes;
+inline int64_t scratch_bytes_f32(const Problem& p, const Item& item) {
+  return Scratch<OpsF32<DType::kFloat32>>(p, item, nullptr).bytes;
 }
 
-inline void attend_f32(const Problem& p, const Block& block, KvRange keys, char* memory, float* partial) {
+inline void attend_f32(const Problem& p, const Item& item, KvRange keys, char* memory, float* partial) {
   switch (p.cache.dtype) {
-    case DType::kFloat32: return attend_as<OpsF32<DType::kFloat32>>(p, block, keys, memory, partial);
-    case DType::kFloat16: return attend_as<OpsF32<DType::kFloat16>>(p, block, keys, memory, partial);
-    case DType::kBFloat16: return attend_as<OpsF32<DType::kBFloat16>>(p, block, keys, memory, partial);
-    case DType::kFloat8E4M3: return attend_as<OpsF32<DType::kFloat8E4M3>>(p, block, keys, memory, partial);
-    case DType::kFloat8E5M2: return attend_as<OpsF32<DType::kFloat8E5M2>>(p, block, keys, memory, partial);
+    case DType::kFloat32: return attend_as<OpsF32<DType::kFloat32>>(p, item, keys, memory, partial);
+    case DType::kFloat16: return attend_as<OpsF32<DType::kFloat16>>(p, item, keys, memory, partial);
+    case DType::kBFloat16: return attend_as<OpsF32<DType::kBFloat16>>(p, item, keys, memory, partial);
+    case DType::kFloat8E4M3: return attend_as<OpsF32<DType::kFloat8E4M3>>(p, item, keys, memory, partial);
+    case DType::kFloat8E5M2: return attend_as<OpsF32<DType::kFloat8E5M2>>(p, item, keys, memory, partial);
   }
 }
 

@@ -13,17 +13,17 @@ inline Products neon_products(const char* packed, const char* in_place) {
 inline Products products_neon(const Problem&) { return neon_products("packed_f32", "in_place_f32"); }
 
 // Scratch memory for numbers of four bytes is enough for smaller ones.
-inline int64_t scratch_bytes_neon(const Problem& p, const Block& block) {
-  return Scratch<OpsNeonF32<DType::kFloat32>>(p, block, nullptr).bytes;
+inline int64_t scratch_bytes_neon(const Problem& p, const Item& item) {
+  return Scratch<OpsNeonF32<DType::kFloat32>>(p, item, nullptr).bytes;
 }
 
-inline void attend_neon(const Problem& p, const Block& block, KvRange keys, char* memory, float* partial) {
+inline void attend_neon(const Problem& p, const Item& item, KvRange keys, char* memory, float* partial) {
   switch (p.cache.dtype) {
-    case DType::kFloat32: return attend_as<OpsNeonF32<DType::kFloat32>>(p, block, keys, memory, partial);
-    case DType::kFloat16: return attend_as<OpsNeonF32<DType::kFloat16>>(p, block, keys, memory, partial);
-    case DType::kBFloat16: return attend_as<OpsNeonF32<DType::kBFloat16>>(p, block, keys, memory, partial);
-    case DType::kFloat8E4M3: return attend_as<OpsNeonF32<DType::kFloat8E4M3>>(p, block, keys, memory, partial);
-    case DType::kFloat8E5M2: return attend_as<OpsNeonF32<DType::kFloat8E5M2>>(p, block, keys, memory, partial);
+    case DType::kFloat32: return attend_as<OpsNeonF32<DType::kFloat32>>(p, item, keys, memory, partial);
+    case DType::kFloat16: return attend_as<OpsNeonF32<DType::kFloat16>>(p, item, keys, memory, partial);
+    case DType::kBFloat16: return attend_as<OpsNeonF32<DType::kBFloat16>>(p, item, keys, memory, partial);
+    case DType::kFloat8E4M3: return attend_as<OpsNeonF32<DType::kFloat8E4M3>>(p, item, keys, memory, partial);
+    case DType::kFloat8E5M2: return attend_as<OpsNeonF32<DType::kFloat8E5M2>>(p, item, keys, memory, partial);
   }
 }
 

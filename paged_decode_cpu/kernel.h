@@ -9,7 +9,7 @@
 namespace paged_attn {
 
 // Query rows that read the same keys. Row r of a kv_head is token r / group, head r % group of the group.
-struct Block {
+struct Item {
   int64_t batch;
   int64_t kv_head_begin, kv_head_end;
   int64_t row_begin, row_end;
@@ -21,9 +21,9 @@ struct Block {
   [[gnu::always_inline]] int64_t rows() const { return row_end - row_begin; }
 };
 
-// A partial result of every row of a block: acc[width], m, l (spec/state.h), heads outermost.
-static inline int64_t partial_floats(const Block& block, int64_t width) {
-  return block.heads() * block.rows() * (width + 2);
+// A partial result of every row of an item: acc[width], m, l (spec/state.h), heads outermost.
+static inline int64_t partial_floats(const Item& item, int64_t width) {
+  return item.heads() * item.rows() * (width + 2);
 }
 
 // One new token and where it goes.
@@ -39,19 +39,19 @@ struct TokenWrite {
 struct Products {
   const char *packed, *in_place;
   int64_t min_packed_rows;  // many begin here
-  int64_t row_step;         // rows that multiply together; blocks are cut into multiples of it,
+  int64_t row_step;         // rows that multiply together; items are cut into multiples of it,
   int64_t most_rows;        // of so many rows at most
 };
 
 struct Kernel {
   const char* name;
   Products (*products)(const Problem& problem);
-  // Bytes of scratch memory that attend() wants for a block; 64-byte aligned.
-  int64_t (*scratch_bytes)(const Problem& problem, const Block& block);
-  // Attends the rows of `block` to `keys`. With `partial` the result goes there, else it is final.
-  void (*attend)(const Problem& problem, const Block& block, KvRange keys, char* scratch, float* partial);
+  // Bytes of scratch memory that attend() wants for an item; 64-byte aligned.
+  int64_t (*scratch_bytes)(const Problem& problem, const Item& item);
+  // Attends the rows of `item` to `keys`. With `partial` the result goes there, else it is final.
+  void (*attend)(const Problem& problem, const Item& item, KvRange keys, char* scratch, float* partial);
   // Merges num_splits partial results that lie one after the other, and writes the final result.
-  void (*merge)(const Problem& problem, const Block& block, int64_t num_splits, const float* partials);
+  void (*merge)(const Problem& problem, const Item& item, int64_t num_splits, const float* partials);
   // Writes the keys and values of one new token.
   void (*write_token)(const Problem& problem, const TokenWrite& write);
 };

@@ -19,11 +19,11 @@ namespace {
 // One head's keys lie so far apart that a few sets of L2 must hold them: they come from L3 for every block.
 constexpr int64_t kTileBlockRows = 512;
 
-bool in_tiles(const Problem& p, const Block& block) {
+bool in_tiles(const Problem& p, const Item& block) {
   return multiplies_bfloat16(p) && block.rows() >= PD_MIN_TILE_ROWS;
 }
 
-bool looked_up(const Problem& p, const Block& block) {
+bool looked_up(const Problem& p, const Item& block) {
   return multiplies_bfloat16(p) && dtype_bytes(p.cache.dtype) == 1 &&
          block.rows() < OpsBf16<DType::kFloat8E4M3>::kMinPackedRows;
 }
@@ -41,25 +41,25 @@ Products products_amx(const Problem& p) {
   return {"tiles_bf16", products(p).in_place, PD_MIN_TILE_ROWS, OpsAmx<DType::kBFloat16>::kPartRows, kTileBlockRows};
 }
 
-int64_t scratch_bytes(const Problem& p, const Block& block) {
+int64_t scratch_bytes(const Problem& p, const Item& block) {
   if (!looked_up(p, block)) return scratch_bytes_f32(p, block);
   return Scratch<OpsBf16<DType::kFloat8E4M3>>(p, block, nullptr).bytes;
 }
 
-int64_t scratch_bytes_amx(const Problem& p, const Block& block) {
+int64_t scratch_bytes_amx(const Problem& p, const Item& block) {
   if (!in_tiles(p, block)) return scratch_bytes(p, block);
   if (dtype_bytes(p.cache.dtype) == 1) return Scratch<OpsAmx<DType::kFloat8E4M3>>(p, block, nullptr).bytes;
   return Scratch<OpsAmx<DType::kBFloat16>>(p, block, nullptr).bytes;
 }
 
-void attend(const Problem& p, const Block& block, KvRange keys, char* memory, float* partial) {
+void attend(const Problem& p, const Item& block, KvRange keys, char* memory, float* partial) {
   if (!looked_up(p, block)) return attend_f32(p, block, keys, memory, partial);
   if (p.cache.dtype == DType::kFloat8E4M3)
     return attend_as<OpsBf16<DType::kFloat8E4M3>>(p, block, keys, memory, partial);
   attend_as<OpsBf16<DType::kFloat8E5M2>>(p, block, keys, memory, partial);
 }
 
-void attend_amx(const Problem& p, const Block& block, KvRange keys, char* memory, float* partial) {
+void attend_amx(const Problem& p, const Item& block, KvRange keys, char* memory, float* partial) {
   if (!in_tiles(p, block)) return attend(p, block, keys, memory, partial);
   const TileUnit unit;
   switch (p.cache.dtype) {

@@ -17,13 +17,13 @@ Products products(const Problem& p) {
   return {"packed_bf16", "in_place_bf16", min_packed_rows, Bf16::kScoreRows, kBlockRows};
 }
 
-int64_t scratch_bytes(const Problem& p, const Block& block) {
+int64_t scratch_bytes(const Problem& p, const Item& block) {
   // Chunks of an 8-bit cache are wider than a register of floats, its elements narrower.
   int64_t bf16 = Scratch<OpsBf16<DType::kFloat8E4M3>>(p, block, nullptr).bytes;
   return pd_max(bf16, scratch_bytes_f32(p, block));
 }
 
-void attend(const Problem& p, const Block& block, KvRange keys, char* memory, float* partial) {
+void attend(const Problem& p, const Item& block, KvRange keys, char* memory, float* partial) {
   if (!multiplies_bfloat16(p)) return attend_f32(p, block, keys, memory, partial);
   switch (p.cache.dtype) {
     case DType::kFloat8E4M3: return attend_as<OpsBf16<DType::kFloat8E4M3>>(p, block, keys, memory, partial);

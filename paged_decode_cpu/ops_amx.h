@@ -91,7 +91,7 @@ inline void softmax_plain(const float* scores, int64_t n, KvRange visible, float
 template <class Ops>
 struct SoftmaxRows {
   const Problem& problem;
-  const Block& block;
+  const Item& item;
   const Scratch<Ops>& s;
   const TileRows& tile;
   int64_t h;
@@ -115,7 +115,7 @@ struct SoftmaxRows {
     const int64_t begin = tile.begin + part.from, i = h * s.head_rows + r, n = part.keys;
     const KvRange visible = {pd_max(s.visible[r].begin - begin, 0), pd_min(s.visible[r].end - begin, n)};
     float *m = &s.m[i], *l = s.l + i * kLanes, *acc = s.acc + i * s.width;
-    const ScoreOf score = score_of(problem, block, s, h, r, begin);
+    const ScoreOf score = score_of(problem, item, s, h, r, begin);
     const bool plain = score.softcap == 0.f && score.slope == 0.f && score.scale > 0.f;
     if (!plain)
       return softmax_row<Ops>(const_cast<float*>(scores) + offset, n, visible, score, probabilities + offset, m, l, acc,
@@ -232,10 +232,10 @@ struct OpsAmx : OpsBf16<kCacheType> {
     return pd_ceil_div(part.keys, 32) * (s.depth + s.width) / 32;
   }
 
-  static void attend_tile(const Problem& p, const Block& block, const Scratch<OpsAmx>& s, const TileRows& tile,
-                          int64_t h, Prefetcher& next) {
+  static void attend_tile(const Problem& p, const Item& item, const Scratch<OpsAmx>& s, const TileRows& tile, int64_t h,
+                          Prefetcher& next) {
     const Cache& c = p.cache;
-    const int64_t kv_head = block.kv_head_begin + h, rows = block.rows();
+    const int64_t kv_head = item.kv_head_begin + h, rows = item.rows();
     pack_tile(p, s, tile, kv_head * c.k_stride_head * OpsAmx::kBytes, kv_head * c.v_stride_head * OpsAmx::kBytes);
     const auto scores = [&](int64_t i) { return s.scores + i % 2 * kPartRows * kMaxTile; };
     const auto probabilities = [&](int64_t i) { return s.p + i % 2 * kPartRows * kMaxTile; };
@@ -250,7 +250,7 @@ struct OpsAmx : OpsBf16<kCacheType> {
       const int64_t products = pd_max(
           1, (part.count > 0 ? products_of(s, part) : 0) / 2 + (before.count > 0 ? products_of(s, before) : 0) / 2);
       Softmax softmax = {
-          p, block, s, tile, h, last, scores(i + 1), probabilities(i + 1), 0, pd_ceil_div(last.count, products)};
+          p, item, s, tile, h, last, scores(i + 1), probabilities(i + 1), 0, pd_ceil_div(last.count, products)};
       if (part.count > 0) scores_of(s, h, part, scores(i), next, softmax);
       if (before.count > 0) values_of(s, h, before, probabilities(i), next, softmax);
       softmax.finish();

@@ -1,4 +1,4 @@
-// The CPU backend: cuts a problem into work items that keep all threads busy, even for one request,
+// The CPU backend: cuts a problem into tasks that keep all threads busy, even for one request,
 // and runs them with the kernel of this processor.
 #include <torch/csrc/stable/ops.h>
 
@@ -21,70 +21,70 @@ namespace paged_attn {
 namespace {
 
 // Rows of one kv_head that walk over the keys together. Up to kSharedRows rows in all, the kv_heads
-// of a request share one walk over the pages (decode); beyond, each kv_head walks alone in blocks (prefill).
+// of a request share one walk over the pages (decode); beyond, each kv_head walks alone in items (prefill).
 constexpr int64_t kSharedRows = 256;
-constexpr int64_t kBlockFloats = int64_t(64) << 10;  // of accumulators in one block: a quarter of L2
+constexpr int64_t kItemFloats = int64_t(64) << 10;  // of accumulators in one item: a quarter of L2
 
 // Bytes of one slot, K and V, that one walk reads; more heads than that are shared out.
 constexpr int64_t kSlotBytes = int64_t(32) << 10;
 
 // Keys and values of fewer bytes may lie in the processor's caches. Then their order matters less than the overhead:
-// the kv_heads of a request are shared out among the threads, which needs no merge, and a thread gets one item.
+// the kv_heads of a request are shared out among the threads, which needs no merge, and a thread gets one task.
 constexpr int64_t kResidentBytes = int64_t(8) << 20;
 
 constexpr int64_t kSplitAlign = 16;            // keys; splits begin at multiples of it
 constexpr int64_t kMinSplitKeys = 256;         // a shorter split costs more to merge than it saves
 constexpr int64_t kDeterministicSplit = 1024;  // keys
-constexpr int64_t kMaxItemsPerThread = 3;
+constexpr int64_t kMaxTasksPerThread = 3;
 
 // Multiply-adds that a thread takes about as long for as to be woken and waited for. What a row costs beside its keys
 // counts as kRowKeys of them.
 constexpr int64_t kThreadWork = int64_t(1) << 18;
 constexpr int64_t kRowKeys = 16;
 
-// A block of rows with the way its keys are split.
+// An item of rows with the way its keys are split.
 struct Work {
-  Block block;
+  Item item;
   int64_t num_splits;
   int64_t partial_offset;  // floats
 };
 
-struct Item {
+struct Task {
   int64_t work, split;
   int64_t cost;  // key-row pairs
 };
 
 struct Plan {
   std::vector<Work> works;
-  std::vector<Item> items;
+  std::vector<Task> tasks;
   int64_t threads = 1;
   int64_t partial_floats = 0;
   int64_t scratch_bytes = 0;
 };
 
-int64_t cost_of(const Block& b) { return (b.keys.end - b.keys.begin) * b.rows() * b.heads(); }
+int64_t cost_of(const Item& b) { return (b.keys.end - b.keys.begin) * b.rows() * b.heads(); }
 
-void add_blocks(const Problem& p, const Products& products, int64_t b, int64_t max_heads, bool small,
-                std::vector<Work>& works) {
+void add_items(const Problem& p, const Products& products, int64_t b, int64_t max_heads, bool small,
+               std::vector<Work>& works) {
   const Request r = request_of(p, b);
   const int64_t rows = r.q_len * p.group;
   if (rows == 0) return;
   const bool shared = rows * p.kv_heads <= kSharedRows;
   const int64_t head_bytes = (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
   const int64_t heads = shared ? pd_max(1, pd_min(max_heads, kSlotBytes / head_bytes)) : 1;
-  const int64_t most = pd_min(products.most_rows, kBlockFloats / p.head_dim_v), step = products.row_step;
-  const int64_t block_rows = pd_max(step, most / step * step);
+  const int64_t most = pd_min(products.most_rows, kItemFloats / p.head_dim_v), step = products.row_step;
+  const int64_t item_rows = pd_max(step, most / step * step);
   for (int64_t h = 0; h < p.kv_heads; h += heads)
     // The last rows of a causal problem see the most keys: they go first.
-    for (int64_t end = rows; end > 0; end -= pd_min(end, block_rows)) {
+    for (int64_t end = rows; end > 0; end -= pd_min(end, item_rows)) {
       Work work;
-      work.block.batch = b;
-      work.block.kv_head_begin = h;
-      work.block.kv_head_end = pd_min(p.kv_heads, h + heads);
-      work.block.row_begin = pd_max(0, end - block_rows);
-      work.block.row_end = end;
-      work.block.small = small;
-      work.block.keys = keys_of_tokens(p, r, work.block.row_begin / p.group, pd_ceil_div(end, p.group));
+      work.item.batch = b;
+      work.item.kv_head_begin = h;
+      work.item.kv_head_end = pd_min(p.kv_heads, h + heads);
+      work.item.row_begin = pd_max(0, end - item_rows);
+      work.item.row_end = end;
+      work.item.small = small;
+      work.item.keys = keys_of_tokens(p, r, work.item.row_begin / p.group, pd_ceil_div(end, p.group));
       works.push_back(work);
     }
 }
@@ -106,12 +106,12 @@ int64_t useful_threads(const Problem& p, int64_t threads) {
   return pd_max(1, pd_min(threads, work / kThreadWork));
 }
 
-int64_t choose_splits(const Problem& p, const Block& block, int64_t item_cost) {
-  const int64_t keys = block.keys.end - block.keys.begin;
+int64_t choose_splits(const Problem& p, const Item& item, int64_t task_cost) {
+  const int64_t keys = item.keys.end - item.keys.begin;
   // Splits beyond one per kSplitAlign keys would be empty.
   if (p.num_splits > 0) return pd_max(1, pd_min(p.num_splits, pd_ceil_div(keys, kSplitAlign)));
   if (p.deterministic) return pd_max(1, pd_ceil_div(keys, kDeterministicSplit));
-  return pd_max(1, pd_min(pd_ceil_div(cost_of(block), pd_max(item_cost, 1)), keys / kMinSplitKeys));
+  return pd_max(1, pd_min(pd_ceil_div(cost_of(item), pd_max(task_cost, 1)), keys / kMinSplitKeys));
 }
 
 // With `threads` threads at most.
@@ -121,25 +121,25 @@ Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
   const int64_t bytes = cached_bytes(p);
   const bool small = !p.deterministic && bytes < kResidentBytes;
   const int64_t max_heads = small ? pd_ceil_div(p.batch * p.kv_heads, threads) : p.kv_heads;
-  for (int64_t b = 0; b < p.batch; ++b) add_blocks(p, kernel.products(p), b, max_heads, small, plan.works);
+  for (int64_t b = 0; b < p.batch; ++b) add_items(p, kernel.products(p), b, max_heads, small, plan.works);
   int64_t total = 0;
-  for (const Work& work : plan.works) total += cost_of(work.block);
-  // Every item starts with keys that nothing has fetched: small ones are few.
-  const int64_t items_per_thread = pd_max(1, pd_min(kMaxItemsPerThread, bytes / (threads * kResidentBytes)));
-  const int64_t item_cost = threads > 1 ? pd_ceil_div(total, threads * items_per_thread) : total;
+  for (const Work& work : plan.works) total += cost_of(work.item);
+  // Every task starts with keys that nothing has fetched: small ones are few.
+  const int64_t tasks_per_thread = pd_max(1, pd_min(kMaxTasksPerThread, bytes / (threads * kResidentBytes)));
+  const int64_t task_cost = threads > 1 ? pd_ceil_div(total, threads * tasks_per_thread) : total;
   for (size_t w = 0; w < plan.works.size(); ++w) {
     Work& work = plan.works[w];
-    work.num_splits = choose_splits(p, work.block, item_cost);
+    work.num_splits = choose_splits(p, work.item, task_cost);
     work.partial_offset = plan.partial_floats;
-    if (work.num_splits > 1) plan.partial_floats += work.num_splits * partial_floats(work.block, p.head_dim_v);
-    plan.scratch_bytes = pd_max(plan.scratch_bytes, kernel.scratch_bytes(p, work.block));
+    if (work.num_splits > 1) plan.partial_floats += work.num_splits * partial_floats(work.item, p.head_dim_v);
+    plan.scratch_bytes = pd_max(plan.scratch_bytes, kernel.scratch_bytes(p, work.item));
     for (int64_t split = 0; split < work.num_splits; ++split)
-      plan.items.push_back({static_cast<int64_t>(w), split, cost_of(work.block) / work.num_splits});
+      plan.tasks.push_back({static_cast<int64_t>(w), split, cost_of(work.item) / work.num_splits});
   }
-  // Longest first, so that no thread starts a long item when the others are done.
-  const auto longer = [](const Item& a, const Item& b) { return a.cost > b.cost; };
-  if (!std::is_sorted(plan.items.begin(), plan.items.end(), longer))
-    std::stable_sort(plan.items.begin(), plan.items.end(), longer);
+  // Longest first, so that no thread starts a long task when the others are done.
+  const auto longer = [](const Task& a, const Task& b) { return a.cost > b.cost; };
+  if (!std::is_sorted(plan.tasks.begin(), plan.tasks.end(), longer))
+    std::stable_sort(plan.tasks.begin(), plan.tasks.end(), longer);
   return plan;
 }
 
@@ -172,22 +172,22 @@ void run_plan(const Problem& p, const Kernel& kernel, const Plan& plan) {
   const std::unique_ptr<float[]> partials(new float[plan.partial_floats]);
   const std::unique_ptr<std::atomic<int64_t>[]> left(new std::atomic<int64_t>[plan.works.size()]);
   for (size_t w = 0; w < plan.works.size(); ++w) left[w] = plan.works[w].num_splits;
-  std::atomic<size_t> next_item{0};
-  const int64_t workers = pd_min(plan.threads, static_cast<int64_t>(plan.items.size()));
+  std::atomic<size_t> next_task{0};
+  const int64_t workers = pd_min(plan.threads, static_cast<int64_t>(plan.tasks.size()));
   torch::stable::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
     char* scratch = thread_scratch(plan.scratch_bytes);
-    for (size_t i; (i = next_item++) < plan.items.size();) {
-      const Item& item = plan.items[i];
-      const Work& work = plan.works[item.work];
+    for (size_t i; (i = next_task++) < plan.tasks.size();) {
+      const Task& task = plan.tasks[i];
+      const Work& work = plan.works[task.work];
       if (work.num_splits == 1) {
-        kernel.attend(p, work.block, work.block.keys, scratch, nullptr);
+        kernel.attend(p, work.item, work.item.keys, scratch, nullptr);
         continue;
       }
       float* first = partials.get() + work.partial_offset;
-      kernel.attend(p, work.block, split_keys(work.block.keys, item.split, work.num_splits, kSplitAlign), scratch,
-                    first + item.split * partial_floats(work.block, p.head_dim_v));
+      kernel.attend(p, work.item, split_keys(work.item.keys, task.split, work.num_splits, kSplitAlign), scratch,
+                    first + task.split * partial_floats(work.item, p.head_dim_v));
       // Whoever finishes the last split merges them, in their order: the result does not depend on it.
-      if (--left[item.work] == 0) kernel.merge(p, work.block, work.num_splits, first);
+      if (--left[task.work] == 0) kernel.merge(p, work.item, work.num_splits, first);
     }
   });
 }
@@ -216,39 +216,39 @@ void run_attention(const Problem& p) {
   run_plan(p, kernel, make_plan(p, kernel, torch::stable::get_num_threads()));
 }
 
-// The ways to multiply, best first. A call is of the route in which it spends most of its work; blocks of few rows in a
+// The ways to multiply, best first. A call is of the route in which it spends most of its work; items of few rows in a
 // batch with long prompts take the other.
 std::string explain_attention(const Problem& p) {
   const Kernel& kernel = kernel_of_this_cpu();
   check_values(p);
   const Plan plan = make_plan(p, kernel, torch::stable::get_num_threads());
   const Products products = kernel.products(p);
-  int64_t packed_blocks = 0, packed_cost = 0, cost = 0, most_rows = 0;
+  int64_t packed_items = 0, packed_cost = 0, cost = 0, most_rows = 0;
   for (const Work& work : plan.works) {
-    const bool packed = work.block.rows() >= products.min_packed_rows;
-    packed_blocks += packed;
-    packed_cost += packed ? cost_of(work.block) : 0;
-    cost += cost_of(work.block);
-    most_rows = pd_max(most_rows, work.block.rows());
+    const bool packed = work.item.rows() >= products.min_packed_rows;
+    packed_items += packed;
+    packed_cost += packed ? cost_of(work.item) : 0;
+    cost += cost_of(work.item);
+    most_rows = pd_max(most_rows, work.item.rows());
   }
   Explanation e;
   if (const char* refusal = amx_refusal(); *refusal) e.why_not.emplace_back("tiles_bf16", refusal);
-  if (packed_blocks > 0 && 2 * packed_cost >= cost) {
+  if (packed_items > 0 && 2 * packed_cost >= cost) {
     e.route = products.packed;
   } else {
     e.route = products.in_place;
-    e.why_not.emplace_back(products.packed, packed_blocks > 0
-                                                ? "most of the work is in blocks of fewer rows than it pays for"
+    e.why_not.emplace_back(products.packed, packed_items > 0
+                                                ? "most of the work is in items of fewer rows than it pays for"
                                                 : "expected at least " + std::to_string(products.min_packed_rows) +
-                                                      " rows (q_len * group) of a kv_head in a block, got " +
+                                                      " rows (q_len * group) of a kv_head in an item, got " +
                                                       std::to_string(most_rows));
   }
   e.plan = {{"threads", plan.threads},
-            {"blocks", static_cast<int64_t>(plan.works.size())},
-            {"packed_blocks", packed_blocks},
-            {"items", static_cast<int64_t>(plan.items.size())},
+            {"items", static_cast<int64_t>(plan.works.size())},
+            {"packed_items", packed_items},
+            {"tasks", static_cast<int64_t>(plan.tasks.size())},
             {"splits", max_splits_of(plan)},
-            {"heads_per_walk", plan.works.empty() ? 0 : plan.works[0].block.heads()},
+            {"heads_per_walk", plan.works.empty() ? 0 : plan.works[0].item.heads()},
             {"scratch_bytes", plan.scratch_bytes}};
   return e.json();
 }

@@ -70,10 +70,10 @@ class TestCpu:
         packed = "tiles_bf16" if dtype == "bfloat16" and isa == "avx512_amx" else f"packed_{numbers}"
         few, many = (explain(paged_attn, cases.build(Case(q_len=n, dtype=dtype))) for n in (1, 40))
         assert few.route == f"in_place_{numbers}"
-        assert "rows (q_len * group) of a kv_head in a block, got 2" in few.why_not[packed]
+        assert "rows (q_len * group) of a kv_head in an item, got 2" in few.why_not[packed]
         assert many.route == packed
-        assert few.plan["packed_blocks"] == 0
-        assert many.plan["packed_blocks"] == many.plan["blocks"] == 4
+        assert few.plan["packed_items"] == 0
+        assert many.plan["packed_items"] == many.plan["items"] == 4
 
     @pytest.mark.parametrize("splits", [1, 3, 7])
     def test_splits_that_were_asked_for(self, paged_attn, device, splits):
@@ -90,4 +90,4 @@ class TestCpu:
         finally:
             torch.set_num_threads(threads)
         assert plan["threads"] == 4
-        assert plan["items"] >= 4 and plan["splits"] >= 4
+        assert plan["tasks"] >= 4 and plan["splits"] >= 4

@@ -56,7 +56,7 @@ def test_cpu_covers_every_key_once(native):
         owner = {}
         for work in plan["works"]:
             for head, row in itertools.product(range(*work["heads"]), range(*work["rows"])):
-                assert owner.setdefault((work["batch"], head, row), work) is work, "a row of two blocks"
+                assert owner.setdefault((work["batch"], head, row), work) is work, "a row of two items"
         rows = [
             (b, h, r) for b, n in enumerate(q_lens) for h in range(call["kv_heads"]) for r in range(n * call["group"])
         ]
@@ -64,10 +64,10 @@ def test_cpu_covers_every_key_once(native):
         for b, head, row in rng.sample(rows, min(20, len(rows))):
             assert_cover(row_keys(native, call, q_lens, lens, b, row), owner[b, head, row]["splits"])
         # Each split is one item, the longest first; partial results lie beside each other.
-        assert sorted(item[:2] for item in plan["items"]) == [
+        assert sorted(task[:2] for task in plan["tasks"]) == [
             (w, s) for w, work in enumerate(plan["works"]) for s in range(len(work["splits"]))
         ]
-        costs = [cost for _, _, cost in plan["items"]]
+        costs = [cost for _, _, cost in plan["tasks"]]
         assert costs == sorted(costs, reverse=True)
         partials = sorted(w["partial"] for w in plan["works"] if w["partial"][0] < w["partial"][1])
         assert all(a[1] == b[0] for a, b in itertools.pairwise(partials))
@@ -78,9 +78,9 @@ def test_cpu_covers_every_key_once(native):
 def test_cpu_keeps_all_threads_busy(native, threads):
     """One long request is cut for all threads, in equal shares; with as many requests as threads nothing is."""
     one = native.cpu.plan({"cache_seqlens": [131072], "page_size": 131072, "kv_heads": 8, "head_dim": 128}, threads)
-    assert len(one["items"]) >= threads
-    # The kv_heads of small requests are shared out first; of each block there are a few items per thread at most.
-    assert len(one["items"]) <= threads * native.cpu.max_items_per_thread + len(one["works"])
+    assert len(one["tasks"]) >= threads
+    # The kv_heads of small requests are shared out first; of each item there are a few tasks per thread at most.
+    assert len(one["tasks"]) <= threads * native.cpu.max_tasks_per_thread + len(one["works"])
     for work in one["works"]:
         lengths = [end - begin for begin, end in work["splits"]]
         assert max(lengths) - min(lengths) <= native.cpu.split_align * len(lengths)
@@ -124,7 +124,7 @@ def test_cpu_counts_beyond_32_bits(native):
     plan = native.cpu.plan(call, 96)
     for work in plan["works"]:
         assert_cover((0, kv_len), work["splits"])
-    assert plan["partial_floats"] > 0 and all(0 < cost < 2**62 for _, _, cost in plan["items"])
+    assert plan["partial_floats"] > 0 and all(0 < cost < 2**62 for _, _, cost in plan["tasks"])
 
 
 ROUTES = ("prefill", "decode", "wide")

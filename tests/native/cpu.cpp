@@ -9,7 +9,7 @@ namespace paged_attn {
 namespace {
 
 Products no_products(const Problem&) { return {"packed_f32", "in_place_f32", 16, 1, 240}; }
-int64_t scratch_of(const Problem& p, const Block& block) { return block.rows() * block.heads() * p.head_dim_v * 4; }
+int64_t scratch_of(const Problem& p, const Item& item) { return item.rows() * item.heads() * p.head_dim_v * 4; }
 
 }  // namespace
 
@@ -26,7 +26,7 @@ using namespace paged_attn;
 
 void bind_cpu(py::module_& m) {
   m.attr("split_align") = kSplitAlign;
-  m.attr("max_items_per_thread") = kMaxItemsPerThread;
+  m.attr("max_tasks_per_thread") = kMaxTasksPerThread;
   m.attr("min_split_keys") = kMinSplitKeys;
   m.def("plan", [](const py::dict& d, int64_t threads) {
     Made made;
@@ -37,25 +37,25 @@ void bind_cpu(py::module_& m) {
       py::list splits;
       for (int64_t s = 0; s < work.num_splits; ++s) {
         const KvRange keys =
-            work.num_splits == 1 ? work.block.keys : split_keys(work.block.keys, s, work.num_splits, kSplitAlign);
+            work.num_splits == 1 ? work.item.keys : split_keys(work.item.keys, s, work.num_splits, kSplitAlign);
         splits.append(py::make_tuple(keys.begin, keys.end));
       }
       py::dict w;
-      w["batch"] = work.block.batch;
-      w["heads"] = py::make_tuple(work.block.kv_head_begin, work.block.kv_head_end);
-      w["rows"] = py::make_tuple(work.block.row_begin, work.block.row_end);
+      w["batch"] = work.item.batch;
+      w["heads"] = py::make_tuple(work.item.kv_head_begin, work.item.kv_head_end);
+      w["rows"] = py::make_tuple(work.item.row_begin, work.item.row_end);
       w["splits"] = splits;
       w["partial"] = py::make_tuple(
           work.partial_offset,
           work.partial_offset +
-              (work.num_splits > 1 ? work.num_splits * partial_floats(work.block, made.p.head_dim_v) : 0));
+              (work.num_splits > 1 ? work.num_splits * partial_floats(work.item, made.p.head_dim_v) : 0));
       works.append(w);
     }
-    py::list items;
-    for (const Item& item : plan.items) items.append(py::make_tuple(item.work, item.split, item.cost));
+    py::list tasks;
+    for (const Task& task : plan.tasks) tasks.append(py::make_tuple(task.work, task.split, task.cost));
     py::dict result;
     result["works"] = works;
-    result["items"] = items;
+    result["tasks"] = tasks;
     result["partial_floats"] = plan.partial_floats;
     result["threads"] = plan.threads;
     result["scratch_bytes"] = plan.scratch_bytes;
