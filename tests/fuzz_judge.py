@@ -156,7 +156,8 @@ def attend_request(call, b, request, caches, q, qv, slopes, sinks):
     lse_error = (pe**2).sum(-1, keepdim=True).sqrt() + shift.sum(-1, keepdim=True) + 4 * EPS32 * size_of_lse
     squares = ((pe**2) @ (value**2)).sqrt() + (shift + 4 * EPS32 * p) @ value.abs()
     squares += (2 * eps if eps > 1e-6 else 0.0) * ((p**2) @ (value**2)).sqrt()  # probabilities in q's dtype
-    if arguments["q"].dtype == torch.float16 and value.shape[1]:  # below its smallest number they are lost
+    # In float16, in which a kernel may also multiply 8-bit values, they are lost below its smallest number.
+    if (arguments["q"].dtype == torch.float16 or caches[1].dtype in FP8) and value.shape[1]:
         squares += 2**-24 * value.abs().sum(1, keepdim=True)
     # Out is a quotient: what scales the sum of probabilities scales the sum of values too.
     error = squares + out.abs() * (lse_error + eps) + torch.finfo(torch.float16).tiny * 2**-10
