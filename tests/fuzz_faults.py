@@ -23,8 +23,6 @@ def tensors(call, *kinds):
     asked = [n for n, x in call.arguments.items() if isinstance(x, torch.Tensor) and n != "scheduler_metadata"]
     if "k" not in call.arguments:
         asked = [n for n in asked if n not in NEUTRAL_ALONE]
-    if "seqused_k" in call.arguments and table_given(call):  # the lengths are those of seqused_k
-        asked = [n for n in asked if n != "cu_seqlens_k"]
     if "rotary_cos" not in call.arguments:
         asked = [n for n in asked if n != "rotary_seqlens"]
     return [n for n in asked if not kinds or n in kinds]
@@ -57,7 +55,7 @@ def elsewhere(call, dice):
 def one_entry_more(call, dice):
     kinds = ("cache_seqlens", "cache_leftpad", "cache_batch_idx", "cu_seqlens_k", "cu_seqlens_k_new", "s_aux", "sinks",
              "seqused_k", "rotary_seqlens")  # fmt: skip
-    names = [n for n in tensors(call, *kinds) if not (n == "cu_seqlens_k" and table_given(call))]
+    names = tensors(call, *kinds)
     if call.base == "kv_paged_write":
         names = [n for n in names if n == "cache_seqlens" and "slot_mapping" not in call.arguments]
     if not names:
