@@ -54,7 +54,7 @@ PD_DEVICE int item_splits(const Plan& plan, int tiles) {
 }
 
 struct Segment {
-  int head;
+  int pair, head;
   int tile, tile_end;  // tiles of keys, counted from the start of the request
   bool first;          // it has the first tile of its pair
 };
@@ -85,6 +85,7 @@ struct Walker {
         --whole_pairs;
       }
       const int index = plan.kv_heads.divide(pair);
+      segment.pair = pair;
       segment.head = pair - index * heads;
       item = load_item(p, plan, index);
       int cost = dealing.most > 0 ? 0 : plan.pair_cost;

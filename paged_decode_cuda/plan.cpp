@@ -1,10 +1,25 @@
 #include "plan.h"
 
+#include <initializer_list>
+
 #include "layout.h"
 
 namespace paged_attn {
 
+namespace {
+
 constexpr int kMaxSplits = 256;
+
+// Places of keys count pieces of 16 bytes in 32 bits.
+bool fits_32_bits(const Problem& p) {
+  const Cache& c = p.cache;
+  const int64_t pages = pd_max(c.num_pages, 1) - 1, slots = pd_max(c.page_size, 1) - 1, heads = p.kv_heads - 1;
+  const int64_t last = pd_max(pages * c.k_stride_page + slots * c.k_stride_slot + heads * c.k_stride_head,
+                              pages * c.v_stride_page + slots * c.v_stride_slot + heads * c.v_stride_head);
+  return last * dtype_bytes(c.dtype) / 16 < int64_t{UINT32_MAX};
+}
+
+}  // namespace
 
 void plan_tables(const Problem& p, int tile_shift, Plan& plan) {
   plan.tile_shift = tile_shift;
@@ -46,6 +61,41 @@ void plan_fixed_splits(const Problem& p, int split_keys, int64_t limit, Plan& pl
   plan.split_tiles = split_keys >> plan.tile_shift;
   plan.max_splits = FastDivisor(splits);
   plan.blocks = FastDivisor(pairs * splits);
+}
+
+void plan_balanced_cuts(const Problem& p, int64_t blocks, int pair_cost, int min_units, Plan& plan) {
+  plan.blocks = FastDivisor(blocks);
+  plan.balanced = true;
+  plan.max_splits = FastDivisor(1);
+  plan.pair_cost = pair_cost;
+  plan.min_units = min_units;
+  // Should the lengths hardly differ
+  const int64_t pairs = plan.items * p.kv_heads, each = blocks / pd_max(pairs, 1);
+  plan.whole_pairs = static_cast<int32_t>(pairs / blocks);
+  plan.line_pairs = static_cast<int32_t>(pairs % blocks);
+  // Hardly a block idle, or the line is better.
+  if (10 * each * pairs >= 9 * blocks) plan.blocks_each = FastDivisor(each);
+}
+
+const char* pieces_why_not(const Problem& p) {
+  const Cache& c = p.cache;
+  const int64_t bytes = dtype_bytes(c.dtype), q_bytes = dtype_bytes(p.q_dtype);
+  const int64_t piece = 16 / bytes;
+  if (p.head_dim % piece != 0 || p.head_dim_v % piece != 0) return "rows of the cache are not whole pieces of 16 bytes";
+  if (!aligned(c.k) || !aligned(c.v)) return "k_cache or v_cache does not begin at a multiple of 16 bytes";
+  if (!aligned(p.q) || !aligned(p.out)) return "q or out does not begin at a multiple of 16 bytes";
+  for (int64_t stride :
+       {c.k_stride_page, c.k_stride_slot, c.k_stride_head, c.v_stride_page, c.v_stride_slot, c.v_stride_head}) {
+    if (!aligned(stride, bytes)) return "a stride of k_cache or v_cache is no multiple of 16 bytes";
+    if (stride < 0) return "a stride of k_cache or v_cache is negative";
+  }
+  for (int64_t stride : {p.q_stride_batch, p.q_stride_token, p.q_stride_head}) {
+    if (!aligned(stride, q_bytes)) return "a stride of q is no multiple of 16 bytes";
+  }
+  for (int64_t stride : {p.out_stride_batch, p.out_stride_token, p.out_stride_head}) {
+    if (!aligned(stride, 2)) return "a stride of out is no multiple of 16 bytes";
+  }
+  return fits_32_bits(p) ? "" : "the cache has 64 GiB or more";
 }
 
 int64_t partial_bytes(const Plan& plan, int64_t blocks) {

@@ -84,6 +84,13 @@ int64_t packed_tiles(const Problem& p, int row_shift);
 // Cuts that do not depend on the batch: num_splits of them, or one for every `split_keys` keys, `limit` at most.
 void plan_fixed_splits(const Problem& p, int split_keys, int64_t limit, Plan& plan);
 
+// Cuts that balance `blocks` blocks over the lengths that they find; the rows are planned. What a pair costs besides
+// its units, and how short a stretch is not worth a block.
+void plan_balanced_cuts(const Problem& p, int64_t blocks, int pair_cost, int min_units, Plan& plan);
+
+// "" or why the kernels that copy pieces of 16 bytes cannot read or write the tensors of this call.
+const char* pieces_why_not(const Problem& p);
+
 // Bytes of the workspace: a partial for every block.
 int64_t partial_bytes(const Plan& plan, int64_t blocks);
 

@@ -2,11 +2,13 @@
 
 #include "decode/route.h"
 #include "fallback.h"
+#include "mla/route.h"
 #include "prefill/route.h"
 
 namespace paged_attn {
 
 const Route kRoutes[] = {
+    make_route<mla_why_not, plan_mla, mla_numbers, launch_mla>("mla"),
     make_route<prefill_why_not, plan_prefill, prefill_numbers, launch_prefill>("prefill"),
     make_route<decode_basic_why_not, plan_decode_basic, decode_numbers, launch_decode>("decode_basic"),
     make_route<decode_why_not, plan_decode, decode_numbers, launch_decode>("decode"),

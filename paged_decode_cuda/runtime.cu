@@ -85,16 +85,29 @@ Context current_context() {
 }
 
 void launch_kernel(const void* kernel, const Grid& grid, const Context& context, void** arguments) {
+  launch_kernel_in_clusters(kernel, grid, 1, context, arguments);
+}
+
+void launch_kernel_in_clusters(const void* kernel, const Grid& grid, int cluster, const Context& context,
+                               void** arguments) {
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
+  config.gridDim = dim3(static_cast<unsigned>(grid.blocks), cluster);
   config.blockDim = dim3(grid.threads);
   config.dynamicSmemBytes = grid.shared_bytes;
   config.stream = context.stream;
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &early;
-  config.numAttrs = prepare(kernel, grid.shared_bytes, context.device) ? 1 : 0;
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  if (prepare(kernel, grid.shared_bytes, context.device)) {
+    cudaLaunchAttribute& early = attributes[config.numAttrs++];
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    cudaLaunchAttribute& clusters = attributes[config.numAttrs++];
+    clusters.id = cudaLaunchAttributeClusterDimension;
+    clusters.val.clusterDim.x = clusters.val.clusterDim.z = 1;
+    clusters.val.clusterDim.y = cluster;
+  }
   check_cuda(cudaLaunchKernelExC(&config, kernel, arguments), "launch");
 }
 

@@ -36,6 +36,17 @@ void launch(const void* kernel, const Grid& grid, const Context& context, Argume
   launch_kernel(kernel, grid, context, pointers);
 }
 
+// The same in clusters: the grid is grid.blocks of them, and blockIdx.y is a block's place in its cluster.
+void launch_kernel_in_clusters(const void* kernel, const Grid& grid, int cluster, const Context& context,
+                               void** arguments);
+
+template <typename... Arguments>
+void launch_in_clusters(const void* kernel, const Grid& grid, int cluster, const Context& context,
+                        Arguments... arguments) {
+  void* pointers[] = {&arguments...};
+  launch_kernel_in_clusters(kernel, grid, cluster, context, pointers);
+}
+
 // Temporary memory on the current device, from torch's allocator: given back at the end, when what was launched on the
 // current stream may still use it, and then handed out on that stream only. A tensor would take several times as long.
 class Workspace {

@@ -35,6 +35,11 @@ def one_thread():
         torch.set_num_threads(threads)
 
 
+def repeated(x, q_heads):
+    """[keys, kv_heads, dim] with a row for every q_head."""
+    return x.repeat_interleave(q_heads // max(1, x.shape[1]), 1)
+
+
 class Rounded:
     """The reference's arithmetic as plain PyTorch would do it: scores, softmax in float32, probabilities in q's dtype.
 
@@ -57,13 +62,17 @@ class Rounded:
         return self.random.sample(keys, len(keys)) if self.sampled else keys
 
     def scores(self, pairs, factor):
-        product = "hd,nhd->hn"
+        def product(row, keys):
+            if self.dtype == torch.float32:  # head by head, as the roundings of these very sums are the measure
+                return torch.einsum("hd,nhd->hn", row, repeated(keys, len(row)))
+            return torch.einsum("kgd,nkd->kgn", reference.by_group(row, keys.shape[1]), keys).flatten(0, 1)
+
         if self.sampled:
             orders = [self.random.sample(range(row.shape[-1]), row.shape[-1]) for row, _ in pairs]
             pairs = [(row[:, order], keys[..., order]) for (row, keys), order in zip(pairs, orders)]
         else:  # the size of the numbers summed in each score, as a random walk
-            self.size = sum(torch.einsum(product, row**2, keys**2) for row, keys in pairs).sqrt() * abs(factor)
-        return sum(torch.einsum(product, row, keys) for row, keys in pairs) * factor
+            self.size = sum(product(row**2, keys**2) for row, keys in pairs).sqrt() * abs(factor)
+        return sum(product(row, keys) for row, keys in pairs) * factor
 
     def softmax(self, s, value):
         top = torch.nn.functional.pad(s, (0, 1), value=-torch.inf).amax(1, keepdim=True).clamp(min=-1e30)
@@ -71,17 +80,21 @@ class Rounded:
         total = p.sum(1, keepdim=True)
         lse = torch.where(total > 0, top + total.log(), -torch.inf)[:, 0]
         total = total.clamp(min=1e-37)
-        average = "hn,nhd->hd"
+
+        def average(weights, values):
+            if self.dtype == torch.float32:
+                return torch.einsum("hn,nhd->hd", weights, repeated(values, len(weights)))
+            weights = reference.by_group(weights, values.shape[1])
+            return torch.einsum("kgn,nkd->kgd", weights, values).flatten(0, 1)
+
         if self.sampled:
-            return (torch.einsum(average, p.to(self.dtype).float(), value) / total).to(self.dtype).float(), lse
+            return (average(p.to(self.dtype).float(), value) / total).to(self.dtype).float(), lse
         p = p / total
-        out = torch.einsum(average, p.to(self.dtype).float(), value).to(self.dtype).float()
+        out = average(p.to(self.dtype).float(), value).to(self.dtype).float()
         s = s[:, : self.size.shape[1]]  # without the sink
         moved = p[:, : s.shape[1]] * (s.abs() + self.size).masked_fill(s == -torch.inf, 0.0)
         lse_spread = moved.sum(1, keepdim=True)
-        self.spreads.append(
-            (torch.einsum(average, moved, value[: s.shape[1]].abs()) + lse_spread * out.abs(), lse_spread)
-        )
+        self.spreads.append((average(moved, value[: s.shape[1]].abs()) + lse_spread * out.abs(), lse_spread))
         return out, lse
 
 

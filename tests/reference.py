@@ -90,6 +90,11 @@ def append(k, v, k_cache, v_cache, block_table, cache_seqlens, *, cu_seqlens_k_n
             cache.view(BITS[cache.itemsize])[where] = new.view(BITS[cache.itemsize])
 
 
+def by_group(x, kv_heads):
+    """[q_heads, ...] as [kv_heads, group, ...]: the heads that share keys side by side."""
+    return x.reshape(kv_heads, len(x) // max(1, kv_heads), *x.shape[1:])
+
+
 class Exact:
     """The arithmetic of the contract: float64. compare.py puts others in its place, to see what a dtype costs."""
 
@@ -107,15 +112,16 @@ class Exact:
 
     @staticmethod
     def scores(pairs, factor):
-        """factor times the sum of the products of each pair: a row [heads, dim] with [keys, heads, dim]."""
-        return factor * sum(torch.einsum("hd,nhd->hn", row, keys) for row, keys in pairs)
+        """factor times the sum of the products of each pair: a row [q_heads, dim] with [keys, kv_heads, dim]."""
+        products = [torch.einsum("kgd,nkd->kgn", by_group(row, keys.shape[1]), keys) for row, keys in pairs]
+        return factor * sum(products).flatten(0, 1)
 
     @staticmethod
     def softmax(s, value):
         """(out, lse) of one row; a row without keys has out 0 and lse -inf."""
         lse = torch.logsumexp(s, 1)
         p = torch.where(s == -torch.inf, 0.0, torch.exp(s - lse[:, None]))
-        return torch.einsum("hn,nhd->hd", p, value), lse
+        return torch.einsum("kgn,nkd->kgd", by_group(p, value.shape[1]), value).flatten(0, 1), lse
 
 
 def attend(q, k_cache, v_cache, *, cache_seqlens, block_table=None, seqlens_new=None, cache_batch_idx=None,
@@ -156,7 +162,6 @@ def attend(q, k_cache, v_cache, *, cache_seqlens, block_table=None, seqlens_new=
             number(read(cache, block_table, row, seen, None if descale is None else descale[b]))
             for cache, descale in ((k_cache, k_descale), (v_cache, v_descale))
         )
-        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)  # [keys, q_heads, dim]
         for t in range(q_len):
             keys = arithmetic.order(seen_by[t])
             own = slice(None) if keys == seen else [index[j] for j in keys]
@@ -168,6 +173,9 @@ def attend(q, k_cache, v_cache, *, cache_seqlens, block_table=None, seqlens_new=
                 slope = number(alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[b])
                 s = s - slope[:, None] * (q_pos[t] - torch.tensor(keys, dtype=torch.int64)).abs()
             if s_aux is not None:  # the sink: one more column that carries no value
-                s, values = torch.cat([s, number(s_aux)[:, None]], 1), torch.cat([values, 0 * number(out_of[b][:1])])
+                s, values = (
+                    torch.cat([s, number(s_aux)[:, None]], 1),
+                    torch.cat([values, values.new_zeros(1, *values.shape[1:])]),
+                )
             out_of[b][t], lse_of[b][t] = arithmetic.softmax(s, values)
     return out, lse.transpose(-1, -2)

@@ -58,15 +58,6 @@ const char* balanced_why_not(const Problem& p, const RowTiles& tiles) {
   return "";
 }
 
-// Places of keys count pieces of 16 bytes in 32 bits.
-bool fits_32_bits(const Problem& p) {
-  const Cache& c = p.cache;
-  const int64_t pages = pd_max(c.num_pages, 1) - 1, slots = pd_max(c.page_size, 1) - 1, heads = p.kv_heads - 1;
-  const int64_t last = pd_max(pages * c.k_stride_page + slots * c.k_stride_slot + heads * c.k_stride_head,
-                              pages * c.v_stride_page + slots * c.v_stride_slot + heads * c.v_stride_head);
-  return last * dtype_bytes(c.dtype) / 16 < int64_t{UINT32_MAX};
-}
-
 // Bytes of shared memory that `warps` warps take as a block.
 int shared_bytes(const DecodeInstance& instance, int warps) { return warps * instance.warp_bytes; }
 
@@ -150,18 +141,8 @@ void plan_balanced(const Problem& p, const RowTiles& tiles, const DeviceLimits& 
   const bool few = pairs <= limits.processors && most_warps(tiles.instance, limits) > tiles.instance.warps;
   plan_block(limits, few, units, plan);
   plan.blocks = int64_t{limits.processors} * plan.blocks_per_processor;
-  work.blocks = FastDivisor(plan.blocks);
-  work.balanced = true;
-  work.max_splits = FastDivisor(1);
-  work.pair_cost = kPairCost / plan.blocks_per_processor;
-  work.min_units = (few ? 1 : 2) * plan.warps;
+  plan_balanced_cuts(p, plan.blocks, kPairCost / plan.blocks_per_processor, (few ? 1 : 2) * plan.warps, work);
   work.surplus_rounds = static_cast<int32_t>(pd_ceil_div(tiles.surplus * p.kv_heads, plan.blocks));
-  // Should the lengths hardly differ
-  const int64_t each = plan.blocks / pd_max(pairs, 1);
-  work.whole_pairs = static_cast<int32_t>(pairs / plan.blocks);
-  work.line_pairs = static_cast<int32_t>(pairs % plan.blocks);
-  // Hardly a block idle, or the line is better.
-  if (10 * each * pairs >= 9 * plan.blocks) work.blocks_each = FastDivisor(each);
 }
 
 // A block for every (item, kv_head, split).
@@ -206,22 +187,7 @@ const char* decode_why_not(const Problem& p, const DeviceLimits&) {
   if (q_bytes == 1 && bytes != 1) return "8-bit q with a 16-bit cache";
   if (p.qv) return "qv";
   if (p.head_dim > 256 || p.head_dim_v > 256) return "head_dim or head_dim_v above 256";
-  const int64_t piece = 16 / bytes;
-  if (p.head_dim % piece != 0 || p.head_dim_v % piece != 0) return "rows of the cache are not whole pieces of 16 bytes";
-  if (!aligned(c.k) || !aligned(c.v)) return "k_cache or v_cache does not begin at a multiple of 16 bytes";
-  if (!aligned(p.q) || !aligned(p.out)) return "q or out does not begin at a multiple of 16 bytes";
-  for (int64_t stride :
-       {c.k_stride_page, c.k_stride_slot, c.k_stride_head, c.v_stride_page, c.v_stride_slot, c.v_stride_head}) {
-    if (!aligned(stride, bytes)) return "a stride of k_cache or v_cache is no multiple of 16 bytes";
-    if (stride < 0) return "a stride of k_cache or v_cache is negative";
-  }
-  for (int64_t stride : {p.q_stride_batch, p.q_stride_token, p.q_stride_head}) {
-    if (!aligned(stride, q_bytes)) return "a stride of q is no multiple of 16 bytes";
-  }
-  for (int64_t stride : {p.out_stride_batch, p.out_stride_token, p.out_stride_head}) {
-    if (!aligned(stride, 2)) return "a stride of out is no multiple of 16 bytes";
-  }
-  return fits_32_bits(p) ? "" : "the cache has 64 GiB or more";
+  return pieces_why_not(p);
 }
 
 const char* decode_basic_why_not(const Problem& p, const DeviceLimits& limits) {

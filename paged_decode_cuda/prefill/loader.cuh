@@ -6,71 +6,10 @@
 // bytes of a row at a time, whatever the page size, and put zeros where there is nothing to see.
 #pragma once
 
+#include "places.cuh"
 #include "schedule.cuh"
 
 namespace paged_attn {
-
-// Asynchronous copy of 16 bytes; writes zeros and reads nothing when `valid` is false.
-PD_DEVICE void copy_piece(uint32_t shared, const void* global, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
-               : "memory");
-}
-
-// The copies of this warp are there, also for the matrix unit.
-PD_DEVICE void arrive_after_copies(uint32_t barrier) {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-  fence_async_proxy();
-  __syncwarp();
-  if (threadIdx.x % kWarp == 0) barrier_arrive(barrier);
-}
-
-constexpr int kCopyLanes = 8;  // of 128 bytes of a row
-constexpr int kCopyRows = kWarp / kCopyLanes;
-
-// Where the keys of a request lie.
-struct KeyPlaces {
-  static constexpr uint32_t kNowhere = ~0u;
-
-  const int32_t* pages;  // of the request; nullptr: all keys in one page
-  int base_page, base_slot;
-  int key_begin, key_end;  // keys that are seen
-
-  PD_MEMBER void start(const Problem& p, const Work& work) {
-    const Cache& cache = p.cache;
-    const int b = work.item.b;
-    key_begin = work.item.key_begin;
-    key_end = work.item.key_end;
-    pages = nullptr;
-    base_page = base_slot = 0;
-    if (cache.block_table) {
-      pages = cache.block_table + table_row(p, b) * cache.block_table_stride;
-    } else if (cache.cu_seqlens_k) {
-      base_slot = cache.cu_seqlens_k[b];
-    } else {
-      base_page = table_row(p, b);
-    }
-  }
-
-  // Page and slot of a key; page -1 where there is none.
-  PD_MEMBER int2 find(const Problem& p, const PrefillCall& plan, int key) const {
-    int page = -1, slot;
-    if (pages) {
-      const int index = plan.page_size.divide(key);
-      slot = key - index * static_cast<int>(plan.page_size.divisor);
-      if (index < plan.max_pages) page = pages[index];
-    } else {
-      slot = base_slot + key;
-      if (slot >= 0 && slot < p.cache.page_size) page = base_page;
-    }
-    return make_int2(static_cast<uint32_t>(page) < static_cast<uint32_t>(p.cache.num_pages) ? page : -1, slot);
-  }
-
-  // The same of a box that begins at `key`; page -1 where none of its keys is seen.
-  PD_MEMBER int2 find_box(const Problem& p, const PrefillCall& plan, int key) const {
-    const bool seen = key < key_end && key + plan.box_rows > key_begin;
-    return seen ? find(p, plan, key) : make_int2(-1, 0);
-  }
-};
 
 // Copies tile after tile of keys or of values, one warp.
 template <typename Shape, bool kValues>
@@ -127,7 +66,7 @@ struct TileLoader {
       const Work& work = control.work[slot.stage];
       if (!work.exists) break;
       KeyPlaces places;
-      places.start(p, work);
+      places.start(p, work.item);
       const int head = work.head, first_tile = work.item.first_tile;
       int tile = first_tile + work.item.tiles - 1;
       __syncwarp();
@@ -142,7 +81,7 @@ struct TileLoader {
         const bool bulk = boxes > 0 && (inside || !kValues);
         // Of the box of this lane, looked up while the stage is not yet free.
         int2 place = make_int2(-1, 0);
-        if (bulk) place = places.find_box(p, plan, key + own_row);
+        if (bulk) place = places.find_box(p, plan, key + own_row, plan.box_rows);
         barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
         if (bulk) {
           // Bytes may come before they are expected: the phase does not end without this arrival.
@@ -151,7 +90,8 @@ struct TileLoader {
 #pragma unroll 1
           for (int i = lane + kWarp; i < boxes * kColumns; i += kWarp) {
             const int row = i % boxes * plan.box_rows;
-            copy_own_box(plan, stage, arrived, i / boxes, row, head, places.find_box(p, plan, key + row));
+            copy_own_box(plan, stage, arrived, i / boxes, row, head,
+                         places.find_box(p, plan, key + row, plan.box_rows));
           }
         } else {
 #pragma unroll 1

@@ -1,4 +1,5 @@
-// Hopper's instructions that the prefill kernel needs: barriers in shared memory, and products of a warpgroup (wgmma).
+// Hopper's instructions that the prefill and mla kernels need: barriers in shared memory, copies, clusters, and
+// products of a warpgroup (wgmma).
 #pragma once
 
 #include <cuda.h>
@@ -68,6 +69,81 @@ PD_DEVICE void give_registers() {
 template <int kCount>
 PD_DEVICE void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+// ---- Words that blocks share ----
+
+// Of this launch, though the replays of a graph share it.
+PD_DEVICE unsigned long long grid_number() {
+  unsigned long long number;
+  asm volatile("mov.u64 %0, %%gridid;" : "=l"(number));
+  return number;
+}
+
+PD_DEVICE void store_relaxed(unsigned long long* word, unsigned long long value) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+PD_DEVICE unsigned long long load_relaxed(const unsigned long long* word) {
+  unsigned long long value;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
+// ---- Pieces of 16 bytes ----
+
+// Asynchronous copy of 16 bytes; writes zeros and reads nothing when `valid` is false.
+PD_DEVICE void copy_piece(uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+PD_DEVICE void await_pieces() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+PD_DEVICE void store_piece(uint32_t shared, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
+PD_DEVICE void load_piece(uint32_t shared, uint32_t& x, uint32_t& y, uint32_t& z, uint32_t& w) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x), "=r"(y), "=r"(z), "=r"(w)
+               : "r"(shared)
+               : "memory");
+}
+
+// ---- Clusters ----
+
+PD_DEVICE void cluster_sync() {
+  __syncwarp();
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;\n" ::
+          : "memory");
+}
+
+// Before cluster_sync(): barriers that were set up are there for the other blocks.
+PD_DEVICE void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Arrives at the barrier that stands at this address in the block of another rank.
+PD_DEVICE void barrier_arrive_at(uint32_t barrier, int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
+      "}\n" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
+// copy_box() into the same place of every block of a mask; each block's own barrier counts the bytes.
+PD_DEVICE void copy_box_to(uint16_t blocks, uint32_t shared, const CUtensorMap& tensor, uint32_t barrier, int dim,
+                           int slot, int head, int page) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%3, %4, %5, %6}], [%2], %7;" ::"r"(shared),
+      "l"(&tensor), "r"(barrier), "r"(dim), "r"(slot), "r"(head), "r"(page), "h"(blocks)
+      : "memory");
 }
 
 // ---- Products ----

@@ -14,20 +14,18 @@ constexpr int kBuckets = 16;
 // The word that is counted up must be zero before, and nobody clears it before a launch: the first block writes it
 // together with a number of this launch, the one that takes the last ticket clears it.
 PD_DEVICE unsigned ticket_tag() {
-  unsigned long long number;
-  asm volatile("mov.u64 %0, %%gridid;" : "=l"(number));
-  return static_cast<unsigned>((number + 1) * 0x9e3779b97f4a7c15ull >> 32) | 1u;
+  return static_cast<unsigned>((grid_number() + 1) * 0x9e3779b97f4a7c15ull >> 32) | 1u;
 }
 
 PD_DEVICE void open_tickets(unsigned long long* tickets) {
   const unsigned long long word = static_cast<unsigned long long>(ticket_tag()) << 32;
-  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(tickets), "l"(word) : "memory");
+  store_relaxed(tickets, word);
 }
 
 PD_DEVICE unsigned take_ticket(unsigned long long* tickets) {
   unsigned long long word;
   do {
-    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(word) : "l"(tickets) : "memory");
+    word = load_relaxed(tickets);
   } while (static_cast<unsigned>(word >> 32) != ticket_tag());
   return static_cast<unsigned>(atomicAdd(tickets, 1ull));
 }
@@ -90,9 +88,7 @@ PD_DEVICE int tiles_below(const Problem& p, const RequestTiles& r, int longest, 
   return static_cast<int>(max(r.rows - above, int64_t{0}));
 }
 
-PD_DEVICE void close_tickets(unsigned long long* tickets) {
-  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(tickets), "l"(0ull) : "memory");
-}
+PD_DEVICE void close_tickets(unsigned long long* tickets) { store_relaxed(tickets, 0); }
 
 // Walks through all tiles in their order. The lanes of one warp call everything together.
 template <typename Shape>

@@ -3,6 +3,7 @@
 
 #include "../rows.cuh"
 #include "products.cuh"
+#include "ring.cuh"
 #include "sizes.h"
 
 namespace paged_attn {
@@ -37,20 +38,6 @@ struct PrefillControl {
   uint64_t queries_full[Shape::kQueryStages], queries_empty[Shape::kQueryStages];
   uint64_t work_full[2], work_empty[2];
   Work work[2];
-};
-
-// Place in a ring of stages.
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
-
-  PD_MEMBER void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
 };
 
 }  // namespace paged_attn

@@ -1,0 +1,344 @@
+// Multi-head latent attention on Hopper's matrix unit: the values of a key are the first 512 of its 576 dimensions, so
+// a tile of keys is copied once and serves both products.
+//
+//   warpgroup 0   warps 0 to 2 copy tiles of keys, warp 3 finds work       56 registers per thread
+//   warpgroup 1   scores, weights, latents 0..255 of the output           232
+//   warpgroup 2   latents 256..511 of the output                          216
+//
+//                  tile n                                 tile n + 1
+//   warpgroup 1    K Q | weights n |    V[0:256] W n      K Q | weights n + 1 | ...
+//   warpgroup 2                    |    V[256:512] W n |                      | ...
+//   loaders        <---- tile n + 1 arrives ---->|        <---- tile n + 2
+//
+// A block has 64 rows, which fill its shared memory with queries and two tiles of keys, and its registers with 64 x 512
+// sums. Weights travel through shared memory in the order of registers: a thread of warpgroup 2 has the rows and keys
+// of its counterpart. Blocks of a cluster have 64 rows each of the same request and share every copy.
+//
+// Who waits for whom; every count is that of a phase.
+//
+//   barrier        arrivals                                   waited for by
+//   work_full      1: the director                            loaders, consumers
+//   work_empty     3 loader warps + 8 consumer warps          the director
+//   keys_full      3 loader warps, and 73728 bytes            consumers
+//   keys_empty     8 consumer warps of every block of the     loaders
+//                  cluster
+//   edge           1: loader 0, and 73728 bytes               loaders, where a tile has rows that nobody sees
+//   kMeet          256 threads of the consumers               themselves: queries are there; a finished row's (base,
+//                                                             sum) is there, and nobody reads its queries any more
+//   kReady         256: warpgroup 1 arrives, 2 waits          weights are in shared memory
+//   kTaken         256: warpgroup 2 arrives, 1 waits          they may be replaced
+#pragma once
+
+#include "../prefill/weights.cuh"
+#include "loader.cuh"
+
+namespace paged_attn {
+
+constexpr int kMeet = 1, kReady = 2, kTaken = 3;  // named barriers
+constexpr int kMlaConsumers = MlaSizes::kConsumers * kWarpgroup;
+
+// Both consumers bring the queries of this block's rows.
+PD_DEVICE void copy_mla_queries(const Problem& p, const MlaCall& call, const MlaWork& work, uint32_t queries) {
+  using Sizes = MlaSizes;
+  const int thread = threadIdx.x - kWarpgroup, piece = thread % kCopyLanes;
+  const Item& item = work.item;
+  const int group = static_cast<int>(p.group);
+#pragma unroll 1
+  for (int row = thread / kCopyLanes; row < Sizes::kRows; row += kMlaConsumers / kCopyLanes) {
+    const int own = static_cast<int>(blockIdx.y) * Sizes::kRows + row, token = call.group.divide(item.first_row + own);
+    const int64_t q_head = work.head * group + item.first_row + own - token * group;
+    const int64_t b = item.b, query = item.q_begin + token;
+    const bool exists = own < item.rows;
+    const int64_t rope = exists ? b * p.q_stride_batch + query * p.q_stride_token + q_head * p.q_stride_head : 0;
+    const int64_t latents = exists ? b * p.qv_stride_batch + query * p.qv_stride_token + q_head * p.qv_stride_head : 0;
+    const char* const source = static_cast<const char*>(p.qv.data) + latents * 2 + piece * 16;
+    const uint32_t target = queries + row * kRowBytes + (piece ^ row % 8) * 16;
+#pragma unroll
+    for (int c = 0; c < Sizes::kLatentColumns; ++c) {
+      copy_piece(target + c * Sizes::kRows * kRowBytes, source + c * kRowBytes, exists);
+    }
+    copy_piece(target + Sizes::kLatentColumns * Sizes::kRows * kRowBytes,
+               static_cast<const char*>(p.q) + rope * 2 + piece * 16, exists);
+  }
+  await_pieces();
+  fence_async_proxy();
+}
+
+// What both consumers know of themselves and do alike.
+struct MlaConsumer {
+  int half;  // 0: scores, and latents 0..255; 1: the others
+  int lane;
+  int row;  // of the block; this thread has that and the one 8 below
+  uint32_t shared;
+  Ring<MlaSizes::kStages> keys;
+  Ring<2> slot;
+
+  PD_MEMBER void start(int consumer, uint32_t address) {
+    half = consumer;
+    lane = threadIdx.x % kWarp;
+    row = threadIdx.x / kWarp % 4 * 16 + lane / 4;
+    shared = address;
+  }
+
+  PD_MEMBER int row_of_item(int r) const { return static_cast<int>(blockIdx.y) * MlaSizes::kRows + row + 8 * r; }
+  PD_MEMBER uint32_t stage() const { return shared + MlaSizes::kKeysAt + keys.stage * MlaSizes::kKeyBytes; }
+
+  PD_MEMBER void await_keys(MlaControl& control) const {
+    barrier_wait(shared_address(&control.keys_full[keys.stage]), keys.phase);
+  }
+
+  PD_MEMBER void release_keys(const MlaCall& call, MlaControl& control) {
+    if (lane < call.cluster) barrier_arrive_at(shared_address(&control.keys_empty[keys.stage]), lane);
+    keys.advance();
+  }
+
+  PD_MEMBER void release_work(MlaControl& control) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&control.work_empty[slot.stage]));
+    slot.advance();
+  }
+
+  // The next work, with its queries; nullptr at the end. Work without rows for this block only lets its tiles pass.
+  PD_MEMBER const MlaWork* next(const Problem& p, const MlaCall& call, MlaControl& control) {
+    while (true) {
+      barrier_wait(shared_address(&control.work_full[slot.stage]), slot.phase);
+      const MlaWork& work = control.work[slot.stage];
+      if (!work.exists) return nullptr;
+      if (static_cast<int>(blockIdx.y) * MlaSizes::kRows < work.item.rows) {
+        copy_mla_queries(p, call, work, shared);
+        named_barrier_sync(kMeet, kMlaConsumers);
+        return &work;
+      }
+#pragma unroll 1
+      for (int tiles = work.tile_end - work.tile; tiles > 0; --tiles) {
+        await_keys(control);
+        release_keys(call, control);
+      }
+      release_work(control);
+    }
+  }
+
+  // Writes this half of the rows, or of a part of them.
+  PD_MEMBER void write_part(const MlaCall& call, const MlaWork& work, const float (&acc)[MlaSizes::kDimV / 2],
+                            const float (&base)[2], const float (&l)[2]) const {
+    const int64_t part = mla_part(call, blockIdx.x, blockIdx.y, work.first);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (row_of_item(r) >= work.item.rows) continue;
+      const int64_t place = part * MlaSizes::kRows + row + 8 * r;
+      float* const sums = call.sums + place * MlaSizes::kLatents + half * MlaSizes::kDimV + lane % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < MlaSizes::kDimV / 8; ++j)
+        *reinterpret_cast<float2*>(sums + 8 * j) = make_float2(acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1]);
+      if (half == 0 && lane % 4 == 0) call.ml[place] = make_float2(base[r], l[r]);
+    }
+  }
+
+  template <bool kBf16>
+  PD_MEMBER void write(const Problem& p, const MlaCall& call, const MlaWork& work,
+                       const float (&acc)[MlaSizes::kDimV / 2], const float (&base)[2], const float (&l)[2]) const {
+    if (!work.first || work.behind > 0) {
+      write_part(call, work, acc, base, l);
+      return;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int own = row_of_item(r);
+      const bool exists = own < work.item.rows;
+      RowTarget target = {};
+      float factor = 0.f;
+      if (exists) {
+        target = row_target(p, call, work.item, work.head, own);
+        factor = finish_row(p, target, work.item.b, work.head, base[r], l[r], half == 0 && lane % 4 == 0);
+      }
+      store_row<kBf16>(acc, r, factor, static_cast<uint16_t*>(p.out) + target.out + half * MlaSizes::kDimV, exists,
+                       MlaSizes::kDimV);
+    }
+  }
+};
+
+// Weights on their way from one consumer to the other: piece i of thread t at (i, t).
+PD_DEVICE uint32_t weights_at(uint32_t buffer, int i) {
+  return buffer + (i * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
+}
+
+template <int kCount>
+PD_DEVICE void store_weights(uint32_t buffer, const uint32_t (&w)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) store_piece(weights_at(buffer, i / 4), w[i], w[i + 1], w[i + 2], w[i + 3]);
+}
+
+template <int kCount>
+PD_DEVICE void load_weights(uint32_t buffer, uint32_t (&w)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) load_piece(weights_at(buffer, i / 4), w[i], w[i + 1], w[i + 2], w[i + 3]);
+}
+
+// acc += weights v for the half of the latents that begins at column `first_column` of the tile.
+template <typename Shape>
+PD_DEVICE void add_values(float (&acc)[Shape::kDimV / 2], uint32_t (&weights)[Shape::kKeys / 4], uint32_t stage,
+                          int first_column) {
+  constexpr int kColumnBytes = Shape::kKeys * kRowBytes;
+  settle(acc);
+  settle(weights);
+  products_begin();
+  issue_values<Shape>(acc, weights, matrix_descriptor(stage + first_column * kColumnBytes, kColumnBytes));
+  products_commit();
+  products_wait<0>();
+  settle(acc);
+  settle(weights);
+}
+
+template <int kCount>
+PD_DEVICE void scale_sums(float (&acc)[kCount], const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) acc[i] *= factor[i / 2 % 2];
+}
+
+template <typename Shape, bool kFull>
+PD_DEVICE void consume_scores(const Problem& p, const MlaCall& call, MlaControl& control, uint32_t shared) {
+  constexpr bool kBf16 = IsBf16<typename Shape::Type>::value;
+  const uint32_t buffer = shared + Shape::kWeightsAt;
+  const uint64_t queries = matrix_descriptor(shared, kRowBytes);
+  MlaConsumer own;
+  own.start(0, shared);
+  bool used = false;  // there are weights in the buffer
+  float s[Shape::kKeys / 2], acc[Shape::kDimV / 2], factor[2] = {1.f, 1.f};
+  uint32_t weights[Shape::kKeys / 4];
+  PrefillRows<Shape, kFull> rows;
+
+  while (const MlaWork* const work = own.next(p, call, control)) {
+    rows.start(p, call, *work, own.row_of_item(0));
+#pragma unroll
+    for (int i = 0; i < Shape::kDimV / 2; ++i) acc[i] = 0.f;
+    const int inner_begin = work->item.inner_begin, inner_end = work->item.inner_end, end = work->tile_end;
+#pragma unroll 1
+    for (int tile = work->tile; tile < end; ++tile) {
+      own.await_keys(control);
+      settle(s);
+      products_begin();
+      issue_scores<Shape>(s, queries, matrix_descriptor(own.stage(), kRowBytes));
+      products_commit();
+      products_wait<0>();
+      settle(s);
+      const int first_key = tile * Shape::kKeys;
+      rows.score(p, s, first_key);
+      if (first_key + Shape::kKeys > inner_end || first_key < inner_begin) rows.mask(s, first_key);
+      const bool moved = rows.weigh(s, factor);
+      pack_weights<kBf16>(s, weights);
+
+      if (used) named_barrier_sync(kTaken, kMlaConsumers);
+      used = true;
+      store_weights(buffer, weights);
+      if (own.lane == 0) control.moved[own.row / 16] = moved;
+      if (moved && own.lane % 4 == 0) {
+        control.factor[own.row] = factor[0];
+        control.factor[own.row + 8] = factor[1];
+      }
+      named_barrier_arrive(kReady, kMlaConsumers);
+      if (moved) scale_sums(acc, factor);
+      add_values<Shape>(acc, weights, own.stage(), 0);
+      own.release_keys(call, control);
+    }
+    const float l[2] = {row_sum(rows.l[0]), row_sum(rows.l[1])};
+    if (own.lane % 4 == 0) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        control.base[own.row + 8 * r] = rows.base[r];
+        control.sum[own.row + 8 * r] = l[r];
+      }
+    }
+    named_barrier_sync(kMeet, kMlaConsumers);
+    own.template write<kBf16>(p, call, *work, acc, rows.base, l);
+    own.release_work(control);
+  }
+  if (used) named_barrier_sync(kTaken, kMlaConsumers);
+}
+
+template <typename Shape>
+PD_DEVICE void consume_values(const Problem& p, const MlaCall& call, MlaControl& control, uint32_t shared) {
+  constexpr bool kBf16 = IsBf16<typename Shape::Type>::value;
+  const uint32_t buffer = shared + Shape::kWeightsAt;
+  MlaConsumer own;
+  own.start(1, shared);
+  float acc[Shape::kDimV / 2];
+  uint32_t weights[Shape::kKeys / 4];
+
+  while (const MlaWork* const work = own.next(p, call, control)) {
+#pragma unroll
+    for (int i = 0; i < Shape::kDimV / 2; ++i) acc[i] = 0.f;
+#pragma unroll 1
+    for (int tiles = work->tile_end - work->tile; tiles > 0; --tiles) {
+      own.await_keys(control);
+      named_barrier_sync(kReady, kMlaConsumers);
+      load_weights(buffer, weights);
+      const bool moved = control.moved[own.row / 16];
+      const float factor[2] = {moved ? control.factor[own.row] : 1.f, moved ? control.factor[own.row + 8] : 1.f};
+      named_barrier_arrive(kTaken, kMlaConsumers);
+      if (moved) scale_sums(acc, factor);
+      add_values<Shape>(acc, weights, own.stage(), Shape::kLatentColumns / 2);
+      own.release_keys(call, control);
+    }
+    named_barrier_sync(kMeet, kMlaConsumers);
+    const float base[2] = {control.base[own.row], control.base[own.row + 8]};
+    const float l[2] = {control.sum[own.row], control.sum[own.row + 8]};
+    own.template write<kBf16>(p, call, *work, acc, base, l);
+    own.release_work(control);
+  }
+}
+
+PD_DEVICE void init_mla_barriers(const MlaCall& call, MlaControl& control) {
+  for (int i = 0; i < MlaSizes::kStages; ++i) {
+    barrier_init(shared_address(&control.keys_full[i]), MlaSizes::kLoaders);
+    barrier_init(shared_address(&control.keys_empty[i]), MlaSizes::kConsumerWarps * call.cluster);
+    barrier_init(shared_address(&control.edge[i]), 1);
+  }
+  for (int i = 0; i < 2; ++i) {
+    barrier_init(shared_address(&control.work_full[i]), 1);
+    barrier_init(shared_address(&control.work_empty[i]), MlaSizes::kLoaders + MlaSizes::kConsumerWarps);
+  }
+  fence_async_proxy();
+  publish_barriers();
+}
+
+template <typename Shape, bool kFull>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
+    mla_kernel(const __grid_constant__ Problem p, const __grid_constant__ MlaCall call) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ uint8_t raw[];
+  __shared__ MlaControl control;
+  // The same in every block of a cluster, as its copies go to the same place.
+  const uint32_t shared = (shared_address(raw) + kBlockBytes - 1) & ~(kBlockBytes - 1u);
+  if (threadIdx.x == 0) init_mla_barriers(call, control);
+  if (call.cluster > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  wait_for_predecessor();
+  let_successor_start();
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
+  if (warpgroup == 0) {
+    give_registers<Shape::kProducerRegisters>();
+    const int warp = threadIdx.x / kWarp;
+    if (warp < Shape::kLoaders) {
+      MlaLoader loader;
+      loader.start(call, warp);
+      loader.run(p, call, control, shared);
+    } else {
+      direct_mla(p, call, control);
+    }
+  } else if (warpgroup == 1) {
+    take_registers<Shape::kScoreRegisters>();
+    consume_scores<Shape, kFull>(p, call, control, shared);
+  } else {
+    take_registers<Shape::kValueRegisters>();
+    consume_values<Shape>(p, call, control, shared);
+  }
+  if (blockIdx.y == 0) clear_unclaimed(p);
+  // A block stays while another may still copy into it or arrive at its barriers.
+  if (call.cluster > 1) cluster_sync();
+#endif
+}
+
+}  // namespace paged_attn

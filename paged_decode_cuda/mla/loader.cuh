@@ -1,0 +1,180 @@
+// The producer warps: three copy tiles of keys, one finds out what is to be done.
+//
+// Where a page holds whole boxes, tiles come in bulk copies; the blocks of a cluster copy half of each and send it to
+// both. A tile is keys and values at once, and a weight of 0 does not hide a value, so rows that nobody sees are set to
+// zero once the copies have arrived. Elsewhere rows come in pieces of 16 bytes, with zeros where there is nothing to
+// see, and every block copies for itself.
+#pragma once
+
+#include "../prefill/places.cuh"
+#include "shape.cuh"
+
+namespace paged_attn {
+
+struct MlaLoader {
+  using Sizes = MlaSizes;
+  static constexpr int kKeys = Sizes::kKeys, kColumns = Sizes::kColumns, kColumnBytes = kKeys * kRowBytes;
+
+  int lane, loader;         // of the warp, of the three
+  int own_column, own_row;  // the box that this lane asks for
+  bool has_box;
+
+  PD_MEMBER void start(const MlaCall& call, int warp) {
+    lane = threadIdx.x % kWarp;
+    loader = warp;
+    const int boxes = call.box_rows > 0 ? kKeys / call.box_rows : 0;  // of a column
+    const int own = loader * kWarp + lane;
+    static_assert(kKeys / 8 * kColumns <= Sizes::kLoaders * kWarp, "there is a lane for every box");
+    own_column = own / max(boxes, 1);
+    own_row = (own - own_column * boxes) * call.box_rows;
+    has_box = own_column < kColumns && boxes > 0 && own % call.cluster == static_cast<int>(blockIdx.y);
+  }
+
+  PD_MEMBER void copy_own_box(const MlaCall& call, uint32_t stage, uint32_t arrived, int head, int2 place) const {
+    const bool latents = own_column < Sizes::kLatentColumns;
+    const CUtensorMap& tensor = latents ? call.latents : call.rope;
+    const int dim = latents ? own_column * kColumn : 0;
+    const uint32_t target = stage + own_column * kColumnBytes + own_row * kRowBytes;
+    if (call.cluster > 1) {
+      copy_box_to((1 << Sizes::kMostCluster) - 1, target, tensor, arrived, dim, place.y, head, place.x);
+    } else {
+      copy_box(target, tensor, arrived, dim, place.y, head, place.x);
+    }
+  }
+
+  // Rows of a tile that nobody sees; each warp has a third of the others' rows too.
+  PD_MEMBER void clear_unseen(const KeyPlaces& places, uint32_t stage, int key) const {
+    const int piece = lane % kCopyLanes;
+#pragma unroll 1
+    for (int i = loader * kCopyRows; i < kKeys; i += Sizes::kLoaders * kCopyRows) {
+      const int row = i + lane / kCopyLanes;
+      if (key + row >= places.key_begin && key + row < places.key_end) continue;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c)
+        store_piece(stage + c * kColumnBytes + row * kRowBytes + piece * 16, 0, 0, 0, 0);
+    }
+  }
+
+  PD_MEMBER void copy_pieces(const Problem& p, const MlaCall& call, const KeyPlaces& places, uint32_t stage, int key,
+                             int head) const {
+    const int piece = lane % kCopyLanes;
+    uint32_t latents[2], rope[2];  // of keys lane and lane + 32, in pieces
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int own = key + h * kWarp + lane;
+      int2 place = make_int2(-1, 0);
+      if (own >= places.key_begin && own < places.key_end) place = places.find(p, call, own);
+      const bool found = place.x >= 0;
+      latents[h] = found ? place.x * call.v_page_pieces + place.y * call.v_slot_pieces + head * call.v_head_pieces
+                         : KeyPlaces::kNowhere;
+      rope[h] = found ? place.x * call.k_page_pieces + place.y * call.k_slot_pieces + head * call.k_head_pieces : 0;
+    }
+    const char* const all_latents = static_cast<const char*>(p.cache.v) + piece * 16;
+    const char* const all_rope = static_cast<const char*>(p.cache.k) + piece * 16;
+#pragma unroll 1
+    for (int i = loader * kCopyRows; i < kKeys; i += Sizes::kLoaders * kCopyRows) {
+      const int row = i + lane / kCopyLanes;
+      const uint32_t from = __shfl_sync(~0u, i < kWarp ? latents[0] : latents[1], row % kWarp);
+      const uint32_t from_rope = __shfl_sync(~0u, i < kWarp ? rope[0] : rope[1], row % kWarp);
+      const bool found = from != KeyPlaces::kNowhere;
+      const uint32_t target = stage + row * kRowBytes + (piece ^ row % 8) * 16;
+      const char* const source = all_latents + static_cast<uint64_t>(found ? from : 0) * 16;
+#pragma unroll
+      for (int c = 0; c < Sizes::kLatentColumns; ++c) {
+        copy_piece(target + c * kColumnBytes, source + c * kRowBytes, found);
+      }
+      copy_piece(target + Sizes::kLatentColumns * kColumnBytes, all_rope + static_cast<uint64_t>(from_rope) * 16,
+                 found);
+    }
+  }
+
+  // keys_full: an arrival of each loader warp, and the bytes. edge: one arrival, and the bytes, of a tile some of whose
+  // rows are cleared before keys_full. Bytes may come before they are expected: a phase does not end without its
+  // arrivals. None comes a phase too early: whoever sends them has found the stage empty in both blocks.
+  PD_MEMBER void run(const Problem& p, const MlaCall& call, MlaControl& control, uint32_t shared) const {
+    const uint32_t full = shared_address(control.keys_full), empty = shared_address(control.keys_empty);
+    const uint32_t edges = shared_address(control.edge);
+    Ring<Sizes::kStages> ring;
+    Ring<2> slot;
+    uint32_t edge_phases = 0;  // a bit for every stage
+    while (true) {
+      barrier_wait(shared_address(&control.work_full[slot.stage]), slot.phase);
+      const MlaWork& work = control.work[slot.stage];
+      if (!work.exists) break;
+      KeyPlaces places;
+      places.start(p, work.item);
+      const int head = work.head, tile_end = work.tile_end;
+      int tile = work.tile;
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared_address(&control.work_empty[slot.stage]));
+      slot.advance();
+
+#pragma unroll 1
+      for (; tile < tile_end; ++tile) {
+        const int key = tile * kKeys;
+        const uint32_t stage = shared + Sizes::kKeysAt + ring.stage * Sizes::kKeyBytes;
+        const uint32_t arrived = full + ring.stage * 8, edge = edges + ring.stage * 8;
+        const bool inside = key >= places.key_begin && key + kKeys <= places.key_end;
+        // Looked up while the stage is not yet free.
+        int2 place = make_int2(-1, 0);
+        if (has_box) place = places.find_box(p, call, key + own_row, call.box_rows);
+        barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
+        if (call.box_rows == 0) {
+          copy_pieces(p, call, places, stage, key, head);
+          arrive_after_copies(arrived);
+        } else {
+          const uint32_t counted = inside ? arrived : edge;
+          if (loader == 0 && lane == 0) barrier_arrive_expecting(counted, Sizes::kKeyBytes);
+          if (has_box) copy_own_box(call, stage, counted, head, place);
+          if (!inside) {
+            barrier_wait(edge, edge_phases >> ring.stage & 1);
+            edge_phases ^= 1u << ring.stage;
+            clear_unseen(places, stage, key);
+            fence_async_proxy();
+          }
+          __syncwarp();
+          if (lane == 0 && !(inside && loader == 0)) barrier_arrive(arrived);
+        }
+        ring.advance();
+      }
+    }
+  }
+};
+
+// Finds the work of this cluster, which both of its blocks do alike.
+PD_DEVICE void direct_mla(const Problem& p, const MlaCall& call, MlaControl& control) {
+  const int lane = threadIdx.x % kWarp;
+  Walker walker = {};
+  Dealing dealing = {};
+  if (call.blocks_each.divisor > 0) expect_even_stretch(p, call, walker);
+  if (call.balanced) {
+    find_stretch(p, call, walker, dealing);
+  } else {
+    find_split(p, call, walker, dealing);
+  }
+  Ring<2> slot;
+  while (true) {
+    Segment segment = {};
+    MlaWork next = {};
+    next.exists = walker.next(p, call, dealing, segment, next.item);
+    if (next.exists) {
+      next.head = segment.head;
+      next.tile = segment.tile;
+      next.tile_end = segment.tile_end;
+      next.first = segment.first;
+      next.behind = partials_behind(next.item, segment, dealing);
+      if (lane == 0 && next.first && call.slots > 0 && blockIdx.y == 0)
+        call.records[segment.pair] = {static_cast<int>(blockIdx.x), next.behind};
+    }
+    barrier_wait(shared_address(&control.work_empty[slot.stage]), slot.phase ^ 1);
+    if (lane == 0) {
+      control.work[slot.stage] = next;
+      barrier_arrive(shared_address(&control.work_full[slot.stage]));
+    }
+    __syncwarp();
+    if (!next.exists) return;
+    slot.advance();
+  }
+}
+
+}  // namespace paged_attn

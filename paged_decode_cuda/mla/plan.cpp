@@ -1,0 +1,138 @@
+#include "plan.h"
+
+#include <initializer_list>
+
+#include "../layout.h"
+
+namespace paged_attn {
+namespace {
+
+constexpr int kCapability = 90;   // wgmma exists on this one only
+constexpr int kSplitKeys = 2048;  // of a request whose splits must not depend on the batch
+constexpr int kDeterministicSplits = 16;
+constexpr int kPairCost = 3;  // tiles that a block reads while it ends one item and begins another
+constexpr int kMinUnits = 2;
+constexpr int kSwizzledRows = 8;  // a box begins where the swizzle does
+constexpr int kCombineTeams = 4;
+
+// k_cache of 576, of which v_cache is the first 512.
+bool joined(const Problem& p) { return p.head_dim == MlaSizes::kDim && p.head_dim_v == MlaSizes::kLatents && !p.qv; }
+
+// k_cache of 64, v_cache and qv of 512.
+bool apart(const Problem& p) { return p.head_dim == MlaSizes::kRope && p.head_dim_v == MlaSizes::kLatents && p.qv; }
+
+bool values_are_latents(const Cache& c) {
+  return c.k == c.v && c.k_stride_page == c.v_stride_page && c.k_stride_slot == c.v_stride_slot &&
+         c.k_stride_head == c.v_stride_head;
+}
+
+// Rows of the longest request, as far as the host can tell.
+int64_t longest_rows(const Problem& p) {
+  const int64_t said = p.cu_seqlens_q ? pd_min(pd_max(p.max_q_len, 1), p.total_q) : p.max_q_len;
+  const bool says_nothing = p.cu_seqlens_q && said == p.total_q && p.batch > 1;
+  return (says_nothing ? pd_ceil_div(p.total_q, p.batch) : said) * p.group;
+}
+
+// Two blocks share the copies of their keys, where that leaves hardly one without rows.
+int cluster_of(const Problem& p) {
+  const int64_t tiles = pd_ceil_div(longest_rows(p), MlaSizes::kRows);
+  return tiles % 2 == 0 || tiles > 8 ? MlaSizes::kMostCluster : 1;
+}
+
+int64_t greatest_divisor(int64_t a, int64_t b) { return b == 0 ? a : greatest_divisor(b, a % b); }
+
+int row_shift_of(int cluster) { return MlaSizes::kRowShift + (cluster > 1 ? 1 : 0); }
+
+// Items of all requests, at most.
+int64_t items_of(const Problem& p, int row_shift) {
+  return p.cu_seqlens_q ? packed_tiles(p, row_shift) : p.batch * pd_ceil_div(p.max_q_len * p.group, 1 << row_shift);
+}
+
+bool balances(const Problem& p, int64_t items) {
+  const int64_t most = (capacity_of(p) >> MlaSizes::kTileShift) + 2 + kPairCost;
+  return p.num_splits == 0 && !p.deterministic && items <= kMaxBalancedItems && items * p.kv_heads * most <= INT32_MAX;
+}
+
+void plan_pieces(const Problem& split, Plan& work) {
+  const Cache& c = split.cache;
+  constexpr int64_t kPiece = 8;  // elements of 16 bytes
+  work.k_page_pieces = static_cast<uint32_t>(c.k_stride_page / kPiece);
+  work.k_slot_pieces = static_cast<uint32_t>(c.k_stride_slot / kPiece);
+  work.k_head_pieces = static_cast<uint32_t>(c.k_stride_head / kPiece);
+  work.v_page_pieces = static_cast<uint32_t>(c.v_stride_page / kPiece);
+  work.v_slot_pieces = static_cast<uint32_t>(c.v_stride_slot / kPiece);
+  work.v_head_pieces = static_cast<uint32_t>(c.v_stride_head / kPiece);
+}
+
+}  // namespace
+
+const char* mla_why_not(const Problem& p, const DeviceLimits& limits) {
+  if (!joined(p) && !apart(p)) return "head_dim and head_dim_v other than (576, 512), or (64, 512) with qv";
+  if (limits.capability != kCapability) return "a device of another compute capability than 9.0";
+  if (dtype_bytes(p.cache.dtype) == 4) return "float32";
+  if (dtype_bytes(p.cache.dtype) == 1) return "an 8-bit cache";
+  if (p.q_dtype != p.cache.dtype) return "q and the cache differ in dtype";
+  if (joined(p) && !values_are_latents(p.cache)) return "v_cache is not the first 512 values of the rows of k_cache";
+  if (p.qv && (p.cache.k_descale || p.cache.v_descale)) return "descales with qv";
+  const char* const reason = pieces_why_not(p);
+  if (*reason != '\0') return reason;
+  if (p.qv) {
+    if (!aligned(p.qv.data)) return "qv does not begin at a multiple of 16 bytes";
+    for (int64_t stride : {p.qv_stride_batch, p.qv_stride_token, p.qv_stride_head}) {
+      if (!aligned(stride, dtype_bytes(p.q_dtype))) return "a stride of qv is no multiple of 16 bytes";
+    }
+  }
+  const int64_t items = items_of(p, MlaSizes::kRowShift);
+  return items * p.kv_heads > INT32_MAX / MlaSizes::kRows ? "there are more rows than 32 bits count" : "";
+}
+
+Problem split_latents(const Problem& p) {
+  if (p.qv) return p;
+  Problem split = p;
+  constexpr int64_t kBytes = MlaSizes::kLatents * 2;
+  split.head_dim = MlaSizes::kRope;
+  split.qv = {p.q, true};
+  split.qv_stride_batch = p.q_stride_batch;
+  split.qv_stride_token = p.q_stride_token;
+  split.qv_stride_head = p.q_stride_head;
+  split.q = static_cast<const char*>(p.q) + kBytes;
+  split.cache.k = static_cast<char*>(p.cache.k) + kBytes;
+  return split;
+}
+
+MlaPlan plan_mla(const Problem& p, const DeviceLimits& limits) {
+  const Cache& c = p.cache;
+  MlaPlan plan = {};
+  Plan& work = plan.work;
+  plan.all_scores = p.softcap != 0.f || p.alibi_slopes;
+  plan.cluster = cluster_of(p);
+  const int row_shift = row_shift_of(plan.cluster);
+  plan_tables(p, MlaSizes::kTileShift, work);
+  plan_pieces(split_latents(p), work);
+  if (p.cu_seqlens_q) {
+    plan_packed_rows(p, row_shift, work);
+  } else {
+    plan_direct_rows(p, row_shift, pd_ceil_div(p.max_q_len * p.group, 1 << row_shift), work);
+  }
+  const int64_t pairs = work.items * p.kv_heads;
+  if (balances(p, work.items)) {
+    plan.clusters = pd_max(limits.processors / plan.cluster, 1);
+    plan_balanced_cuts(p, plan.clusters, kPairCost, kMinUnits, work);
+  } else {
+    plan_fixed_splits(p, kSplitKeys, p.deterministic ? kDeterministicSplits : 1, work);
+    plan.clusters = pairs * work.max_splits.divisor;
+  }
+  plan.clusters = pd_max(plan.clusters, 1);  // one clears what belongs to no request
+  plan.cut = work.balanced || work.max_splits.divisor > 1;
+  // A stretch of the line may end one item, whose first keys are another's, and begin one that others end.
+  if (plan.cut) plan.parts = plan.clusters * plan.cluster * (work.balanced ? 2 : 1);
+  const int64_t rows = pairs << row_shift;
+  plan.combine_rows = rows <= 2 * limits.processors ? 1 : kCombineTeams;
+  plan.combine_blocks = rows / plan.combine_rows;
+  // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere.
+  const int64_t box = c.block_table ? greatest_divisor(MlaSizes::kKeys, c.page_size) : MlaSizes::kKeys;
+  plan.box_rows = box % kSwizzledRows == 0 ? static_cast<int32_t>(box) : 0;
+  return plan;
+}
+
+}  // namespace paged_attn

@@ -1,0 +1,35 @@
+// When the kernel for multi-head latent attention serves a call, and how it is launched. Arithmetic only, no CUDA.
+#pragma once
+
+#include <stdint.h>
+
+#include "../limits.h"
+#include "../plan.h"
+#include "sizes.h"
+#include "spec/problem.h"
+
+namespace paged_attn {
+
+struct MlaPlan {
+  Plan work;         // an item is the rows of a cluster
+  bool all_scores;   // with softcap and ALiBi
+  int32_t box_rows;  // slots of a page that one bulk copy takes; 0: pages are too small for that
+  int64_t clusters;  // of the grid
+  int cluster;       // blocks of each: 64 rows of the same keys in each block
+  bool cut;          // some rows may have their keys in several clusters
+  int64_t parts;     // that all clusters may leave, 64 rows each
+  // The kernel that adds parts: teams of 128 threads share a row, or each has one of its own.
+  int combine_rows;  // of a block
+  int64_t combine_blocks;
+};
+
+// "" or why the kernel does not serve this.
+const char* mla_why_not(const Problem& p, const DeviceLimits& limits);
+
+// For problems that fit.
+MlaPlan plan_mla(const Problem& p, const DeviceLimits& limits);
+
+// The same call with the latents as values and as `qv`, the rest as keys and as q.
+Problem split_latents(const Problem& p);
+
+}  // namespace paged_attn

@@ -1,0 +1,75 @@
+#include "route.h"
+
+#include <optional>
+
+#include "../prefill/tensor_map.h"
+#include "instances.h"
+#include "shape.cuh"
+
+namespace paged_attn {
+namespace {
+
+// The workspace: sums of all parts, then (m, l) of their rows, then where the parts of every pair begin.
+struct Layout {
+  int64_t ml, records, end;  // bytes
+
+  explicit Layout(const Problem& p, const MlaPlan& plan) {
+    const int64_t rows = plan.parts * MlaSizes::kRows;
+    ml = rows * MlaSizes::kLatents * static_cast<int64_t>(sizeof(float));
+    records = ml + rows * static_cast<int64_t>(sizeof(float2));
+    end = records + plan.work.items * p.kv_heads * static_cast<int64_t>(sizeof(MlaRecord));
+  }
+};
+
+// `p` is split. The rest of the call is the workspace's.
+MlaCall mla_call(const Problem& p, const MlaPlan& plan) {
+  const Cache& c = p.cache;
+  MlaCall call = {};
+  static_cast<Plan&>(call) = plan.work;
+  const CacheStrides k = {c.k_stride_page, c.k_stride_slot, c.k_stride_head};
+  const CacheStrides v = {c.v_stride_page, c.v_stride_slot, c.v_stride_head};
+  // Where they cannot be described, copies go piece by piece.
+  const bool bulk = plan.box_rows > 0 && describe_cache(p, c.k, p.head_dim, k, plan.box_rows, call.rope) &&
+                    describe_cache(p, c.v, p.head_dim_v, v, plan.box_rows, call.latents);
+  call.box_rows = bulk ? plan.box_rows : 0;
+  call.cluster = plan.cluster;
+  call.combine_rows = plan.combine_rows;
+  return call;
+}
+
+}  // namespace
+
+Numbers mla_numbers(const MlaPlan& plan) {
+  return {{"rows_per_tile", MlaSizes::kRows * plan.cluster},
+          {"tile_keys", MlaSizes::kKeys},
+          {"items", plan.work.items},
+          {"splits", plan.work.max_splits.divisor},
+          {"balanced", plan.work.balanced},
+          {"all_scores", plan.all_scores},
+          {"box_rows", plan.box_rows},
+          {"cluster", plan.cluster},
+          {"blocks", plan.clusters * plan.cluster},
+          {"shared_bytes", MlaSizes::kSharedBytes},
+          {"parts", plan.parts}};
+}
+
+void launch_mla(const Problem& p, const MlaPlan& plan, const Context& context) {
+  const Problem split = split_latents(p);
+  MlaCall call = mla_call(split, plan);
+  std::optional<Workspace> workspace;
+  if (plan.cut) {
+    const Layout layout(split, plan);
+    char* const data = static_cast<char*>(workspace.emplace(layout.end).data());
+    call.slots = plan.work.balanced ? 2 : 1;
+    call.sums = reinterpret_cast<float*>(data);
+    call.ml = reinterpret_cast<float2*>(data + layout.ml);
+    call.records = reinterpret_cast<MlaRecord*>(data + layout.records);
+  }
+  const void* const kernel =
+      p.cache.dtype == DType::kBFloat16 ? mla_kernel_bf16(plan.all_scores) : mla_kernel_fp16(plan.all_scores);
+  const Grid grid = {plan.clusters, MlaSizes::kThreads, MlaSizes::kSharedBytes};
+  launch_in_clusters(kernel, grid, plan.cluster, context, split, call);
+  if (plan.cut) launch(mla_combine_kernel(), {plan.combine_blocks, kCombineThreads, 0}, context, split, call);
+}
+
+}  // namespace paged_attn

@@ -1,0 +1,36 @@
+// Sizes of the kernel for multi-head latent attention, for the kernel and for the planner.
+#pragma once
+
+#include "../prefill/sizes.h"
+
+namespace paged_attn {
+
+// A key is 512 latents, which are its value too, and 64 dimensions with a rotary embedding. Both lie in one tile in
+// shared memory: columns 0 to 7 are latents, column 8 is the rest.
+struct MlaSizes {
+  static constexpr int kLatents = 512, kRope = 64;
+  static constexpr int kDim = kLatents + kRope;
+  static constexpr int kDimV = kLatents / 2;  // that one consumer accumulates
+  static constexpr int kRows = 64;            // of a block
+  static constexpr int kKeys = 64;            // of a tile
+  static constexpr int kColumns = kDim / kColumn, kLatentColumns = kLatents / kColumn;
+  static constexpr int kStages = 2;
+  static constexpr int kMostCluster = 2;  // blocks that share their copies
+
+  static constexpr int kLoaders = 3;  // warps
+  static constexpr int kConsumers = 2, kConsumerWarps = kConsumers * kWarpgroup / 32;
+  static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
+
+  // Registers of a thread; the three warpgroups together have 504.
+  static constexpr int kProducerRegisters = 56, kScoreRegisters = 232, kValueRegisters = 216;
+
+  static constexpr int kQueryBytes = kRows * kColumns * kRowBytes, kKeyBytes = kKeys * kColumns * kRowBytes;
+  static constexpr int kWeightBytes = kRows * kKeys * 2;
+  static constexpr int kKeysAt = kQueryBytes, kWeightsAt = kKeysAt + kStages * kKeyBytes;
+  static constexpr int kSharedBytes = kWeightsAt + kWeightBytes + kBlockBytes;  // its start is aligned by hand
+
+  static constexpr int kRowShift = 6, kTileShift = 6;
+  static_assert(kRows == 1 << kRowShift && kKeys == 1 << kTileShift, "as the plan counts them");
+};
+
+}  // namespace paged_attn

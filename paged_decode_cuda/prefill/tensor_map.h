@@ -1,0 +1,20 @@
+// Describes keys and values to the bulk copies. The maps are made on the host from the strides alone.
+#pragma once
+
+#include <cuda.h>
+
+#include "spec/problem.h"
+
+namespace paged_attn {
+
+// Of a tensor [num_pages, page_size, kv_heads, dims] in elements.
+struct CacheStrides {
+  int64_t page, slot, head;
+};
+
+// A map of [page, kv_head, slot, dim] from the slowest to the fastest, whose boxes have `box_rows` slots and 64 values.
+// False where the tensor cannot be described.
+bool describe_cache(const Problem& p, const void* base, int64_t dims, const CacheStrides& strides, int box_rows,
+                    CUtensorMap& map);
+
+}  // namespace paged_attn

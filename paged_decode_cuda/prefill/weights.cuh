@@ -1,0 +1,196 @@
+// Rows of a consumer warpgroup: from their scores of a tile of keys to weights, from sums to what is stored.
+#pragma once
+
+#include "../rows.cuh"
+#include "products.cuh"
+
+namespace paged_attn {
+
+// The rows of one consumer thread: two of them, g and g + 8 of its warp's 16, and in each the columns 8 j + 2 t and
+// the next, where g = lane / 4 and t = lane % 4. Entry 4 j + 2 r + e of sums is row r, column 8 j + 2 t + e.
+template <typename Shape, bool kFull>
+struct PrefillRows {
+  static constexpr int kKeys = Shape::kKeys;
+
+  float base[2], l[2];   // reference score in log2 units, and this thread's part of the sum of weights
+  int begin[2], end[2];  // keys that the row sees
+  float scale;           // from what q.k gives to log2 units
+  // kFull: the score is no multiple of q.k
+  float natural_scale, slope[2];
+  int q_pos[2];
+
+  // Call, Work: of the kernel.
+  template <typename Call, typename Work>
+  PD_MEMBER void start(const Problem& p, const Call& plan, const Work& work, int first_row) {
+    const Item& item = work.item;
+    natural_scale = score_scale(p, item.b, work.head);
+    // Otherwise the largest score is not that of the largest q.k; see score().
+    scale = !kFull && natural_scale > 0.f ? natural_scale * PD_LOG2E : PD_LOG2E;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = min(first_row + r * 8, max(item.rows - 1, 0)), token = plan.group.divide(item.first_row + row);
+      const KvRange seen = row_keys(p, plan, item, token);
+      begin[r] = static_cast<int>(seen.begin);
+      end[r] = static_cast<int>(seen.end);
+      base[r] = -INFINITY;
+      l[r] = 0.f;
+      if constexpr (kFull) {
+        q_pos[r] = item.kv_len - item.q_len + token;
+        const int q_head =
+            work.head * static_cast<int>(p.group) + item.first_row + row - token * static_cast<int>(p.group);
+        slope[r] = row_slope(p, item.b, q_head);
+      }
+    }
+  }
+
+  PD_MEMBER void mask(float (&s)[kKeys / 2], int first_key) const {
+    const int column = first_key + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int from = begin[r] - column;
+      const unsigned count = static_cast<unsigned>(end[r] - begin[r]);
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[4 * j + 2 * r + e];
+          if (static_cast<unsigned>(8 * j + e - from) >= count) x = -INFINITY;
+        }
+    }
+  }
+
+  // From q.k to scores, where these are no positive multiples of it.
+  PD_MEMBER void score(const Problem& p, float (&s)[kKeys / 2], int first_key) const {
+    if constexpr (kFull) {
+      const int column = first_key + threadIdx.x % 4 * 2;
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i) {
+        const int r = i / 2 % 2, key = column + i / 4 * 8 + i % 2;
+        s[i] = pd_score(s[i], natural_scale, p.softcap, slope[r], fabsf(static_cast<float>(q_pos[r] - key)));
+      }
+    } else if (!(natural_scale > 0.f)) {
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i) s[i] *= natural_scale;
+    }
+  }
+
+  // From scores of the tile to weights. The reference of a row moves only when a score is far above it, so weights may
+  // exceed 1. True when that of a row of this warp has moved; then `factor` takes earlier sums to the new one.
+  PD_MEMBER bool weigh(float (&s)[kKeys / 2], float (&factor)[2]) {
+    constexpr float kFar = 8.f;  // log2 units: weights stay below 256
+    float top[2] = {-INFINITY, -INFINITY}, sum[2] = {}, shift[2];
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; i += 2) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], fmaxf(s[i], s[i + 1]));
+    const bool far = top[0] * scale > base[0] + kFar || top[1] * scale > base[1] + kFar;
+    const bool moved = __any_sync(~0u, far);
+    if (moved) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
+        top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
+        const float moved_base = fmaxf(base[r], top[r] * scale);
+        factor[r] = fast_rescale(base[r], moved_base);
+        base[r] = moved_base;
+        l[r] *= factor[r];
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) shift[r] = base[r] == -INFINITY ? 0.f : -base[r];
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; ++i) {
+      s[i] = fast_exp2(fmaf(s[i], scale, shift[i / 2 % 2]));
+      sum[i / 2 % 2] += s[i];
+    }
+    l[0] += sum[0];
+    l[1] += sum[1];
+    return moved;
+  }
+};
+
+// Of the four lanes of a row.
+PD_DEVICE float row_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Weights as operands of the second product: pairs of neighbouring keys.
+template <bool kBf16, int kCount>
+PD_DEVICE void pack_weights(const float (&s)[kCount], uint32_t (&weights)[kCount / 2]) {
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) weights[i] = pack_pair<kBf16>(s[2 * i], s[2 * i + 1]);
+}
+
+// Issues scores = q k^T for 64 rows.
+template <typename Shape>
+PD_DEVICE void issue_scores(float (&s)[Shape::kKeys / 2], uint64_t queries, uint64_t keys) {
+#pragma unroll
+  for (int k = 0; k < Shape::kDim / 16; ++k) {
+    const int column = k * 16 / kColumn, bytes = k * 16 % kColumn * 2;
+    multiply_scores(typename Shape::Type{}, s, advance(queries, column * Shape::kRows * kRowBytes + bytes),
+                    advance(keys, column * Shape::kKeys * kRowBytes + bytes), k > 0);
+  }
+}
+
+// Issues acc += weights v.
+template <typename Shape>
+PD_DEVICE void issue_values(float (&acc)[Shape::kDimV / 2], const uint32_t (&weights)[Shape::kKeys / 4],
+                            uint64_t values) {
+#pragma unroll
+  for (int k = 0; k < Shape::kKeys / 16; ++k) {
+    multiply_values(typename Shape::Type{}, acc, weights[4 * k], weights[4 * k + 1], weights[4 * k + 2],
+                    weights[4 * k + 3], advance(values, k * 16 * kRowBytes));
+  }
+}
+
+// Writes row g + 8 r of a warp: `dims` of its sums times `factor`. The four lanes of a row exchange their pairs, so
+// that each stores 16 bytes.
+template <bool kBf16, int kCount>
+PD_DEVICE void store_row(const float (&acc)[kCount], int r, float factor, uint16_t* out, bool exists,
+                         const int64_t& dims) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int j = 0; j < kCount / 4; j += 4) {
+    uint32_t words[4], turned[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      words[i] = pack_pair<kBf16>(acc[4 * (j + i) + 2 * r] * factor, acc[4 * (j + i) + 2 * r + 1] * factor);
+    // Word i of lane t becomes word t of lane i: by 1, then by 2.
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const uint32_t other = __shfl_xor_sync(~0u, t & 1 ? words[i] : words[i + 1], 1);
+      turned[i] = t & 1 ? other : words[i];
+      turned[i + 1] = t & 1 ? words[i + 1] : other;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t other = __shfl_xor_sync(~0u, t & 2 ? turned[i] : turned[i + 2], 2);
+      words[i] = t & 2 ? other : turned[i];
+      words[i + 2] = t & 2 ? turned[i + 2] : other;
+    }
+    const int dim = (j + t) * 8;
+    if (exists && dim < dims) *reinterpret_cast<uint4*>(out + dim) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+// Writes the rows of a warp.
+template <typename Shape, bool kFull, typename Call, typename Work>
+PD_DEVICE void store_rows(const Problem& p, const Call& plan, const Work& work, const float (&acc)[Shape::kDimV / 2],
+                          PrefillRows<Shape, kFull>& rows, int first_row) {
+  const Item& item = work.item;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = first_row + r * 8;
+    const float l = row_sum(rows.l[r]);
+    const bool exists = row < item.rows;
+    RowTarget target = {};
+    float factor = 0.f;
+    if (exists) {
+      target = row_target(p, plan, item, work.head, row);
+      factor = finish_row(p, target, item.b, work.head, rows.base[r], l, threadIdx.x % 4 == 0);
+    }
+    store_row<IsBf16<typename Shape::Type>::value>(acc, r, factor, static_cast<uint16_t*>(p.out) + target.out, exists,
+                                                   p.head_dim_v);
+  }
+}
+
+}  // namespace paged_attn

@@ -1,0 +1,168 @@
+"""Kernels whose thread blocks run on the host (tests/cuda/block/), and calls of them beside float64."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+HOST = REPOSITORY / "tests/cuda/block"
+CALL = [
+    *("q", "qv", "k", "v", "out", "lse", "cu_seqlens_q", "cache_seqlens", "block_table", "leftpad", "alibi", "sinks"),
+    *("batch", "q_heads", "kv_heads", "head_dim", "head_dim_v", "total_q", "max_q_len", "fp16"),
+    *("k_stride_page", "k_stride_slot", "k_stride_head", "v_stride_page", "v_stride_slot", "v_stride_head"),
+    *("num_pages", "page_size", "max_pages"),
+    *("window_left", "window_right", "chunk", "num_splits", "deterministic", "processors", "seed"),
+]
+
+
+class Call(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in CALL] + [("scale", ctypes.c_double), ("softcap", ctypes.c_double)]
+
+
+def numbers_of(names):
+    fields = {"_fields_": [(name, ctypes.c_int64) for name in names]}
+    return type("Numbers", (ctypes.Structure,), fields)()
+
+
+def compile_kernels(root, sources, in_shared_memory):
+    """A library of kernels with blocks on the host. in_shared_memory: (file, declaration, what it is here)."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    cuda = root / "paged_decode_cuda"
+    shutil.copytree(REPOSITORY / "paged_decode_cuda", cuda)
+    for name in ("ptx.cuh", "runtime.h", "prefill/products.cuh", "prefill/tensor_map.h"):
+        shutil.copy(HOST / Path(name).name, cuda / name)
+    for path, declared, instead in in_shared_memory:
+        source = (cuda / path).read_text()
+        assert declared in source
+        (cuda / path).write_text(source.replace(declared, instead))
+    whole = root / "whole.cpp"  # one file: the fibers' state is one
+    whole.write_text("".join(f'#include "{source}"\n' for source in sources))
+    flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-w", "-x", "c++"]
+    # Quoted names alone: one of the headers is called limits.h.
+    include = [f"-iquote{folder}" for folder in (cuda, REPOSITORY / "torch-ext", HOST)]
+    target = root / "kernels.so"
+    subprocess.run([compiler, *flags, *include, whole, "-o", target], check=True)
+    loaded = ctypes.CDLL(str(target))
+    loaded.attend.restype = ctypes.c_char_p
+    return loaded
+
+
+class Case:
+    """A call and its result. A key is a row of `dims` values, some of which meet q (KEYS) and some are its value."""
+
+    DIMS, KEYS, VALUES = 576, slice(0, 576), slice(0, 512)
+    NUMBERS = ("clusters", "cluster", "cut", "parts", "box_rows", "balanced", "splits", "items")
+
+    def __init__(
+        self, lens, q_lens=1, q_heads=16, kv_heads=1, page_size=64, apart=False, dtype=torch.bfloat16, seed=1, **options
+    ):
+        generator = torch.Generator().manual_seed(seed)
+        self.lens, self.page_size, self.apart, self.options = lens, page_size, apart, options
+        self.batch, self.q_heads, self.kv_heads, self.dtype, self.seed = len(lens), q_heads, kv_heads, dtype, seed
+        self.packed = isinstance(q_lens, (list, tuple))
+        self.q_lens = list(q_lens) if self.packed else [q_lens] * self.batch
+        random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+        self.total_q = sum(self.q_lens)
+        self.q = random(self.total_q, q_heads, self.KEYS.stop - self.KEYS.start)
+        self.max_pages = max(1, -(-max(lens) // page_size))
+        self.num_pages = self.batch * self.max_pages + 2
+        self.cache = random(self.num_pages, page_size, kv_heads, self.DIMS)
+        self.table = torch.randperm(self.num_pages, generator=generator)[: self.batch * self.max_pages].int()
+        self.table = self.table.view(self.batch, self.max_pages).contiguous()
+        self.leftpads = options.get("leftpads")
+        seen = torch.zeros(self.num_pages, page_size, dtype=torch.bool)
+        for b, n in enumerate(lens):
+            for key in range(self.leftpads[b] if self.leftpads else 0, n):
+                seen[self.table[b, key // page_size], key % page_size] = True
+        self.cache[~seen] = torch.nan  # nobody may see them
+        self.slopes = torch.rand(q_heads, generator=generator) * 0.05 if options.get("alibi") else None
+        self.sinks = torch.randn(q_heads, generator=generator) if options.get("sinks") else None
+        self.scale = options.get("scale", 192**-0.5)
+        self.window = options.get("window", (-1, 0))
+
+    def run(self, library):
+        call, o = Call(), self.options
+        rope = self.cache[..., 512:]
+        q = self.q[..., 512:].contiguous() if self.apart else self.q
+        qv = self.q[..., :512].contiguous() if self.apart else None
+        k, v = rope if self.apart else self.cache[..., self.KEYS], self.cache[..., self.VALUES]
+        dims, dims_v = k.shape[-1], v.shape[-1]
+        self.out = torch.full((self.total_q, self.q_heads, dims_v), torch.nan, dtype=self.dtype)
+        longest = max(self.q_lens)
+        shape = (self.q_heads, self.total_q) if self.packed else (self.batch, self.q_heads, longest)
+        self.lse = torch.full(shape, torch.nan)
+        seqlens = torch.tensor(self.lens, dtype=torch.int32)
+        cu = torch.tensor([0, *torch.tensor(self.q_lens).cumsum(0)], dtype=torch.int32)
+        leftpads = torch.tensor(self.leftpads, dtype=torch.int32) if self.leftpads else None
+        tensors = {
+            "q": q, "qv": qv, "k": k, "v": v, "out": self.out, "lse": self.lse, "cache_seqlens": seqlens,
+            "cu_seqlens_q": cu if self.packed else None, "block_table": self.table, "leftpad": leftpads,
+            "alibi": self.slopes, "sinks": self.sinks,
+        }  # fmt: skip
+        for name, tensor in tensors.items():
+            setattr(call, name, 0 if tensor is None else tensor.data_ptr())
+        for name, tensor in (("k", k), ("v", v)):
+            for place, which in enumerate(("page", "slot", "head")):
+                setattr(call, f"{name}_stride_{which}", tensor.stride(place))
+        for name, value in {
+            "batch": self.batch, "q_heads": self.q_heads, "kv_heads": self.kv_heads,
+            "head_dim": dims, "head_dim_v": dims_v,
+            "total_q": self.total_q, "max_q_len": longest, "fp16": self.dtype == torch.float16,
+            "num_pages": self.num_pages, "page_size": self.page_size, "max_pages": self.max_pages,
+            "window_left": self.window[0], "window_right": self.window[1], "chunk": o.get("chunk", 0),
+            "num_splits": o.get("num_splits", 0), "deterministic": o.get("deterministic", 0),
+            "processors": o.get("processors", 4), "seed": self.seed, "scale": self.scale,
+            "softcap": o.get("softcap", 0.0),
+        }.items():  # fmt: skip
+            setattr(call, name, value)
+        self.numbers = numbers_of(self.NUMBERS)
+        reason = library.attend(ctypes.byref(call), ctypes.byref(self.numbers)).decode()
+        assert reason == "", reason
+        return self.numbers
+
+    def judge(self):
+        """The worst relative error of a row of the output."""
+        group, begin, chunk = self.q_heads // self.kv_heads, 0, self.options.get("chunk", 0)
+        worst = 0.0
+        for b, n in enumerate(self.lens):
+            keys = torch.arange(n)
+            rows = self.cache[self.table[b, keys // self.page_size].long(), keys % self.page_size].double()
+            pad = self.leftpads[b] if self.leftpads else 0
+            rows = torch.where(rows.isnan(), 0.0, rows).repeat_interleave(group, 1)  # (keys, q_heads, DIMS)
+            for token in range(self.q_lens[b]):
+                q, at = self.q[begin + token].double(), n - self.q_lens[b] + token
+                score = torch.einsum("hd,khd->hk", q, rows[..., self.KEYS]) * self.scale
+                if self.options.get("softcap"):
+                    score = self.options["softcap"] * torch.tanh(score / self.options["softcap"])
+                if self.slopes is not None:
+                    score = score - self.slopes.double()[:, None] * (at - keys).abs()
+                seen = keys >= pad
+                if self.window[0] >= 0:
+                    seen &= keys >= at - self.window[0]
+                if self.window[1] >= 0:
+                    seen &= keys <= at + self.window[1]
+                if chunk:
+                    chunks = torch.div(torch.tensor(at - pad), chunk, rounding_mode="floor")
+                    seen &= torch.div(keys - pad, chunk, rounding_mode="floor") == chunks
+                score = score.masked_fill(~seen, -torch.inf)
+                if self.sinks is not None:
+                    score = torch.cat([score, self.sinks.double()[:, None]], 1)
+                lse = torch.logsumexp(score, 1) if score.shape[1] else torch.full((self.q_heads,), -torch.inf)
+                weights = (score - torch.where(lse.isinf(), 0.0, lse)[:, None]).exp()[:, :n]
+                out = torch.einsum("hk,khd->hd", weights, rows[..., self.VALUES])
+                own_lse = self.lse[:, begin + token] if self.packed else self.lse[b, :, token]
+                assert torch.equal(own_lse.isneginf(), lse.isneginf())
+                real = lse.isfinite()
+                assert (own_lse.double() - lse)[real].abs().max() < 2e-3 if real.any() else True
+                error = (self.out[begin + token].double() - out).norm(dim=1) / out.norm(dim=1).clamp(min=1e-3)
+                assert not error.isnan().any()
+                worst = max(worst, error.max().item())
+            begin += self.q_lens[b]
+        assert worst < (4e-3 if self.dtype == torch.float16 else 1e-2)
+        return worst

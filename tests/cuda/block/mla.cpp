@@ -1,0 +1,34 @@
+// One call of the route mla on the host. tests/test_mla_host.py calls it through ctypes.
+#include "mla/route.h"
+
+#include "call.h"
+
+using namespace paged_attn;
+
+extern "C" {
+
+struct PlanNumbers {
+  int64_t clusters, cluster, cut, parts, box_rows, balanced, splits, items;
+};
+
+// "" or why the route does not serve the call. Without `out` it is only planned.
+const char* attend(const Call* call, PlanNumbers* numbers) {
+  const Problem p = problem_of(*call);
+  const Context context = {{static_cast<int>(call->processors), 232448, 233472, 90}};
+  const char* const reason = mla_why_not(p, context.limits);
+  if (*reason != '\0') return reason;
+  const MlaPlan plan = plan_mla(p, context.limits);
+  *numbers = {plan.clusters,
+              plan.cluster,
+              plan.cut,
+              plan.parts,
+              plan.box_rows,
+              plan.work.balanced,
+              plan.work.max_splits.divisor,
+              plan.work.items};
+  machine.dice.seed(static_cast<unsigned>(call->seed));
+  if (call->out != 0) launch_mla(p, plan, context);
+  return "";
+}
+
+}  // extern "C"

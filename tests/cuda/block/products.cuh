@@ -1,0 +1,265 @@
+// The instructions of paged_decode_cuda/prefill/products.cuh on the host, as the PTX manual describes them. The swizzle
+// of 128 bytes is that of addresses: bits 4 to 6 are those of the place xor bits 7 to 9, for bulk copies and products
+// alike. A product or a copy of 16 bytes happens when it is asked for or when it is waited for, at random.
+#pragma once
+
+#include "../ptx.cuh"
+#include "sizes.h"
+
+struct CUtensorMap {
+  const uint8_t* base;
+  int64_t sizes[4], bytes[4];  // dim, slot, head, page
+  int box_rows;
+};
+
+namespace paged_attn {
+
+PD_DEVICE uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const uint8_t*>(pointer) - own_block().arena.get());
+}
+PD_DEVICE uint32_t swizzled(uint32_t address) { return address ^ ((address >> 7 & 7) << 4); }
+
+// ---- Barriers ----
+
+PD_DEVICE void settle_barrier(Barrier& barrier) {
+  ++machine.events;
+  if (barrier.pending < 0) fail("a barrier has more arrivals than it counts");
+  if (barrier.pending > 0 || barrier.bytes != 0) return;
+  barrier.phase ^= 1;
+  barrier.pending = barrier.count;
+}
+PD_DEVICE void barrier_init(uint32_t address, int arrivals) {
+  own_block().barriers[address] = {arrivals, arrivals, 0, 0};
+}
+PD_DEVICE Barrier& barrier_of(uint32_t address, int rank) {
+  const auto found = machine.blocks[rank].barriers.find(address);
+  if (found == machine.blocks[rank].barriers.end()) fail("a barrier that was not set up");
+  if (machine.blocks[rank].running == 0) fail("a barrier of a block that has ended");
+  return found->second;
+}
+PD_DEVICE void barrier_arrive_at(uint32_t address, int rank) {
+  Barrier& barrier = barrier_of(address, rank);
+  --barrier.pending;
+  settle_barrier(barrier);
+}
+PD_DEVICE void barrier_arrive(uint32_t address) { barrier_arrive_at(address, blockIdx.y); }
+PD_DEVICE void barrier_arrive_expecting(uint32_t address, int bytes) {
+  Barrier& barrier = barrier_of(address, blockIdx.y);
+  barrier.bytes += bytes;
+  --barrier.pending;
+  settle_barrier(barrier);
+}
+PD_DEVICE void barrier_wait(uint32_t address, uint32_t phase) {
+  const Barrier& barrier = barrier_of(address, blockIdx.y);
+  wait_until("a barrier in shared memory", [&] { return barrier.phase != phase; });
+}
+
+PD_DEVICE void place_box(const CUtensorMap& map, uint32_t target, int rank, int dim, int slot, int head, int page) {
+  for (int row = 0; row < map.box_rows; ++row) {
+    for (int i = 0; i < kColumn; ++i) {
+      const int64_t at[4] = {dim + i, slot + row, head, page};
+      bool inside = true;
+      int64_t offset = 0;
+      for (int d = 0; d < 4; ++d) {
+        inside &= at[d] >= 0 && at[d] < map.sizes[d];
+        offset += at[d] * map.bytes[d];
+      }
+      uint16_t value = 0;
+      if (inside) memcpy(&value, map.base + offset, 2);
+      memcpy(shared_at(swizzled(target + row * kRowBytes + i * 2), rank), &value, 2);
+    }
+  }
+}
+PD_DEVICE void copy_box_to(uint16_t blocks, uint32_t target, const CUtensorMap& map, uint32_t barrier, int dim,
+                           int slot, int head, int page) {
+  if (target % kBlockBytes != 0) fail("a box that does not begin where the swizzle does");
+  for (int rank = 0; rank < gridDim.y; ++rank) {
+    if (!(blocks >> rank & 1)) continue;
+    machine.on_their_way.push_back([=] {
+      place_box(map, target, rank, dim, slot, head, page);
+      Barrier& full = barrier_of(barrier, rank);
+      full.bytes -= map.box_rows * kRowBytes;
+      settle_barrier(full);
+    });
+  }
+}
+PD_DEVICE void copy_box(uint32_t target, const CUtensorMap& map, uint32_t barrier, int dim, int slot, int head,
+                        int page) {
+  copy_box_to(static_cast<uint16_t>(1 << blockIdx.y), target, map, barrier, dim, slot, head, page);
+}
+
+PD_DEVICE void fence_async_proxy() {}
+PD_DEVICE void publish_barriers() {}
+PD_DEVICE void cluster_sync() { meet(machine.cluster, blockDim.x * gridDim.y, "its cluster"); }
+PD_DEVICE void named_barrier_sync(int id, int threads) {
+  static const char* const names[] = {"named barrier 0", "named barrier 1", "named barrier 2", "named barrier 3"};
+  meet(own_block().named[id], threads, names[id % 4]);
+}
+PD_DEVICE void named_barrier_arrive(int id, int threads) { arrive(own_block().named[id], threads); }
+template <int kCount>
+PD_DEVICE void give_registers() {}
+template <int kCount>
+PD_DEVICE void take_registers() {}
+
+// ---- Words that blocks share ----
+
+PD_DEVICE unsigned long long grid_number() { return 7; }
+PD_DEVICE void store_relaxed(unsigned long long* word, unsigned long long value) { *word = value; }
+PD_DEVICE unsigned long long load_relaxed(const unsigned long long* word) { return *word; }
+PD_DEVICE unsigned long long atomicAdd(unsigned long long* word, unsigned long long n) {
+  const unsigned long long before = *word;
+  *word += n;
+  return before;
+}
+
+// ---- Pieces of 16 bytes ----
+
+using Actions = std::vector<std::function<void()>>;
+struct Batches {
+  std::vector<Actions> batches;
+  Actions open;
+};
+struct Products {
+  std::vector<Actions> groups;
+  Actions open;
+};
+inline std::unordered_map<int, Batches> own_pieces;  // by thread
+inline std::unordered_map<int, Products> own_products;
+PD_DEVICE int own_number() { return blockIdx.y * kMostThreads + threadIdx.x; }
+
+PD_DEVICE void copy_piece(uint32_t target, const void* global, bool valid) {
+  uint8_t* const to = shared_at(target);
+  const auto copy = [=] { valid ? (void)memcpy(to, global, 16) : (void)memset(to, 0, 16); };
+  if (chance()) return copy();
+  own_pieces[own_number()].open.push_back(copy);
+}
+PD_DEVICE void commit_pieces() {
+  Batches& own = own_pieces[own_number()];
+  own.batches.push_back(std::move(own.open));
+  own.open.clear();
+}
+template <int kPending>
+PD_DEVICE void await_batches() {
+  Batches& own = own_pieces[own_number()];
+  while (own.batches.size() > kPending) {
+    for (const auto& copy : own.batches.front()) copy();
+    own.batches.erase(own.batches.begin());
+  }
+}
+PD_DEVICE void await_pieces() {
+  commit_pieces();
+  await_batches<0>();
+}
+PD_DEVICE void store_piece(uint32_t target, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+  const uint32_t words[4] = {x, y, z, w};
+  memcpy(shared_at(target), words, 16);
+}
+PD_DEVICE void load_piece(uint32_t target, uint32_t& x, uint32_t& y, uint32_t& z, uint32_t& w) {
+  uint32_t words[4];
+  memcpy(words, shared_at(target), 16);
+  x = words[0], y = words[1], z = words[2], w = words[3];
+}
+
+// ---- Products ----
+
+PD_DEVICE uint64_t matrix_descriptor(uint32_t address, int column_bytes) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  return kSwizzle128 | static_cast<uint64_t>(kBlockBytes >> 4) << 32 | static_cast<uint64_t>(column_bytes >> 4) << 16 |
+         static_cast<uint64_t>((address & 0x3ffff) >> 4);
+}
+PD_DEVICE uint64_t advance(uint64_t descriptor, int bytes) { return descriptor + static_cast<uint64_t>(bytes >> 4); }
+
+struct Matrix {
+  uint32_t address, leading, stride;  // bytes; stride: from 8 rows to the next 8
+  explicit Matrix(uint64_t descriptor)
+      : address(static_cast<uint32_t>(descriptor & 0x3fff) << 4),
+        leading(static_cast<uint32_t>(descriptor >> 16 & 0x3fff) << 4),
+        stride(static_cast<uint32_t>(descriptor >> 32 & 0x3fff) << 4) {
+    if (descriptor >> 62 != 1) fail("a descriptor without the swizzle of 128 bytes");
+  }
+  // Row r and value i of a matrix whose rows are 128 bytes; columns of 64 values are `leading` apart.
+  uint32_t at(int row, int i) const {
+    return swizzled(address + row / 8 * stride + row % 8 * kRowBytes + i / kColumn * leading + i % kColumn * 2);
+  }
+};
+
+PD_DEVICE void products_begin() {}
+PD_DEVICE void products_commit() {
+  Products& own = own_products[own_number()];
+  own.groups.push_back(std::move(own.open));
+  own.open.clear();
+}
+template <int kPending>
+PD_DEVICE void products_wait() {
+  Products& own = own_products[own_number()];
+  if (!own.open.empty()) fail("a product that was not committed");
+  while (own.groups.size() > kPending) {
+    for (const auto& product : own.groups.front()) product();
+    own.groups.erase(own.groups.begin());
+  }
+}
+template <int kCount>
+PD_DEVICE void settle(float (&)[kCount]) {}
+template <int kCount>
+PD_DEVICE void settle(uint32_t (&)[kCount]) {}
+PD_DEVICE void await_value(float) {}
+
+PD_DEVICE void issue_product(std::function<void()> product) {
+  Products& own = own_products[own_number()];
+  if (own.open.empty() && own.groups.empty() && chance()) return product();
+  own.open.push_back(std::move(product));
+}
+
+// d[4 j + 2 r + e]: row 16 * warp + lane / 4 + 8 r, column 8 j + lane % 4 * 2 + e.
+template <typename Type, int kCount>
+PD_DEVICE void multiply_scores(Type, float (&d)[kCount], uint64_t q, uint64_t k, int keep) {
+  const int row = threadIdx.x % kWarpgroup / kWarp * 16 + threadIdx.x % kWarp / 4, column = threadIdx.x % 4 * 2;
+  float* const sums = d;
+  uint8_t* const memory = shared_at(0);
+  issue_product([=] {
+    const Matrix a(q), b(k);
+    for (int i = 0; i < kCount; ++i) {
+      const int m = row + i / 2 % 2 * 8, n = i / 4 * 8 + column + i % 2;
+      double sum = keep ? sums[i] : 0.;
+      for (int t = 0; t < 16; ++t) {
+        sum += double(value_at<Type>(memory + a.at(m, t))) * value_at<Type>(memory + b.at(n, t));
+      }
+      sums[i] = static_cast<float>(sum);
+    }
+  });
+}
+
+// Terms 2 (lane % 4), + 1 of rows g and g + 8 are in a0 and a1; those 8 further in a2 and a3.
+template <typename Type, int kCount>
+PD_DEVICE void multiply_values(Type, float (&d)[kCount], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                               uint64_t v) {
+  // The four lanes of a row have its terms between them.
+  const uint32_t own[4] = {a0, a1, a2, a3};
+  float terms[2][16];
+  for (int i = 0; i < 4; ++i) {
+    for (int t = 0; t < 4; ++t) {
+      const uint32_t word = __shfl_sync(~0u, own[i], lane() / 4 * 4 + t);
+      const uint16_t halves[2] = {static_cast<uint16_t>(word), static_cast<uint16_t>(word >> 16)};
+      for (int e = 0; e < 2; ++e) terms[i % 2][i / 2 * 8 + t * 2 + e] = value_at<Type>(&halves[e]);
+    }
+  }
+  const int column = threadIdx.x % 4 * 2;
+  float* const sums = d;
+  uint8_t* const memory = shared_at(0);
+  struct Terms {
+    float x[2][16];
+  } all;
+  memcpy(all.x, terms, sizeof(terms));
+  issue_product([=] {
+    const Matrix b(v);
+    for (int i = 0; i < kCount; ++i) {
+      double sum = sums[i];
+      for (int t = 0; t < 16; ++t) {
+        sum += double(all.x[i / 2 % 2][t]) * value_at<Type>(memory + b.at(t, i / 4 * 8 + column + i % 2));
+      }
+      sums[i] = static_cast<float>(sum);
+    }
+  });
+}
+
+}  // namespace paged_attn

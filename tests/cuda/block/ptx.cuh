@@ -1,0 +1,83 @@
+// The instructions of paged_decode_cuda/ptx.cuh that blocks on the host need.
+#pragma once
+
+#include <math.h>
+
+#include "decode/sizes.h"
+#include "lanes.h"
+#include "plan.h"
+#include "spec/problem.h"
+#include "spec/ranges.h"
+#include "spec/state.h"
+
+namespace paged_attn {
+
+PD_DEVICE float pd_tanh(float x) { return tanhf(x); }
+
+}  // namespace paged_attn
+
+#include "spec/score.h"
+
+namespace paged_attn {
+
+PD_DEVICE float fast_exp2(float x) { return exp2f(x); }
+PD_DEVICE float fast_rescale(float from, float to) { return from == to ? 1.f : fast_exp2(from - to); }
+PD_DEVICE void wait_for_predecessor() {}
+PD_DEVICE void let_successor_start() {}
+
+struct Fp16 {
+  static constexpr DType kDType = DType::kFloat16;
+};
+struct Bf16 {
+  static constexpr DType kDType = DType::kBFloat16;
+};
+template <typename Kv>
+struct IsBf16 {
+  static constexpr bool value = false;
+};
+template <>
+struct IsBf16<Bf16> {
+  static constexpr bool value = true;
+};
+
+template <typename Type>
+PD_DEVICE float value_at(const void* place) {
+  if constexpr (IsBf16<Type>::value) {
+    uint16_t half;
+    memcpy(&half, place, 2);
+    return __uint_as_float(static_cast<uint32_t>(half) << 16);
+  } else {
+    _Float16 half;
+    memcpy(&half, place, 2);
+    return static_cast<float>(half);
+  }
+}
+
+PD_DEVICE uint16_t narrow_bf16(float x) {
+  if (isnan(x)) return 0x7fff;
+  const uint32_t bits = __float_as_uint(x);
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+PD_DEVICE uint16_t narrow_fp16(float x) {
+  const _Float16 half = static_cast<_Float16>(x);
+  uint16_t bits;
+  memcpy(&bits, &half, 2);
+  return bits;
+}
+template <bool kBf16>
+PD_DEVICE uint32_t pack_pair(float low, float high) {
+  const uint32_t l = kBf16 ? narrow_bf16(low) : narrow_fp16(low), h = kBf16 ? narrow_bf16(high) : narrow_fp16(high);
+  return h << 16 | l;
+}
+
+PD_DEVICE float load_float(const void* base, DType dtype, int64_t index) {
+  if (dtype == DType::kFloat32) return static_cast<const float*>(base)[index];
+  const uint16_t* const place = static_cast<const uint16_t*>(base) + index;
+  return dtype == DType::kBFloat16 ? value_at<Bf16>(place) : value_at<Fp16>(place);
+}
+PD_DEVICE void store_float(void* base, DType dtype, int64_t index, float value) {
+  uint16_t* const place = static_cast<uint16_t*>(base) + index;
+  *place = dtype == DType::kBFloat16 ? narrow_bf16(value) : narrow_fp16(value);
+}
+
+}  // namespace paged_attn

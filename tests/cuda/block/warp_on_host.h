@@ -1,0 +1,335 @@
+// Thread blocks and clusters on the host: every thread is a fiber, and whoever waits lets the others go on. In the
+// place of ../warp_on_host.h, which has one warp.
+//
+// Threads take turns warp by warp in a random order, and now and then a warp sleeps for long. Bulk copies arrive some
+// turns later, in a random order. When nobody can go on and nothing is on its way, the run ends with who waits for
+// what.
+#pragma once
+
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __shared__
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __CUDA_ARCH_FEAT_SM90_ALL 1
+
+struct int2 {
+  int x, y;
+};
+struct uint2 {
+  unsigned x, y;
+};
+struct uint4 {
+  unsigned x, y, z, w;
+};
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+namespace block_on_host {
+
+constexpr int kLanes = 32, kStack = 256 << 10, kMostThreads = 1024;
+constexpr int kArena = 256 << 10, kRawAt = 8 << 10, kSkew = 48;  // dynamic shared memory begins off the alignment
+
+struct Place {
+  int x, y;
+};
+inline Place threadIdx, blockIdx, blockDim, gridDim;
+
+[[noreturn]] inline void fail(const std::string& what) {
+  fprintf(stderr, "block_on_host: block (%d, %d), thread %d: %s\n", blockIdx.x, blockIdx.y, threadIdx.x, what.c_str());
+  exit(3);
+}
+
+// An mbarrier.
+struct Barrier {
+  int count = 0, pending = 0;
+  int64_t bytes = 0;  // expected and not yet there
+  uint32_t phase = 0;
+};
+
+struct Meeting {  // of a named barrier, a block, a cluster
+  int arrived = 0;
+  uint64_t generation = 0;
+};
+
+struct Warp {
+  int64_t left[2][kLanes];
+  Meeting meeting;
+};
+
+struct Block {
+  std::unique_ptr<uint8_t[]> arena{new uint8_t[kArena]};
+  std::unordered_map<uint32_t, Barrier> barriers;
+  Meeting named[16], all;
+  int running = 0;  // threads
+  std::vector<Warp> warps;
+};
+
+struct Thread {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack{new char[kStack]};
+  bool done;
+  Place thread, block;
+  const char* waits_for;
+};
+
+struct Machine {
+  std::vector<Block> blocks;  // of the cluster that runs
+  std::vector<Thread> threads;
+  std::vector<std::function<void()>> on_their_way;
+  Meeting cluster;
+  ucontext_t scheduler;
+  Thread* current = nullptr;
+  std::function<void()> kernel;
+  uint64_t events = 0;  // anything that might let somebody go on
+  std::mt19937 dice{1};
+};
+inline Machine machine;
+
+inline Block& own_block() { return machine.blocks[blockIdx.y]; }
+inline bool chance() { return machine.dice() & 1; }
+
+inline void yield() { swapcontext(&machine.current->context, &machine.scheduler); }
+
+template <typename Condition>
+void wait_until(const char* what, Condition condition) {
+  machine.current->waits_for = what;
+  while (!condition()) yield();
+  machine.current->waits_for = "";
+  ++machine.events;
+}
+
+inline void run_thread() {
+  machine.kernel();
+  machine.current->done = true;
+  --own_block().running;
+  ++machine.events;
+  yield();
+}
+
+inline void start_cluster(int cluster, int threads, int x) {
+  machine.blocks.clear();
+  machine.blocks.resize(cluster);
+  machine.threads.resize(static_cast<size_t>(cluster) * threads);
+  machine.on_their_way.clear();
+  machine.cluster = {};
+  for (int y = 0; y < cluster; ++y) {
+    machine.blocks[y].warps.resize(threads / kLanes);
+    machine.blocks[y].running = threads;
+    memset(machine.blocks[y].arena.get(), 0xff, kArena);  // NaN
+    for (int t = 0; t < threads; ++t) {
+      Thread& thread = machine.threads[y * threads + t];
+      thread.done = false;
+      thread.thread = {t, 0};
+      thread.block = {x, y};
+      thread.waits_for = "its turn";
+      getcontext(&thread.context);
+      thread.context.uc_stack = {thread.stack.get(), 0, kStack};
+      thread.context.uc_link = nullptr;
+      makecontext(&thread.context, run_thread, 0);
+    }
+  }
+}
+
+inline void report_deadlock() {
+  std::unordered_map<std::string, int> waiting;
+  for (const Thread& t : machine.threads) {
+    if (!t.done) {
+      ++waiting["block " + std::to_string(t.block.y) + " warp " + std::to_string(t.thread.x / kLanes) + " waits for " +
+                t.waits_for];
+    }
+  }
+  for (const auto& [what, count] : waiting) fprintf(stderr, "%3d threads of %s\n", count, what.c_str());
+  fail("nobody can go on");
+}
+
+inline void run_cluster() {
+  const size_t warps = machine.threads.size() / kLanes;
+  std::vector<size_t> order(warps);
+  std::vector<int> asleep(warps, 0);
+  for (size_t i = 0; i < warps; ++i) order[i] = i;
+  while (true) {
+    const uint64_t before = machine.events;
+    bool all_done = true, skipped = false;
+    std::shuffle(order.begin(), order.end(), machine.dice);
+    for (size_t w : order) {
+      if (asleep[w] > 0) {
+        --asleep[w];
+      } else if (machine.dice() % 512 == 0) {
+        asleep[w] = static_cast<int>(machine.dice() % 400);
+      }
+      if (asleep[w] > 0 || machine.dice() % 4 == 0) {  // it is slow this time
+        all_done = false;
+        skipped = true;
+        continue;
+      }
+      for (size_t t = w * kLanes; t < (w + 1) * kLanes; ++t) {
+        Thread& thread = machine.threads[t];
+        if (thread.done) continue;
+        all_done = false;
+        machine.current = &thread;
+        threadIdx = thread.thread;
+        blockIdx = thread.block;
+        swapcontext(&machine.scheduler, &thread.context);
+      }
+    }
+    auto& way = machine.on_their_way;
+    std::shuffle(way.begin(), way.end(), machine.dice);
+    for (size_t n = way.empty() ? 0 : machine.dice() % (way.size() + 1); n > 0; --n) {
+      way.back()();
+      way.pop_back();
+      ++machine.events;
+    }
+    if (all_done) break;
+    static int idle = 0;
+    if (!skipped || machine.events != before) idle = machine.events == before && way.empty() ? idle + 1 : 0;
+    if (idle > 8) report_deadlock();
+  }
+  while (!machine.on_their_way.empty()) fail("a copy arrives after its block has ended");
+}
+
+// One cluster after the other; a kernel whose clusters wait for each other would not end.
+inline void run_grid(int clusters, int cluster, int threads, std::function<void()> kernel) {
+  machine.kernel = std::move(kernel);
+  blockDim = {threads, 1};
+  gridDim = {clusters, cluster};
+  for (int x = 0; x < clusters; ++x) {
+    start_cluster(cluster, threads, x);
+    run_cluster();
+  }
+}
+
+// ---- What a warp exchanges ----
+
+inline bool arrive(Meeting& meeting, int count) {
+  ++machine.events;
+  if (++meeting.arrived < count) return false;
+  meeting.arrived = 0;
+  ++meeting.generation;
+  return true;
+}
+
+inline void meet(Meeting& meeting, int count, const char* what) {
+  const uint64_t generation = meeting.generation;
+  if (!arrive(meeting, count)) wait_until(what, [&] { return meeting.generation != generation; });
+}
+
+inline const int64_t* exchange(int64_t value) {
+  Warp& warp = own_block().warps[threadIdx.x / kLanes];
+  int64_t* const left = warp.left[warp.meeting.generation % 2];
+  left[threadIdx.x % kLanes] = value;
+  meet(warp.meeting, kLanes, "its warp");
+  return left;
+}
+
+inline int lane() { return threadIdx.x % kLanes; }
+inline void __syncwarp() { exchange(0); }
+inline int __shfl_sync(unsigned, int value, int from) { return static_cast<int>(exchange(value)[from % kLanes]); }
+inline uint32_t __shfl_sync(unsigned, uint32_t value, int from) {
+  return static_cast<uint32_t>(exchange(value)[from % kLanes]);
+}
+inline int __shfl_up_sync(unsigned, int value, int step) {
+  const int own = lane();
+  const int64_t* all = exchange(value);
+  return static_cast<int>(all[own >= step ? own - step : own]);
+}
+inline uint32_t __shfl_xor_sync(unsigned, uint32_t value, int mask) {
+  const int own = lane();
+  return static_cast<uint32_t>(exchange(value)[own ^ mask]);
+}
+inline float __shfl_xor_sync(unsigned, float value, int mask) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  bits = __shfl_xor_sync(~0u, bits, mask);
+  memcpy(&value, &bits, 4);
+  return value;
+}
+inline float __shfl_sync(unsigned, float value, int from) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  bits = __shfl_sync(~0u, bits, from);
+  memcpy(&value, &bits, 4);
+  return value;
+}
+// Among the lanes of a team: in no kernel that runs here.
+inline float __shfl_sync(unsigned, float, int, int) { fail("a shuffle in a team"); }
+template <typename Combine>
+int64_t combine(int64_t value, Combine with) {
+  const int64_t* all = exchange(value);
+  int64_t result = all[0];
+  for (int i = 1; i < kLanes; ++i) result = with(result, all[i]);
+  return result;
+}
+inline int __reduce_add_sync(unsigned, int value) {
+  return static_cast<int>(combine(value, [](int64_t a, int64_t b) { return a + b; }));
+}
+inline int __reduce_max_sync(unsigned, int value) {
+  return static_cast<int>(combine(value, [](int64_t a, int64_t b) { return a > b ? a : b; }));
+}
+inline bool __any_sync(unsigned, bool value) {
+  return combine(value, [](int64_t a, int64_t b) { return a | b; }) != 0;
+}
+inline unsigned __ballot_sync(unsigned, bool value) {
+  const int64_t* all = exchange(value);
+  unsigned bits = 0;
+  for (int i = 0; i < kLanes; ++i) bits |= static_cast<unsigned>(all[i] != 0) << i;
+  return bits;
+}
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline uint32_t __float_as_uint(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+inline float __uint_as_float(uint32_t x) {
+  float value;
+  memcpy(&value, &x, 4);
+  return value;
+}
+inline void __syncthreads() { meet(own_block().all, blockDim.x, "its block"); }
+
+// ---- Shared memory ----
+
+template <typename T>
+T& block_control() {
+  static_assert(sizeof(T) <= kRawAt, "there is room");
+  return *reinterpret_cast<T*>(own_block().arena.get());
+}
+inline uint8_t* block_raw() { return own_block().arena.get() + kRawAt + kSkew; }
+inline uint8_t* shared_at(uint32_t address, int rank) {
+  if (address >= kArena) fail("an address outside of shared memory");
+  return machine.blocks[rank].arena.get() + address;
+}
+inline uint8_t* shared_at(uint32_t address) { return shared_at(address, blockIdx.y); }
+
+}  // namespace block_on_host
+
+namespace paged_attn {
+using namespace block_on_host;
+}

@@ -1,0 +1,203 @@
+"""Multi-head latent attention on a Hopper GPU: every feature on the route "mla", both forms of the call, every page
+size, few and many rows, cuts of every kind.
+"""
+
+import dataclasses
+import random
+
+import cases
+import pytest
+import torch
+from cases import Case
+from compare import check, judge, run
+
+
+@pytest.fixture(autouse=True)
+def only_on_hopper(device):
+    if torch.device(device).type != "cuda" or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the route needs compute capability 9.0")
+
+
+JOINED = Case(
+    batch=5,
+    kv_len=300,
+    q_heads=128,
+    kv_heads=1,
+    head_dim=576,
+    head_dim_v=512,
+    layout="latent",
+    page_size=64,
+    causal=True,
+)
+APART = dataclasses.replace(JOINED, head_dim=64, qv=True, layout="plain")
+FORMS = {"joined": JOINED, "apart": APART}
+
+FEATURES = {
+    "plain": {},
+    "fp16": {"dtype": "float16"},
+    "long": {"lens": (3000, 1, 64, 65, 900)},
+    "one_long": {"batch": 1, "lens": (20000,)},
+    "equal": {"batch": 32, "lens": (1024,) * 32},
+    "many": {"batch": 200, "kv_len": 150},
+    "drafts_2": {"q_len": 2},
+    "drafts_8": {"q_len": 8},
+    "not_causal": {"q_len": 3, "causal": False},
+    "varlen": {"varlen_q": True, "q_len": 8},
+    "varlen_spare": {"varlen_q": True, "q_len": 5, "spare": 3},
+    "prompt": {"batch": 2, "q_len": 70, "lens": (300, 130)},
+    "more_q_than_keys": {"q_len": 8, "kv_len": 5},
+    "heads_16": {"q_heads": 16},
+    "heads_16_drafts": {"q_heads": 16, "q_len": 5},
+    "heads_32": {"q_heads": 32, "q_len": 2},
+    "heads_48": {"q_heads": 48, "q_len": 3},
+    "heads_64": {"q_heads": 64},
+    "window": {"window": (100, -1), "q_len": 2},
+    "window_right": {"window": (-1, 2), "causal": False, "q_len": 4},
+    "chunk": {"chunk": 50, "q_len": 3},
+    "softcap": {"softcap": 2.5},
+    "alibi": {"alibi": "batch"},
+    "scale_0": {"scale": 0.0},
+    "scale_negative": {"scale": -0.05},
+    "leftpad": {"leftpad": True},
+    "sink": {"sink": "float32"},
+    "sink_16bit": {"sink": "bfloat16"},
+    "batch_idx": {"batch_idx": True},
+    "contiguous": {"page_size": 0},
+    "deterministic": {"deterministic": True, "kv_len": 9000},
+    "num_splits": {"num_splits": 5, "kv_len": 2000},
+    "out": {"give_out": True},
+}
+
+
+def on_the_route(paged_attn, case, device):
+    """Checks the case after making sure that it is the kernel of the route that runs."""
+    call = cases.build(case).to(device)
+    k_cache, v_cache = call.caches()
+    explained = paged_attn.explain(k_cache=k_cache, v_cache=v_cache, **call.kwargs)
+    assert explained.route == "mla", explained
+    check(paged_attn, case, device)
+    return explained
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_feature(paged_attn, device, feature, form):
+    on_the_route(paged_attn, dataclasses.replace(FORMS[form], **FEATURES[feature]), device)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("page_size", [1, 2, 3, 8, 16, 24, 48, 64, 128, 256, 0])
+def test_page_size(paged_attn, device, page_size, form):
+    """Bulk copies where a page holds whole boxes, piece by piece elsewhere."""
+    case = dataclasses.replace(FORMS[form], page_size=page_size, lens=(700, 0, 257, 256, 64), q_len=2)
+    explained = on_the_route(paged_attn, case, device)
+    assert (explained.plan["box_rows"] > 0) == (page_size % 8 == 0)
+
+
+@pytest.mark.parametrize("q_heads", [16, 128])
+def test_two_kv_heads(paged_attn, device, q_heads):
+    on_the_route(paged_attn, dataclasses.replace(APART, q_heads=q_heads, kv_heads=2, q_len=2), device)
+
+
+def random_case(rng):
+    """A few features at once."""
+    some = {
+        "window": (rng.randint(0, 300), rng.choice([-1, 0, 5])), "chunk": rng.choice([16, 100, 128]), "softcap": 5.0,
+        "alibi": "batch", "leftpad": True, "sink": "float32", "varlen_q": True,
+    }  # fmt: skip
+    return dataclasses.replace(
+        FORMS[rng.choice([*FORMS])],
+        batch=rng.randint(1, 40), q_len=rng.randint(1, 9), kv_len=rng.randint(1, 2500),
+        q_heads=rng.choice([16, 24, 32, 64, 128]), page_size=rng.choice([0, 1, 16, 64]), causal=rng.random() < 0.7,
+        dtype=rng.choice(["bfloat16", "float16"]), seed=rng.getrandbits(20),
+        **{name: some[name] for name in rng.sample([*some], rng.randint(0, 3))},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_features_together(paged_attn, device, seed):
+    on_the_route(paged_attn, random_case(random.Random(seed)), device)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_graph_is_replayed_with_other_lengths(paged_attn, device, form):
+    lens = (700, 0, 2300, 64, 511)
+    options = [dataclasses.replace(FORMS[form], lens=lens[-i:] + lens[:-i], seed=i) for i in range(5)]
+    call = cases.build(options[0]).to(device)
+    run(paged_attn, cases.build(options[0]).to(device))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = run(paged_attn, call)
+    for case in [*options, options[0]]:
+        before = cases.build(case)
+        for name, value in before.kwargs.items():
+            if isinstance(value, torch.Tensor):
+                call.kwargs[name].copy_(value)
+        for into, values in zip(call.storage, before.storage, strict=True):
+            into.copy_(values)
+        call.case = case
+        for _ in range(3):
+            out.fill_(torch.nan)
+            graph.replay()
+        judge(out, lse, call, before)
+
+
+def big_call(device, batch=32, kv_len=4096, q_len=1, seed=0, page_size=64):
+    generator = torch.Generator(device).manual_seed(seed)
+    pages = -(-kv_len // page_size) * batch
+    cache = torch.randn(pages, page_size, 1, 576, device=device, generator=generator).bfloat16()
+    q = torch.randn(batch, q_len, 128, 576, device=device, generator=generator).bfloat16()
+    table = torch.randperm(pages, device=device, generator=generator).int().view(batch, -1)
+    lens = torch.full((batch,), kv_len, device=device, dtype=torch.int32)
+    return {"q": q, "k_cache": cache, "v_cache": cache[..., :512], "block_table": table, "cache_seqlens": lens,
+            "causal": True, "softmax_scale": 192**-0.5, "return_softmax_lse": True}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {"q_len": 2}, {"batch": 1, "kv_len": 32768}, {"batch": 3, "kv_len": 5000}], ids=str
+)
+def test_many_times_the_same(paged_attn, device, sizes):
+    """The sizes of the benchmark: what a race would change differs from call to call."""
+    arguments = big_call(device, **sizes)
+    out, lse = paged_attn.flash_attn_with_kvcache(**arguments)
+    k = arguments["k_cache"][arguments["block_table"].long()].flatten(1, 2)[..., 0, :].float()
+    k = k[:, : int(arguments["cache_seqlens"][0])]
+    scores = torch.einsum("bthd,bkd->bthk", arguments["q"].float(), k) * 192**-0.5
+    q_len, kv_len = scores.shape[1], scores.shape[3]
+    positions = torch.arange(kv_len, device=device)
+    hidden = positions > (kv_len - q_len + torch.arange(q_len, device=device))[:, None]
+    scores.masked_fill_(hidden[None, :, None], -torch.inf)
+    expected = torch.einsum("bthk,bkd->bthd", scores.softmax(-1), k[..., :512])
+    assert ((out.float() - expected).norm() / expected.norm()).item() < 4e-3
+    assert (lse - scores.logsumexp(-1).transpose(1, 2)).abs().max().item() < 2e-3
+    for _ in range(50):
+        again, again_lse = paged_attn.flash_attn_with_kvcache(**arguments)
+        assert torch.equal(again, out) and torch.equal(again_lse, lse)
+
+
+def test_streams_do_not_disturb_each_other(paged_attn, device):
+    arguments = [big_call(device, batch=3 + i, kv_len=700 * (i + 1), seed=i) for i in range(5)]
+    expected = [paged_attn.flash_attn_with_kvcache(**a) for a in arguments]
+    torch.cuda.synchronize()
+    streams, results = [torch.cuda.Stream() for _ in arguments], []
+    for _ in range(20):
+        for stream, a in zip(streams, arguments):
+            with torch.cuda.stream(stream):
+                results.append(paged_attn.flash_attn_with_kvcache(**a))
+    torch.cuda.synchronize()
+    for i, (out, lse) in enumerate(results):
+        assert torch.equal(out, expected[i % 5][0]) and torch.equal(lse, expected[i % 5][1])
+
+
+def test_why_not(paged_attn, device):
+    """What keeps a call from the route is said."""
+    for options, reason in (
+        ({"head_dim": 128, "head_dim_v": 128, "layout": "plain"}, "head_dim"),
+        ({"kv_dtype": "float8_e4m3fn"}, "8-bit"),
+        ({"dtype": "float32"}, "float32"),
+        ({"layout": "plain"}, "first 512"),
+    ):
+        call = cases.build(dataclasses.replace(JOINED, **options)).to(device)
+        k_cache, v_cache = call.caches()
+        explained = paged_attn.explain(k_cache=k_cache, v_cache=v_cache, **call.kwargs)
+        assert reason in explained.why_not["mla"], (options, explained)

@@ -1,0 +1,152 @@
+"""The kernels of the route mla on the host: its own sources, with thread blocks of tests/cuda/block/ in the place of a
+GPU's. Results against float64; barriers that never open, copies into a tile that is still read, arrivals too many and
+addresses outside of shared memory end the run.
+"""
+
+import ctypes
+import random
+
+import pytest
+import torch
+from blocks import HOST, Call, Case, compile_kernels, numbers_of
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    root = tmp_path_factory.mktemp("mla")
+    cuda = root / "paged_decode_cuda"
+    sources = [cuda / "mla" / name for name in ("bf16.cu", "fp16.cu", "combine.cu", "route.cu", "plan.cpp")]
+    in_shared_memory = (
+        ("mla/kernel.cuh", "__shared__ MlaControl control;", "MlaControl& control = block_control<MlaControl>();"),
+        ("mla/kernel.cuh", "extern __shared__ uint8_t raw[];", "uint8_t* const raw = block_raw();"),
+        (
+            "mla/combine.cu",
+            "__shared__ RowSum shared_sums[kTeams][kCombineTeam];",
+            "auto& shared_sums = *reinterpret_cast<RowSum(*)[kTeams][kCombineTeam]>(block_raw());",
+        ),
+    )
+    return compile_kernels(root, [*sources, cuda / "plan.cpp", HOST / "mla.cpp"], in_shared_memory)
+
+
+CASES = {
+    "one_tile": {"lens": [64]},
+    "one_key": {"lens": [1]},
+    "no_keys": {"lens": [0, 70]},
+    "whole_tiles": {"lens": [256], "processors": 1},
+    "ragged": {"lens": [130, 1, 300]},
+    "apart": {"lens": [130, 1, 300], "apart": True},
+    "fp16": {"lens": [130, 70], "dtype": torch.float16},
+    "cluster": {"lens": [200, 64], "q_heads": 128},
+    "cluster_uneven": {"lens": [300, 1, 90], "q_heads": 128, "processors": 6},
+    "cluster_second_block_idle": {"lens": [150, 70], "q_lens": 9, "q_heads": 64},
+    "cluster_pages_of_1": {"lens": [100, 30], "q_heads": 128, "page_size": 1},
+    "drafts": {"lens": [200, 66], "q_lens": 4, "q_heads": 16},
+    "drafts_cluster": {"lens": [100, 66], "q_lens": 3, "q_heads": 128, "processors": 8},
+    "drafts_longer_than_keys": {"lens": [2, 66], "q_lens": 4, "q_heads": 16},
+    "packed": {"lens": [200, 66, 9], "q_lens": [3, 0, 5], "q_heads": 32},
+    "packed_cluster": {"lens": [200, 66, 9], "q_lens": [3, 1, 5], "q_heads": 64},
+    "group_48": {"lens": [100, 129], "q_lens": 2, "q_heads": 48},
+    "kv_heads": {"lens": [100, 129], "q_heads": 32, "kv_heads": 2},
+    "page_16": {"lens": [100, 129], "page_size": 16},
+    "page_8": {"lens": [100], "page_size": 8},
+    "page_256": {"lens": [300, 40], "page_size": 256},
+    "page_3": {"lens": [100, 129], "page_size": 3},
+    "page_24": {"lens": [100, 129], "page_size": 24, "apart": True},
+    "leftpad": {"lens": [200, 129], "leftpads": [70, 3]},
+    "leftpad_all": {"lens": [100], "leftpads": [100]},
+    "window": {"lens": [300, 100], "q_lens": 2, "window": (100, 0)},
+    "window_right": {"lens": [300, 100], "q_lens": 3, "window": (-1, 1)},
+    "not_causal": {"lens": [100], "q_lens": 3, "window": (-1, -1)},
+    "chunk": {"lens": [300, 129], "q_lens": 3, "chunk": 100, "leftpads": [5, 0]},
+    "softcap": {"lens": [100, 70], "softcap": 2.0},
+    "alibi": {"lens": [200, 70], "q_lens": 2, "alibi": True},
+    "sinks": {"lens": [200, 0], "sinks": True},
+    "large_scores": {"lens": [400], "scale": 3.0},
+    "negative_scale": {"lens": [100], "scale": -0.05},
+    "scale_0": {"lens": [100], "scale": 0.0},
+    "many_parts": {"lens": [900], "q_heads": 128, "processors": 16},
+    "many_parts_and_rows": {"lens": [700, 500], "q_heads": 128, "q_lens": 2, "processors": 20},
+    "num_splits": {"lens": [300, 64], "num_splits": 3},
+    "num_splits_cluster": {"lens": [300, 64], "num_splits": 2, "q_heads": 128},
+    "deterministic": {"lens": [300, 64], "deterministic": 1},
+    "more_pairs_than_blocks": {"lens": [128] * 7, "processors": 3},
+    "line": {"lens": [70, 600, 1, 200, 90], "processors": 4},
+    "two_parts_of_a_block": {"lens": [700, 700, 100], "processors": 3},
+    "line_cluster": {"lens": [70, 500, 1, 200, 90], "processors": 6, "q_heads": 128},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attends(library, name):
+    case = Case(**CASES[name])
+    case.run(library)
+    case.judge()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_attends_some_call(library, seed):
+    """Lengths, groups, pages and processors at random."""
+    rng = random.Random(seed)
+    batch, packed = rng.randint(1, 4), rng.random() < 0.4
+    lens = [rng.choice([0, 1, 64, 65, rng.randint(1, 400)]) for _ in range(batch)]
+    longest = rng.choice([1, 2, 3])
+    case = Case(
+        lens=lens,
+        q_lens=[rng.randint(0, longest) for _ in range(batch - 1)] + [longest] if packed else longest,
+        q_heads=rng.choice([16, 40, 64, 128]),
+        page_size=rng.choice([1, 8, 16, 64, 128]),
+        apart=rng.random() < 0.5,
+        processors=rng.choice([1, 2, 5, 12]),
+        seed=seed,
+        **rng.choice([{}, {}, {"deterministic": 1}, {"num_splits": 3}, {"window": (70, 0)}, {"sinks": True}]),
+    )
+    case.run(library)
+    case.judge()
+
+
+def explained(library, **options):
+    """(reason, numbers) of a call that is only planned, on an H200."""
+    call = Call(
+        batch=32, q_heads=128, kv_heads=1, head_dim=576, head_dim_v=512, max_q_len=1, page_size=64, max_pages=64, seed=1
+    )
+    call.q = call.k = call.v = call.cache_seqlens = call.block_table = 1 << 20
+    call.window_left, call.window_right, call.processors, call.scale = -1, 0, 132, 0.1
+    for which in "kv":
+        for name, stride in (("page", 64 * 576), ("slot", 576), ("head", 576)):
+            setattr(call, f"{which}_stride_{name}", stride)
+    for name, value in options.items():
+        setattr(call, name, value)
+    call.num_pages = options.get("num_pages", call.batch * call.max_pages)
+    call.total_q = options.get("total_q", call.batch * call.max_q_len)
+    numbers = numbers_of(Case.NUMBERS)
+    return library.attend(ctypes.byref(call), ctypes.byref(numbers)).decode(), numbers
+
+
+def test_plans(library):
+    for options, expected in (
+        ({}, {"clusters": 66, "cluster": 2, "items": 32, "parts": 264, "balanced": 1, "box_rows": 64}),
+        ({"batch": 1, "max_pages": 512}, {"clusters": 66, "cluster": 2, "items": 1}),
+        ({"max_q_len": 2}, {"cluster": 2, "items": 64}),
+        ({"q_heads": 16}, {"clusters": 132, "cluster": 1, "items": 32, "parts": 264}),
+        ({"q_heads": 64, "max_q_len": 3}, {"cluster": 1, "items": 96}),
+        ({"page_size": 16, "max_pages": 256}, {"box_rows": 16}),
+        ({"page_size": 4, "max_pages": 1024}, {"box_rows": 0}),
+        ({"deterministic": 1}, {"clusters": 64, "splits": 2, "parts": 128, "balanced": 0}),
+        ({"num_splits": 4}, {"clusters": 128, "splits": 4}),
+        ({"batch": 4, "max_q_len": 1024}, {"balanced": 0, "cut": 0, "parts": 0, "clusters": 4096}),
+    ):
+        reason, numbers = explained(library, **options)
+        assert reason == "" and {name: getattr(numbers, name) for name in expected} == expected, options
+
+
+def test_why_not(library):
+    for options, reason in (
+        ({"head_dim": 128}, "head_dim"),
+        ({"head_dim": 64}, "head_dim"),
+        ({"v": 1 << 21}, "v_cache is not the first 512"),
+        ({"v_stride_slot": 512}, "v_cache is not the first 512"),
+        ({"k_stride_slot": 577, "v_stride_slot": 577}, "stride"),
+        ({"batch": 2**20, "max_q_len": 2**10, "total_q": 2**30, "num_pages": 9}, "32 bits"),
+    ):
+        said, _ = explained(library, **options)
+        assert reason in said, (options, said)
