@@ -90,7 +90,7 @@ test-sglang test-vllm: test-%: $(ENGINES)/%/.requirements $(STAMP)
 	$(BUILD) cpu
 	$(if $(filter vllm,$*),$(ENGINES)/vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation ./engines/vllm)
 	PAGED_ATTN_ENGINE=$* PAGED_ATTN_TEST_DEVICE=cpu LOCAL_KERNELS=$(kernels_$*) \
-	$(ENGINES)/$*/bin/python -m pytest tests/engines/test_$*.py $(PYTEST)
+	$(ENGINES)/$*/bin/python -m pytest $(wildcard tests/engines/test_$**.py) $(PYTEST)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

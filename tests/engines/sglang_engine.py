@@ -1,9 +1,10 @@
-"""One layer of an SGLang engine: its pools, its backend, batches as its scheduler makes them, and dense attention."""
+"""One layer of an SGLang engine: its pools, its backend and batches as its scheduler makes them."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
+from sglang_backend import DEVICE
 
 Q_HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 MAX_CONTEXT = 256
@@ -50,7 +51,9 @@ class Engine:
         self.parallel = get_parallel().override(attn_tp_size=1, attn_dcp_rank=0)
         self.parallel.__enter__()
         batch, cache_dtype = len(self.lengths), setup.cache_dtype or setup.dtype
-        self.requests = ReqToTokenPool(size=batch, max_context_len=MAX_CONTEXT, device="cpu", enable_memory_saver=False)
+        self.requests = ReqToTokenPool(
+            size=batch, max_context_len=MAX_CONTEXT, device=DEVICE, enable_memory_saver=False
+        )
         self.pool = self._make_pool(cache_dtype, batch)
         self.backend = backend_module.FlashAttentionBackend(
             self._runner(cache_dtype), speculative_step_id=setup.step, speculative_num_steps=setup.draft_steps
@@ -81,7 +84,7 @@ class Engine:
             "page_size": setup.page_size,
             "dtype": cache_dtype,
             "layer_num": 1,
-            "device": "cpu",
+            "device": DEVICE,
             "enable_memory_saver": False,
         }
         if setup.latent:
@@ -107,7 +110,7 @@ class Engine:
             token_to_kv_pool_allocator=SimpleNamespace(page_size=setup.page_size, get_kvcache=lambda: self.pool),
             token_to_kv_pool=self.pool,
             page_size=setup.page_size,
-            device="cpu",
+            device=DEVICE,
         )
         config = SimpleNamespace(
             is_encoder_decoder=setup.encoder,
@@ -120,7 +123,7 @@ class Engine:
         )
         return SimpleNamespace(
             model_config=config,
-            device="cpu",
+            device=DEVICE,
             req_to_token_pool=self.requests,
             token_to_kv_pool=self.pool,
             kv_cache_dtype=cache_dtype,
@@ -179,7 +182,7 @@ class Engine:
             input_ids=torch.zeros(sum(new_lens), dtype=torch.int64),
             req_pool_indices=torch.arange(len(after)),
             seq_lens=seq_lens,
-            seq_lens_cpu=seq_lens,
+            seq_lens_cpu=seq_lens.cpu(),
             out_cache_loc=slots,
             seq_lens_sum=sum(after),
             positions=torch.zeros(sum(new_lens), dtype=torch.int64),
@@ -195,28 +198,3 @@ class Engine:
         self.translator.bind_own_plan(batch)
         self.backend.init_forward_metadata(batch)
         return batch
-
-
-def dense(q, k, v, seen, scale, softcap=0.0, sinks=None):
-    """(out, lse) in float64 of q (tokens, q_heads, dim) to k, v (keys, kv_heads, dim); seen (tokens, keys)."""
-    q, k, v = q.double(), k.double(), v.double()
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = torch.einsum("thd,khd->thk", q, k) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~seen[:, None], -torch.inf)
-    lse = scores.logsumexp(-1) if sinks is None else torch.logaddexp(scores.logsumexp(-1), sinks.double())
-    return torch.einsum("thk,khd->thd", torch.exp(scores - lse[..., None]), v), lse
-
-
-def causal(length, new, window=-1, chunk=None):
-    """Which of length + new keys the new tokens see."""
-    position = torch.arange(length, length + new)[:, None]
-    key = torch.arange(length + new)
-    seen = key <= position
-    if window >= 0:
-        seen &= key >= position - window
-    if chunk is not None:
-        seen &= key // chunk == position // chunk
-    return seen

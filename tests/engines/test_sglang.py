@@ -5,12 +5,14 @@ from types import SimpleNamespace
 
 import kernels
 import pytest
-import sglang_on_cpu
+import sglang_backend
 import torch
-from sglang_engine import HEAD_DIM, Q_HEADS, Engine, Setup, causal, dense
+from dense import causal, dense
+from sglang_engine import HEAD_DIM, Q_HEADS, Engine, Setup
 
 KERNEL = kernels.get_kernel("org/paged-attn", version=1, trust_remote_code=True)
-BACKEND = sglang_on_cpu.import_backend(KERNEL.fa3)
+torch.set_default_device(sglang_backend.DEVICE)
+BACKEND = sglang_backend.import_backend(KERNEL.fa3)
 
 from sglang.kernels.ops.attention import flash_attention_v3  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402

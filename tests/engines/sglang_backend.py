@@ -1,22 +1,27 @@
-"""SGLang's FlashAttention backend from its wheel, unmodified, on a machine without a GPU.
+"""SGLang's FlashAttention backend from its wheel, unmodified, where the rest of SGLang's environment is missing.
 
-What is missing there is replaced before SGLang is imported:
+What is not installed is replaced before SGLang is imported:
 
     sgl_kernel       a wheel of CUDA code. The backend takes `merge_state_v2` and `get_scheduler_metadata` from it; here
                      they come from paged_attn.fa3, as the attention functions do.
     flashinfer,      CUDA code that modules on the way import and never call here.
     torchvision
     the GPU itself   SGLang asks for its generation before it calls the kernel.
+
+PAGED_ATTN_TEST_DEVICE says where the tensors are: cpu or cuda.
 """
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
+import os
 import sys
 import types
 
 from transformers.utils import is_torchvision_available
 
-ABSENT = ("flashinfer", "sgl_kernel", "torchvision")
+DEVICE = os.environ.get("PAGED_ATTN_TEST_DEVICE", "cpu")
+ABSENT = [name for name in ("flashinfer", "sgl_kernel", "torchvision") if importlib.util.find_spec(name) is None]
 
 
 class _AnyName(type):

@@ -1,0 +1,115 @@
+"""vLLM's attention layer, selector and metadata with the plugin's backend, without the engine, against dense attention.
+
+Part of make test-vllm on the CPU. On a GPU, where the backend is CUSTOM, it needs only vLLM's Python files.
+"""
+
+import pytest
+import torch
+from absent_operators import DEVICE
+from dense import causal, dense
+from paged_attn_vllm.backend import PagedAttnBackend, PagedAttnMetadataBuilder
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm_layer import Layer
+
+HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 64
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# New tokens of four requests in each step: prompts, prompts beside single tokens, single tokens, drafts.
+STEPS = [(40, 1, 17, 5), (1, 23, 1, 1), (1, 1, 1, 1), (3, 3, 3, 3), (1, 1, 1, 1)]
+LAYERS = {
+    "float32": {"dtype": torch.float32},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float16": {"dtype": torch.float16},
+    "pages of 64": {"dtype": torch.bfloat16, "block_size": 64},
+    "window": {"dtype": torch.float32, "per_layer_sliding_window": 9},
+    "softcap": {"dtype": torch.float32, "logits_soft_cap": 2.0},
+    "sinks": {"dtype": torch.float32, "sinks": torch.linspace(-1, 3, HEADS, device=DEVICE)},
+    "alibi": {"dtype": torch.float32, "alibi_slopes": [2.0 ** -(i + 1) for i in range(HEADS)]},
+    "8 bits": {"dtype": torch.bfloat16, "cache_dtype": "fp8"},
+}
+
+
+def draw(tokens, heads, dtype):
+    return torch.randn(tokens, heads, HEAD_SIZE, device=DEVICE).to(dtype)
+
+
+def expected(keys, values, q, new, options):
+    """Dense attention of the last `new` tokens of a request."""
+    window = options.get("per_layer_sliding_window", 0) - 1
+    seen = causal(len(keys) - new, new, window if window > 0 else -1).to(DEVICE)
+    bias = None
+    if slopes := options.get("alibi_slopes"):
+        distance = torch.arange(len(keys)) - torch.arange(len(keys) - new, len(keys))[:, None]
+        bias = (torch.tensor(slopes)[None, :, None] * distance[:, None]).to(DEVICE)
+    softcap = options.get("logits_soft_cap", 0.0)
+    return dense(q, keys, values, seen, HEAD_SIZE**-0.5, softcap, options.get("sinks"), bias)[0]
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layer(kind):
+    torch.manual_seed(0)
+    options = LAYERS[kind]
+    dtype = options["dtype"]
+    layer = Layer(HEADS, KV_HEADS, HEAD_SIZE, **options)
+    assert layer.attention.get_attn_backend() is PagedAttnBackend
+    kept = [([], []) for _ in layer.lengths]
+    for new in STEPS:
+        q, k, v = (draw(sum(new), heads, dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        out = layer.forward(layer.common(new), q, k, v).view(-1, HEADS, HEAD_SIZE)
+        assert out.dtype == dtype and not out.isnan().any()
+        if kind == "8 bits":
+            k, v = (x.to(torch.float8_e4m3fn).double() for x in (k, v))
+        begin = 0
+        for request, count in enumerate(new):
+            rows = slice(begin, begin + count)
+            begin += count
+            for store, fresh in zip(kept[request], (k, v), strict=True):
+                store.append(fresh[rows])
+            layer.lengths[request] += count
+            truth = expected(*(torch.cat(store) for store in kept[request]), q[rows], count, options)
+            error = (out[rows].double() - truth).abs().max() / truth.abs().max()
+            assert error < TOLERANCE[dtype], f"error {error:.1e}"
+
+
+def test_padding_is_left_alone():
+    """Rows past num_actual_tokens: vLLM pads a batch to the size of a captured graph."""
+    torch.manual_seed(0)
+    layer = Layer(HEADS, KV_HEADS, HEAD_SIZE, torch.float32)
+    q, k, v = (draw(4, heads, torch.float32) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    common = layer.common((1, 1, 1, 1))
+    whole = layer.forward(common, q, k, v)
+    longer = [torch.cat([x, torch.full_like(x, torch.nan)]) for x in (q, k, v)]
+    assert torch.equal(layer.forward(common, *longer)[:4], whole)
+
+
+def test_one_causal_for_each_request_is_refused():
+    layer = Layer(HEADS, KV_HEADS, HEAD_SIZE, torch.float32)
+    common = layer.common((1, 1, 1, 1))
+    common.causal = torch.ones(4, dtype=torch.bool)
+    with pytest.raises(NotImplementedError, match="causal: expected one value for the whole batch"):
+        layer.builder.build(0, common)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs need a GPU")
+def test_cuda_graph():
+    """A captured step of single tokens, replayed while lengths, tables and slots change in their tensors."""
+    torch.manual_seed(0)
+    assert PagedAttnMetadataBuilder._cudagraph_support is AttentionCGSupport.ALWAYS
+    layer = Layer(HEADS, KV_HEADS, HEAD_SIZE, torch.bfloat16)
+    prompts = (40, 1, 17, 5)
+    layer.forward(layer.common(prompts), *(draw(sum(prompts), heads, torch.bfloat16) for heads in (8, 2, 2)))
+    layer.lengths = list(prompts)
+    common = layer.common((1, 1, 1, 1))
+    common.max_seq_len = 256
+    inputs = [draw(4, heads, torch.bfloat16) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    layer.forward(common, *inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer.forward(common, *inputs)
+    for _ in range(20):
+        fresh = layer.common((1, 1, 1, 1))
+        common.seq_lens.copy_(fresh.seq_lens), common.slot_mapping.copy_(fresh.slot_mapping)
+        for tensor in inputs:
+            tensor.normal_()
+        graph.replay()
+        assert torch.equal(out, layer.forward(fresh, *inputs))
+        layer.lengths = [length + 1 for length in layer.lengths]
