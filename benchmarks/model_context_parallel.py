@@ -2,22 +2,20 @@
 
     python benchmarks/model_context_parallel.py
 
-time(ranks) = START + bytes of the keys and values / (ranks * READ) + exchange(ranks) + merge(ranks)
+time(ranks) = START + bytes of the keys and values / (ranks * READ) + exchange(ranks) + merge
 
 exchange(ranks) = latency(ranks) + (ranks - 1) * message / link, for every rank receives a message from every other.
-merge(ranks) = log2(ranks) * MERGE: in pairs, then pairs of pairs, each time in the small kernels of merge_attn_states;
-a fused kernel would do all at once. The numbers are those below; none was measured with several GPUs.
+merge: five small kernels of PyTorch for any number of ranks; a fused kernel would do all at once. The numbers are those
+below; none was measured with several GPUs.
 """
-
-import math
 
 KV_HEADS, Q_HEADS, HEAD_DIM, BYTES = 8, 32, 128, 2  # Llama 3.1 8B, one request, bfloat16
 READ = 4.2e12  # bytes/s of an H200's memory in long contexts (docs/cuda.md)
 START = 5e-6  # an attention call without keys
 # latency of an all-gather of a few KB, and bytes/s of a GPU's link
 LINKS = {2: (12e-6, 450e9), 8: (18e-6, 450e9), 64: (60e-6, 50e9)}  # NVLink in one host; 400 Gb/s between hosts
-# Twelve small kernels of a captured graph for each halving, or one kernel for all.
-MERGES = {"as it is": lambda ranks: math.ceil(math.log2(ranks)) * 12 * 2e-6, "fused": lambda ranks: 4e-6}
+# Small kernels of a captured graph, or one for all.
+MERGES = {"as it is": 5 * 2e-6, "fused": 4e-6}
 
 
 def seconds(keys: int, ranks: int, merge) -> float:
@@ -26,7 +24,7 @@ def seconds(keys: int, ranks: int, merge) -> float:
         return START + read
     latency, link = LINKS[ranks]
     message = Q_HEADS * (HEAD_DIM * BYTES + 4)
-    return START + read + latency + (ranks - 1) * message / link + merge(ranks)
+    return START + read + latency + (ranks - 1) * message / link + merge
 
 
 def main():

@@ -1,6 +1,7 @@
 """context_parallel and tensor parallelism by heads: what one device with all the pages returns.
 
-Three processes exchange through gloo, on the CPU; the groups of two are some of them.
+On the CPU three processes exchange through gloo, and two of them are one more group. On CUDA they are as many as there
+are GPUs, up to three, and exchange through NCCL.
 """
 
 import os
@@ -12,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 KERNEL = "org/paged-attn"
-PAGE_SIZE, Q_HEADS, KV_HEADS, HEAD_DIM = 4, 6, 3, 32
-RANKS = 3
+PAGE_SIZE, Q_HEADS, KV_HEADS, HEAD_DIM = 4, 12, 6, 32
+DEVICE = os.environ.get("PAGED_ATTN_TEST_DEVICE", "cpu")
+RANKS = min(3, torch.cuda.device_count()) if DEVICE == "cuda" else 3
 STEPS = [(12, 5), (1, 1), (7, 2), (1, 1), (1, 0), (3, 1), (1, 1)]  # new tokens of two requests
 
 
@@ -22,20 +24,20 @@ def steps(dtype):
     generator = torch.Generator().manual_seed(0)
     for counts in STEPS:
         q, k, v = (
-            torch.randn(sum(counts), heads, HEAD_DIM, generator=generator).to(dtype)
+            torch.randn(sum(counts), heads, HEAD_DIM, generator=generator).to(DEVICE, dtype)
             for heads in (Q_HEADS, KV_HEADS, KV_HEADS)
         )
-        yield counts, q, k, v, torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32)
+        yield counts, q, k, v, torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32, device=DEVICE)
 
 
 class Pages:
     """A rank's share of the cache: two requests with pages in turns."""
 
     def __init__(self, kernel, kv_heads, dtype):
-        self.k, self.v = kernel.empty_paged_cache(32, PAGE_SIZE, kv_heads, HEAD_DIM, dtype=dtype, device="cpu")
+        self.k, self.v = kernel.empty_paged_cache(32, PAGE_SIZE, kv_heads, HEAD_DIM, dtype=dtype, device=DEVICE)
         self.k.fill_(torch.nan), self.v.fill_(torch.nan)
-        self.table = torch.arange(32, dtype=torch.int32).view(16, 2).T.contiguous()
-        self.lengths = torch.zeros(2, dtype=torch.int32)
+        self.table = torch.arange(32, dtype=torch.int32, device=DEVICE).view(16, 2).T.contiguous()
+        self.lengths = torch.zeros(2, dtype=torch.int32, device=DEVICE)
 
 
 FEATURES = {
@@ -53,7 +55,7 @@ def expected_results(kernel, dtype, features):
             q, pages.k, pages.v, k, v, cache_seqlens=pages.lengths, block_table=pages.table, cu_seqlens_q=cu,
             cu_seqlens_k_new=cu, max_seqlen_q=max(counts), causal=True, return_softmax_lse=True, **features,
         )  # fmt: skip
-        pages.lengths += torch.tensor(counts)
+        pages.lengths += torch.tensor(counts, device=DEVICE)
 
 
 def run_sharded(kernel, group, dtype, features, heads, held):
@@ -69,7 +71,7 @@ def run_sharded(kernel, group, dtype, features, heads, held):
         )  # fmt: skip
         held[owner] += counts[0]
         if owner == rank:
-            pages.lengths += torch.tensor(counts)
+            pages.lengths += torch.tensor(counts, device=DEVICE)
         yield result
 
 
@@ -94,14 +96,14 @@ def check_tensor_parallel(kernel, group):
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     q_mine, kv_mine = (slice(rank * n // ranks, (rank + 1) * n // ranks) for n in (Q_HEADS, KV_HEADS))
     pages = Pages(kernel, KV_HEADS // ranks, torch.float32)
-    weight = torch.randn(Q_HEADS * HEAD_DIM, 16, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(Q_HEADS * HEAD_DIM, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     for step, (whole, _) in zip(steps(torch.float32), expected_results(kernel, torch.float32, {}), strict=True):
         counts, q, k, v, cu = step
         out = kernel.flash_attn_with_kvcache(
             q[:, q_mine], pages.k, pages.v, k[:, kv_mine], v[:, kv_mine], cache_seqlens=pages.lengths,
             block_table=pages.table, cu_seqlens_q=cu, cu_seqlens_k_new=cu, max_seqlen_q=max(counts), causal=True,
         )  # fmt: skip
-        pages.lengths += torch.tensor(counts)
+        pages.lengths += torch.tensor(counts, device=DEVICE)
         product = out.flatten(1) @ weight.unflatten(0, (Q_HEADS, HEAD_DIM))[q_mine].flatten(0, 1)
         dist.all_reduce(product, group=group)
         torch.testing.assert_close(product, whole.flatten(1) @ weight, rtol=1e-4, atol=1e-4)
@@ -110,35 +112,53 @@ def check_tensor_parallel(kernel, group):
 def check_errors(kernel):
     attention = kernel.integrations.context_parallel.attention
     pages = Pages(kernel, KV_HEADS, torch.float32)
-    q = torch.randn(2, 1, Q_HEADS, HEAD_DIM)
+    q = torch.randn(2, 1, Q_HEADS, HEAD_DIM, device=DEVICE)
     names = {"cache_seqlens": pages.lengths, "block_table": pages.table}
     for wrong, message in (
         ({"owner": 0, "window_size": (4, 0)}, r"window_size: expected None .*, got \(4, 0\)"),
         ({"owner": 0, "alibi_slopes": 1.0}, r"alibi_slopes: expected None"),
-        ({"owner": 3}, "owner: expected a rank from 0 to 2, got 3"),
+        ({"owner": RANKS}, f"owner: expected a rank from 0 to {RANKS - 1}, got {RANKS}"),
         ({"owner": 0, "heads": "mine"}, "heads: expected 'all' or 'own', got 'mine'"),
     ):
         with pytest.raises(ValueError, match=message):
             attention(q, pages.k, pages.v, **names, **wrong)
-    with pytest.raises(ValueError, match="q_heads that 3 ranks divide for 'own', got 4"):
-        attention(q[:, :, :4], pages.k, pages.v, owner=0, heads="own", **names)
+    with pytest.raises(ValueError, match=f"q_heads that {RANKS} ranks divide for 'own', got 5"):
+        attention(q[:, :, :5], pages.k, pages.v, owner=0, heads="own", **names)
+
+
+def check_no_keys(kernel):
+    """Nowhere a key: zeros, as one device returns."""
+    pages = Pages(kernel, KV_HEADS, torch.float32)
+    out, lse = kernel.integrations.context_parallel.attention(
+        torch.randn(2, 1, Q_HEADS, HEAD_DIM, device=DEVICE), pages.k, pages.v, owner=0, cache_seqlens=pages.lengths,
+        block_table=pages.table, return_softmax_lse=True,
+    )  # fmt: skip
+    assert (out == 0).all() and (lse == -torch.inf).all()
 
 
 def be_a_rank(rank: int, file: str) -> None:
     import kernels
 
     torch.set_num_threads(1)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=120)
+        "nccl" if DEVICE == "cuda" else "gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS,
+        timeout=timedelta(seconds=120),
     )  # fmt: skip
-    kernel = kernels.get_kernel(KERNEL, version=1, backend="cpu", trust_remote_code=True)
-    pair = dist.new_group([1, 2])
-    for group in [None, pair][: 1 if rank == 0 else 2]:
+    kernel = kernels.get_kernel(KERNEL, version=1, backend=DEVICE, trust_remote_code=True)
+    groups = [None]
+    if RANKS == 3:
+        pair = dist.new_group([1, 2])
+        groups += [pair] if rank else []
+    for group in groups:
         for heads in ("all", "own"):
             for features in FEATURES.values():
+                features = {name: x.to(DEVICE) if name == "s_aux" else x for name, x in features.items()}
                 check_context_parallel(kernel, group, torch.float32, features, heads)
         check_context_parallel(kernel, group, torch.bfloat16, {}, "all")
     check_tensor_parallel(kernel, None)
+    check_no_keys(kernel)
     check_errors(kernel)
     dist.barrier()
     dist.destroy_process_group()
@@ -156,7 +176,7 @@ def test_owners_take_pages_in_turns(paged_attn):
 
 def test_ranks(device, tmp_path):
     """The processes check themselves; one that fails prints why and ends the others."""
-    if device != "cpu":
-        pytest.skip("the ranks exchange through gloo, on CPUs")
+    if device == "mps" or RANKS < 2:
+        pytest.skip("the ranks need CPUs, or two GPUs")
     os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *sys.path[1:]])
     torch.multiprocessing.spawn(be_a_rank, (str(tmp_path / "ranks"),), nprocs=RANKS)

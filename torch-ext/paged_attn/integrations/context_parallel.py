@@ -7,6 +7,8 @@ to its own keys, and the partial results (out, lse) are exchanged and merged:
     owner = cp.next_owner(keys_of_ranks, page_size)
     out = cp.attention(q, k_cache, v_cache, k, v, owner=owner, cache_seqlens=own_lengths, block_table=own_table)
 
+`start` and `finish` are its two halves, for work that fits between them.
+
 The new tokens of one call all go to one rank, the owner. They are then the last of its keys, so its call is the causal
 one; for the other ranks every key is older than every query, and their order does not matter. That is why one attention
 call per rank is enough, for single tokens, pieces of prompts and both together.
@@ -15,17 +17,20 @@ call per rank is enough, for single tokens, pieces of prompts and both together.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from ..attention import flash_attn_with_kvcache
-from ..merge import merge_attn_states
 
 # A rank sees keys without their positions in the whole context.
 _NEED_POSITIONS = (
     "window_size", "attention_chunk", "alibi_slopes", "cache_leftpad", "rotary_cos", "rotary_sin", "rotary_seqlens",
 )  # fmt: skip
+
+# The lse of no key in a message. With -inf on every rank the shares, a softmax of all lse, would be NaN.
+_NO_KEY = -1e30
 
 
 def next_owner(keys_of_ranks: Sequence[int], page_size: int) -> int:
@@ -41,7 +46,27 @@ def next_owner(keys_of_ranks: Sequence[int], page_size: int) -> int:
     return min(range(len(keys_of_ranks)), key=lambda rank: keys_of_ranks[rank])
 
 
-def attention(
+@dataclass
+class Exchange:
+    """Messages of the ranks that are on their way; `finish` waits for them and merges."""
+
+    received: torch.Tensor  # (ranks, ..., tokens, heads, width)
+    head_dim_v: int
+    work: dist.Work
+
+
+def attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *arguments, **keywords):
+    """Causal attention to the keys of all ranks; what one device with all pages would return. The arguments are those
+    of `start`, and `return_softmax_lse`.
+
+    Returns:
+        out, or (out, lse) with `return_softmax_lse`. With heads="all" they are bitwise the same on every rank.
+    """
+    return_softmax_lse = keywords.pop("return_softmax_lse", False)
+    return finish(start(q, k_cache, v_cache, *arguments, **keywords), return_softmax_lse)
+
+
+def start(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -54,10 +79,10 @@ def attention(
     group: dist.ProcessGroup | None = None,
     heads: str = "all",
     s_aux: torch.Tensor | None = None,
-    return_softmax_lse: bool = False,
     **others,
-):
-    """Causal attention to the keys of all ranks; what one device with all pages would return.
+) -> Exchange:
+    """Attends to the keys of this rank and sends the result on its way. What is done before `finish`, a second half of
+    the heads for example, runs beside the exchange.
 
     Args:
         q, k, v: as in `flash_attn_with_kvcache`, the same on every rank, rotated already. k and v are appended to the
@@ -71,9 +96,6 @@ def attention(
         s_aux: sinks. They count once.
         others: `softmax_scale`, `softcap`, `cu_seqlens_q`, `cu_seqlens_k_new`, `max_seqlen_q`, `k_descale`,
             `v_descale`, `num_splits` and `deterministic`, as in `flash_attn_with_kvcache`.
-
-    Returns:
-        out, or (out, lse) with `return_softmax_lse`. With heads="all" they are bitwise the same on every rank.
 
     Raises:
         ValueError: an argument that depends on where a key stands in the context (windows, ALiBi, rotary tables, ...),
@@ -91,9 +113,10 @@ def attention(
     if heads == "own" and q_heads % ranks:
         raise ValueError(f"heads: expected a number of q_heads that {ranks} ranks divide for 'own', got {q_heads}")
 
-    # One message instead of two: the lse of a token and head follows its values.
-    tail = 4 // q.element_size()
-    message = q.new_empty((*q.shape[:-1], head_dim_v + tail))
+    # One message instead of two: behind the values of a token and head, on a boundary of 16 bytes, stand 16 more bytes,
+    # and their last float32 is the lse.
+    unit = 16 // q.element_size()
+    message = q.new_empty((*q.shape[:-1], (-(-head_dim_v // unit) + 1) * unit))
     is_owner = rank == owner
     news = (k, v) if is_owner else (None, None)
     if not is_owner:
@@ -102,21 +125,20 @@ def attention(
         q, k_cache, v_cache, *news, cache_seqlens=cache_seqlens, block_table=block_table, causal=is_owner,
         s_aux=s_aux if is_owner else None, out=message[..., :head_dim_v], return_softmax_lse=True, **others,
     )  # fmt: skip
-    message[..., head_dim_v:] = lse.transpose(-1, -2).unsqueeze(-1).contiguous().view(q.dtype)
-    received = _gather(message, ranks, group) if heads == "all" else _trade_heads(message, ranks, group)
-    out, lse = _merge(received[..., :head_dim_v].float(), _lse_of(received[..., head_dim_v:]))
-    out = out.to(message.dtype)
-    return (out, lse) if return_softmax_lse else out
+    torch.clamp(lse.transpose(-1, -2), min=_NO_KEY, out=_lse_of(message))
+    received, work = _gather(message, ranks, group) if heads == "all" else _trade_heads(message, ranks, group)
+    return Exchange(received, head_dim_v, work)
 
 
-def _merge(out, lse):
-    """The results (ranks, ...) of all ranks as one: neighbours first, in the same order everywhere, so that every rank
-    gets the same bits."""
-    while len(out) > 1:
-        pairs = len(out) // 2 * 2
-        merged = merge_attn_states(out[0:pairs:2], lse[0:pairs:2], out[1:pairs:2], lse[1:pairs:2])
-        out, lse = (torch.cat([x, rest[pairs:]]) for x, rest in zip(merged, (out, lse), strict=True))
-    return out[0], lse[0]
+def finish(exchange: Exchange, return_softmax_lse: bool = False):
+    """The results of all ranks as one, in the same order everywhere, so that every rank gets the same bits."""
+    exchange.work.wait()
+    out, lse = exchange.received[..., : exchange.head_dim_v], _lse_of(exchange.received)
+    merged = (out * lse.softmax(0).unsqueeze(-1)).sum(0).to(out.dtype)
+    if not return_softmax_lse:
+        return merged
+    lse = lse.logsumexp(0).transpose(-1, -2)
+    return merged, torch.where(lse > 0.5 * _NO_KEY, lse, -torch.inf).contiguous()
 
 
 def _gather(message, ranks, group):
@@ -124,18 +146,16 @@ def _gather(message, ranks, group):
     received = message.new_empty((ranks, *message.shape))
     # torch 2.13 gave it the second name and warns of the first.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(received.view(-1), message.view(-1), group=group)
-    return received
+    return received, gather(received.view(-1), message.view(-1), group=group, async_op=True)
 
 
 def _trade_heads(message, ranks, group):
     """This rank's heads out of the messages of all ranks."""
     sent = message.unflatten(-2, (ranks, -1)).movedim(-3, 0).contiguous()
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received.view(-1), sent.view(-1), group=group)
-    return received
+    return received, dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
 
 
-def _lse_of(tail):
-    """(ranks, ..., tokens, heads, elements of one float32) -> (ranks, ..., heads, tokens)"""
-    return tail.contiguous().view(torch.float32).squeeze(-1).transpose(-1, -2)
+def _lse_of(message):
+    """(..., tokens, heads): the last float32 of each head's message."""
+    return message.view(torch.float32)[..., -1]
