@@ -105,7 +105,7 @@ class PagePool:
 
 
 class Weights:
-    """The tensors of a transformers Llama, products that share their input joined into one."""
+    """The tensors of a transformers Llama, with those of q, k and v joined."""
 
     def __init__(self, model: LlamaForCausalLM, max_length: int):
         config = model.config
@@ -117,11 +117,11 @@ class Weights:
         for layer in model.model.layers:
             attention, mlp = layer.self_attn, layer.mlp
             qkv = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
-            gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
             norms = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
-            self.layers.append((*norms, qkv, attention.o_proj.weight, gate_up, mlp.down_proj.weight))
-            # The joined copies replace the originals.
-            attention.q_proj = attention.k_proj = attention.v_proj = mlp.gate_proj = mlp.up_proj = None
+            mlps = (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+            self.layers.append((*norms, qkv, attention.o_proj.weight, *mlps))
+            # The joined copy replaces the originals.
+            attention.q_proj = attention.k_proj = attention.v_proj = None
         positions = torch.arange(max_length, device=qkv.device)[None]
         cos, sin = model.model.rotary_emb(qkv, positions)
         self.cos, self.sin = (x[0, :, : self.head_dim // 2].contiguous() for x in (cos, sin))
@@ -235,12 +235,13 @@ class Engine:
     def forward(self, batch: Batch) -> torch.Tensor:
         w = self.weights
         x = w.embedding(batch.tokens)
-        for caches, (norm, mlp_norm, qkv, out, gate_up, down) in zip(self.caches, w.layers, strict=True):
+        for caches, (norm, mlp_norm, qkv, out, gate, up, down) in zip(self.caches, w.layers, strict=True):
             y = rms_norm(x, norm.shape, norm, w.eps)
             heads = (y @ qkv.T).unflatten(-1, (-1, w.head_dim))
-            x = x + self.attend(batch, caches, *heads.split([w.q_heads, w.kv_heads, w.kv_heads], dim=-2)) @ out.T
-            gate, up = (rms_norm(x, mlp_norm.shape, mlp_norm, w.eps) @ gate_up.T).chunk(2, dim=-1)
-            x = x + (silu(gate) * up) @ down.T
+            y = self.attend(batch, caches, *heads.split([w.q_heads, w.kv_heads, w.kv_heads], dim=-2))
+            x = torch.addmm(x, y, out.T)  # x + y @ out.T in one kernel
+            y = rms_norm(x, mlp_norm.shape, mlp_norm, w.eps)
+            x = torch.addmm(x, silu(y @ gate.T) * (y @ up.T), down.T)
         if batch.cu_seqlens is not None:
             x = x[batch.cu_seqlens[1:].long() - 1]
         return sample(rms_norm(x, w.norm.shape, w.norm, w.eps) @ w.head.T, batch.temperature)
@@ -304,6 +305,7 @@ def sample(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=os.environ.get("MODEL"), help="hub id, or 8b: its shape, random weights")
+    parser.add_argument("--layers", type=int, default=32, help="of the shape 8b")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", help="default: float32")
     parser.add_argument("--requests", type=int, default=16)
@@ -325,8 +327,8 @@ def load_model(args: argparse.Namespace) -> LlamaForCausalLM:
     shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
                  "num_key_value_heads": 2, "vocab_size": 1000}  # fmt: skip
     if args.model == "8b":
-        shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-                     "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
+        shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": args.layers,
+                     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
     # A larger spread than usual, so that tokens depend on what attention returns.
     config = LlamaConfig(**shape, max_position_embeddings=1 << 17, rope_theta=5e5, initializer_range=0.06)
     torch.manual_seed(0)

@@ -257,7 +257,9 @@ MODEL = """
 BATCHING = """
     from transformers import ContinuousBatchingConfig
     prompts = [[1, 2, 3], [4, 5]]
-    settings = ContinuousBatchingConfig(num_blocks=8, page_size=16, use_async_batching=False)
+    # transformers 5.17 has another name for it.
+    size = {"page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size": 16}
+    settings = ContinuousBatchingConfig(num_blocks=8, use_async_batching=False, **size)
     config = model.generation_config
 """
 # What a page takes for granted before its snippets. The snippets of a page share their names, as its reader does.

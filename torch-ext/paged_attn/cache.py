@@ -28,10 +28,11 @@ def empty_paged_cache(
     head_dim_v: int | None = None,
     *,
     dtype: torch.dtype,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     interleave: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocates k_cache (num_pages, page_size, kv_heads, head_dim) and v_cache (..., head_dim_v), contents undefined.
+    `device` is torch's default device where it is not given.
 
     On the CPU under Linux the memory is asked for in huge pages (madvise): attention reads pages in random order, and
     with 4 KiB pages of memory the address translation alone can cost a third of the bandwidth.
@@ -43,7 +44,7 @@ def empty_paged_cache(
     Raises:
         ValueError: interleave for another device or another system than Linux, or Linux refuses it.
     """
-    device = torch.device(device)
+    device = torch.get_default_device() if device is None else torch.device(device)
     if interleave and (device.type != "cpu" or sys.platform != "linux" or platform.machine() not in _CALLS):
         given = f"{device.type} on {sys.platform} {platform.machine()}"
         raise ValueError(f"interleave: expected a cache on the CPU under Linux (x86_64, aarch64), got {given}")
