@@ -183,7 +183,20 @@ def engine_time() -> Picture:
             p.box(x, y + 10, seconds * scale, 30, fill, short if text_width(short) < seconds * scale else "")
             x += seconds * scale
         y += 68
-    p.paragraph(y - 4, f"Coloured: counted from the shape of Llama 3.1 8B at {content['tflop_per_s']} TFLOP/s and "
+    step = content["step"]
+    kernels = step["kernels_us"]
+    p.heading(y, f"One of its steps, {step['requests']} requests with one new token each, as torch's profiler sees it: "
+           f"{step['step_us'] / 1e3:.2f} ms")  # fmt: skip
+    phases = [*kernels.items(), ("GPU waits", step["step_us"] - sum(kernels.values()))]
+    fills, x = ("b", "a", "d", "c", "e", "new", "band"), MARGIN
+    scale = (p.width - 2 * MARGIN) / step["step_us"]
+    for (_, microseconds), fill in zip(phases, fills, strict=True):
+        label = f"{microseconds / 1e3:.2f}"
+        p.box(x, y + 10, microseconds * scale, 30, fill, label if text_width(label) < microseconds * scale else "")
+        x += microseconds * scale
+    p.legend(y + 60, [(fill, f"{what} {us / 1e3:.2f}") for (what, us), fill in zip(phases, fills, strict=True)])
+    y += 90
+    p.paragraph(y - 4, f"In the runs: counted from the shape of Llama 3.1 8B at {content['tflop_per_s']} TFLOP/s and "
                 f"{content['read_gb_per_s']} GB/s, what this GPU multiplies and reads at best. The rest is measured "
                 "time beyond that: products and reads below these rates, small kernels, launches, and the engine's own "
                 "Python.", role="faint")  # fmt: skip
