@@ -77,6 +77,13 @@ void plan_balanced_cuts(const Problem& p, int64_t blocks, int pair_cost, int min
   if (10 * each * pairs >= 9 * blocks) plan.blocks_each = FastDivisor(each);
 }
 
+void plan_basic(const Problem& p, Plan& plan) {
+  plan.basic = true;
+  plan.table_stride = static_cast<int32_t>(p.cache.block_table_stride);
+  plan.new_keys = p.append.k ? static_cast<int32_t>(p.append.seqlen_new) : 0;
+  plan.hidden_keys = p.window_right < 0 ? 0 : static_cast<int32_t>(pd_max(p.max_q_len - 1 - p.window_right, 0));
+}
+
 const char* pieces_why_not(const Problem& p) {
   const Cache& c = p.cache;
   const int64_t bytes = dtype_bytes(c.dtype), q_bytes = dtype_bytes(p.q_dtype);

@@ -88,6 +88,9 @@ void plan_fixed_splits(const Problem& p, int split_keys, int64_t limit, Plan& pl
 // its units, and how short a stretch is not worth a block.
 void plan_balanced_cuts(const Problem& p, int64_t blocks, int pair_cost, int min_units, Plan& plan);
 
+// Where an item is a request and its length says which keys it sees.
+void plan_basic(const Problem& p, Plan& plan);
+
 // "" or why the kernels that copy pieces of 16 bytes cannot read or write the tensors of this call.
 const char* pieces_why_not(const Problem& p);
 

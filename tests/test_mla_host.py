@@ -21,8 +21,8 @@ def library(tmp_path_factory):
         ("mla/kernel.cuh", "extern __shared__ uint8_t raw[];", "uint8_t* const raw = block_raw();"),
         (
             "mla/combine.cu",
-            "__shared__ RowSum shared_sums[kTeams][kCombineTeam];",
-            "auto& shared_sums = *reinterpret_cast<RowSum(*)[kTeams][kCombineTeam]>(block_raw());",
+            "__shared__ PairSum shared_sums[kCombineTeams * kCombineTeam];",
+            "PairSum* const shared_sums = reinterpret_cast<PairSum*>(block_raw());",
         ),
     )
     return compile_kernels(root, [*sources, cuda / "plan.cpp", HOST / "mla.cpp"], in_shared_memory)

@@ -122,14 +122,6 @@ void plan_pieces(const Problem& p, Plan& plan) {
   plan.v_head_pieces = static_cast<uint32_t>(c.v_stride_head / elements);
 }
 
-// How the kernel for basic calls finds the keys of an item.
-void plan_basic(const Problem& p, Plan& plan) {
-  plan.basic = true;
-  plan.table_stride = static_cast<int32_t>(p.cache.block_table_stride);
-  plan.new_keys = p.append.k ? static_cast<int32_t>(p.append.seqlen_new) : 0;
-  plan.hidden_keys = p.window_right < 0 ? 0 : static_cast<int32_t>(pd_max(p.max_q_len - 1 - p.window_right, 0));
-}
-
 // Deals by the lengths that the kernel finds.
 void plan_balanced(const Problem& p, const RowTiles& tiles, const DeviceLimits& limits, DecodePlan& plan) {
   Plan& work = plan.work;

@@ -3,10 +3,10 @@
 
 namespace paged_attn {
 
-constexpr int kCombineTeam = 128, kCombineThreads = 4 * kCombineTeam;
+constexpr int kCombineTeam = 128, kCombineTeams = 4;  // threads; where rows are few
 
 const void* mla_kernel_fp16(bool all_scores);
 const void* mla_kernel_bf16(bool all_scores);
-const void* mla_combine_kernel();
+const void* mla_combine_kernel(bool few_rows);
 
 }  // namespace paged_attn

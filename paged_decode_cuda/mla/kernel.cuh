@@ -34,7 +34,7 @@
 
 namespace paged_attn {
 
-constexpr int kMeet = 1, kReady = 2, kTaken = 3;  // named barriers
+constexpr int kMeet = 1;  // a named barrier
 constexpr int kMlaConsumers = MlaSizes::kConsumers * kWarpgroup;
 
 // Both consumers bring the queries of this block's rows.
@@ -83,12 +83,16 @@ struct MlaConsumer {
   PD_MEMBER int row_of_item(int r) const { return static_cast<int>(blockIdx.y) * MlaSizes::kRows + row + 8 * r; }
   PD_MEMBER uint32_t stage() const { return shared + MlaSizes::kKeysAt + keys.stage * MlaSizes::kKeyBytes; }
 
-  PD_MEMBER void await_keys(MlaControl& control) const {
-    barrier_wait(shared_address(&control.keys_full[keys.stage]), keys.phase);
+  PD_MEMBER void await_keys(MlaControl& control, int which) const {
+    barrier_wait(shared_address(&control.keys_full[keys.stage][which]), keys.phase);
   }
 
+  // This consumer is done with its half of the tile, and so is the other one.
+  PD_MEMBER void release(const MlaCall& call, MlaControl& control) const {
+    if (lane < call.cluster) barrier_arrive_at(shared_address(&control.keys_empty[keys.stage][half]), lane);
+  }
   PD_MEMBER void release_keys(const MlaCall& call, MlaControl& control) {
-    if (lane < call.cluster) barrier_arrive_at(shared_address(&control.keys_empty[keys.stage]), lane);
+    release(call, control);
     keys.advance();
   }
 
@@ -111,29 +115,29 @@ struct MlaConsumer {
       }
 #pragma unroll 1
       for (int tiles = work.tile_end - work.tile; tiles > 0; --tiles) {
-        await_keys(control);
+        await_keys(control, half);
         release_keys(call, control);
       }
       release_work(control);
     }
   }
 
-  // Writes this half of the rows, or of a part of them.
+  // This half of a part, in the order of registers: 16 bytes of two rows, thread by thread.
   PD_MEMBER void write_part(const MlaCall& call, const MlaWork& work, const float (&acc)[MlaSizes::kDimV / 2],
                             const float (&base)[2], const float (&l)[2]) const {
     const int64_t part = mla_part(call, blockIdx.x, blockIdx.y, work.first);
+    if (row_of_item(0) >= work.item.rows) return;
+    float4* const sums = mla_sums(call, part, half) + threadIdx.x % kWarpgroup;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (row_of_item(r) >= work.item.rows) continue;
-      const int64_t place = part * MlaSizes::kRows + row + 8 * r;
-      float* const sums = call.sums + place * MlaSizes::kLatents + half * MlaSizes::kDimV + lane % 4 * 2;
+    for (int j = 0; j < MlaSizes::kDimV / 8; ++j)
+      sums[j * kWarpgroup] = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
+    if (half == 0 && lane % 4 == 0) {
 #pragma unroll
-      for (int j = 0; j < MlaSizes::kDimV / 8; ++j)
-        *reinterpret_cast<float2*>(sums + 8 * j) = make_float2(acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1]);
-      if (half == 0 && lane % 4 == 0) call.ml[place] = make_float2(base[r], l[r]);
+      for (int r = 0; r < 2; ++r) call.ml[part * MlaSizes::kRows + row + 8 * r] = make_float2(base[r], l[r]);
     }
   }
 
+  // Writes this half of the rows, or of a part of them.
   template <bool kBf16>
   PD_MEMBER void write(const Problem& p, const MlaCall& call, const MlaWork& work,
                        const float (&acc)[MlaSizes::kDimV / 2], const float (&base)[2], const float (&l)[2]) const {
@@ -174,126 +178,178 @@ PD_DEVICE void load_weights(uint32_t buffer, uint32_t (&w)[kCount]) {
   for (int i = 0; i < kCount; i += 4) load_piece(weights_at(buffer, i / 4), w[i], w[i + 1], w[i + 2], w[i + 3]);
 }
 
-// acc += weights v for the half of the latents that begins at column `first_column` of the tile.
-template <typename Shape>
-PD_DEVICE void add_values(float (&acc)[Shape::kDimV / 2], uint32_t (&weights)[Shape::kKeys / 4], uint32_t stage,
-                          int first_column) {
-  constexpr int kColumnBytes = Shape::kKeys * kRowBytes;
-  settle(acc);
-  settle(weights);
-  products_begin();
-  issue_values<Shape>(acc, weights, matrix_descriptor(stage + first_column * kColumnBytes, kColumnBytes));
-  products_commit();
-  products_wait<0>();
-  settle(acc);
-  settle(weights);
-}
-
 template <int kCount>
 PD_DEVICE void scale_sums(float (&acc)[kCount], const float (&factor)[2]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) acc[i] *= factor[i / 2 % 2];
 }
 
+// Issues scores += q k^T for `kCount` columns of 64 dimensions; the first product replaces them if `first`.
+template <typename Shape, int kCount>
+PD_DEVICE void issue_columns(float (&s)[Shape::kKeys / 2], uint64_t queries, uint64_t keys, bool first) {
+#pragma unroll
+  for (int i = 0; i < kCount * kColumn / 16; ++i) {
+    const int c = i / (kColumn / 16), bytes = i % (kColumn / 16) * 32;
+    multiply_scores(typename Shape::Type{}, s, advance(queries, c * Shape::kRows * kRowBytes + bytes),
+                    advance(keys, c * Shape::kKeys * kRowBytes + bytes), !first || i > 0);
+  }
+}
+
+// What a consumer does with tiles.
 template <typename Shape, bool kFull>
-PD_DEVICE void consume_scores(const Problem& p, const MlaCall& call, MlaControl& control, uint32_t shared) {
-  constexpr bool kBf16 = IsBf16<typename Shape::Type>::value;
-  const uint32_t buffer = shared + Shape::kWeightsAt;
-  const uint64_t queries = matrix_descriptor(shared, kRowBytes);
+struct MlaTiles {
+  static constexpr bool kBf16 = IsBf16<typename Shape::Type>::value;
+  static constexpr int kKeyColumn = Shape::kKeys * kRowBytes, kQueryColumn = Shape::kRows * kRowBytes;  // bytes
+  static constexpr int kHalf = Shape::kLatentColumns / 2;                                               // columns
+
+  const Problem& p;
+  const MlaCall& call;
+  MlaControl& control;
   MlaConsumer own;
-  own.start(0, shared);
-  bool used = false;  // there are weights in the buffer
-  float s[Shape::kKeys / 2], acc[Shape::kDimV / 2], factor[2] = {1.f, 1.f};
+  uint32_t ready_phase;
+  float s[Shape::kKeys / 2], acc[Shape::kDimV / 2];
   uint32_t weights[Shape::kKeys / 4];
   PrefillRows<Shape, kFull> rows;
 
-  while (const MlaWork* const work = own.next(p, call, control)) {
-    rows.start(p, call, *work, own.row_of_item(0));
-#pragma unroll
-    for (int i = 0; i < Shape::kDimV / 2; ++i) acc[i] = 0.f;
-    const int inner_begin = work->item.inner_begin, inner_end = work->item.inner_end, end = work->tile_end;
-#pragma unroll 1
-    for (int tile = work->tile; tile < end; ++tile) {
-      own.await_keys(control);
-      settle(s);
-      products_begin();
-      issue_scores<Shape>(s, queries, matrix_descriptor(own.stage(), kRowBytes));
-      products_commit();
-      products_wait<0>();
-      settle(s);
-      const int first_key = tile * Shape::kKeys;
-      rows.score(p, s, first_key);
-      if (first_key + Shape::kKeys > inner_end || first_key < inner_begin) rows.mask(s, first_key);
-      const bool moved = rows.weigh(s, factor);
-      pack_weights<kBf16>(s, weights);
+  PD_MEMBER uint32_t buffer() const { return own.shared + Shape::kWeightsAt; }
 
-      if (used) named_barrier_sync(kTaken, kMlaConsumers);
-      used = true;
-      store_weights(buffer, weights);
-      if (own.lane == 0) control.moved[own.row / 16] = moved;
-      if (moved && own.lane % 4 == 0) {
-        control.factor[own.row] = factor[0];
-        control.factor[own.row + 8] = factor[1];
-      }
-      named_barrier_arrive(kReady, kMlaConsumers);
-      if (moved) scale_sums(acc, factor);
-      add_values<Shape>(acc, weights, own.stage(), 0);
-      own.release_keys(call, control);
-    }
-    const float l[2] = {row_sum(rows.l[0]), row_sum(rows.l[1])};
-    if (own.lane % 4 == 0) {
+  // acc += weights v, for this consumer's half of the latents of the tile at `stage`.
+  PD_MEMBER void issue_tile_values(uint32_t stage) {
+    settle(acc);
+    settle(weights);
+    products_begin();
+    issue_values<Shape>(acc, weights, matrix_descriptor(stage + own.half * kHalf * kKeyColumn, kKeyColumn));
+    products_commit();
+  }
+
+  PD_MEMBER void await_values() {
+    products_wait<0>();
+    settle(acc);
+    settle(weights);
+  }
+
+  // The weights of a tile of the other consumer. No product is on its way to acc.
+  PD_MEMBER void take_weights() {
+    barrier_wait(shared_address(&control.ready[1 - own.half]), ready_phase);
+    ready_phase ^= 1;
+    load_weights(buffer(), weights);
+    if (control.moved[own.row / 16]) {
+      const float factor[2] = {control.factor[own.row], control.factor[own.row + 8]};
+      scale_sums(acc, factor);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        control.base[own.row + 8 * r] = rows.base[r];
-        control.sum[own.row + 8 * r] = l[r];
+        const float base = control.base[own.row + 8 * r];
+        rows.l[r] *= fast_rescale(rows.base[r], base);
+        rows.base[r] = base;
       }
     }
-    named_barrier_sync(kMeet, kMlaConsumers);
-    own.template write<kBf16>(p, call, *work, acc, rows.base, l);
-    own.release_work(control);
   }
-  if (used) named_barrier_sync(kTaken, kMlaConsumers);
-}
 
-template <typename Shape>
-PD_DEVICE void consume_values(const Problem& p, const MlaCall& call, MlaControl& control, uint32_t shared) {
-  constexpr bool kBf16 = IsBf16<typename Shape::Type>::value;
-  const uint32_t buffer = shared + Shape::kWeightsAt;
-  MlaConsumer own;
-  own.start(1, shared);
-  float acc[Shape::kDimV / 2];
-  uint32_t weights[Shape::kKeys / 4];
-
-  while (const MlaWork* const work = own.next(p, call, control)) {
+  // Weights of this consumer's tile, for both.
+  PD_MEMBER void give_weights(int tile, int inner_begin, int inner_end) {
+    const int first_key = tile * Shape::kKeys;
+    float factor[2] = {1.f, 1.f};
+    rows.score(p, s, first_key);
+    if (first_key + Shape::kKeys > inner_end || first_key < inner_begin) rows.mask(s, first_key);
+    const bool moved = rows.weigh(s, factor);
+    pack_weights<kBf16>(s, weights);
+    store_weights(buffer(), weights);
+    if (own.lane == 0) control.moved[own.row / 16] = moved;
+    if (moved && own.lane % 4 == 0) {
 #pragma unroll
-    for (int i = 0; i < Shape::kDimV / 2; ++i) acc[i] = 0.f;
-#pragma unroll 1
-    for (int tiles = work->tile_end - work->tile; tiles > 0; --tiles) {
-      own.await_keys(control);
-      named_barrier_sync(kReady, kMlaConsumers);
-      load_weights(buffer, weights);
-      const bool moved = control.moved[own.row / 16];
-      const float factor[2] = {moved ? control.factor[own.row] : 1.f, moved ? control.factor[own.row + 8] : 1.f};
-      named_barrier_arrive(kTaken, kMlaConsumers);
-      if (moved) scale_sums(acc, factor);
-      add_values<Shape>(acc, weights, own.stage(), Shape::kLatentColumns / 2);
-      own.release_keys(call, control);
+      for (int r = 0; r < 2; ++r) {
+        control.factor[own.row + 8 * r] = factor[r];
+        control.base[own.row + 8 * r] = rows.base[r];
+      }
     }
-    named_barrier_sync(kMeet, kMlaConsumers);
-    const float base[2] = {control.base[own.row], control.base[own.row + 8]};
-    const float l[2] = {control.sum[own.row], control.sum[own.row + 8]};
-    own.template write<kBf16>(p, call, *work, acc, base, l);
-    own.release_work(control);
+    __syncwarp();
+    if (own.lane == 0) barrier_arrive(shared_address(&control.ready[own.half]));
+    if (moved) scale_sums(acc, factor);
   }
-}
+
+  // A tile of the other consumer.
+  PD_MEMBER void add_other() {
+    own.await_keys(control, own.half);
+    take_weights();
+    issue_tile_values(own.stage());
+    await_values();
+    own.release_keys(call, control);
+  }
+
+  // A tile of this consumer. kBehind: the one before it is the other's, and is added while the scores are computed.
+  template <bool kBehind>
+  PD_MEMBER void add_own(int tile, int inner_begin, int inner_end) {
+    const MlaConsumer before = own;
+    if (kBehind) own.keys.advance();
+    const int here = own.half * kHalf, there = kHalf - here;
+    const uint64_t queries = matrix_descriptor(own.shared, kRowBytes), keys = matrix_descriptor(own.stage(), kRowBytes);
+    own.await_keys(control, own.half);
+    settle(s);
+    products_begin();
+    issue_columns<Shape, kHalf>(s, advance(queries, here * kQueryColumn), advance(keys, here * kKeyColumn), true);
+    products_commit();
+    if (kBehind) {
+      before.await_keys(control, own.half);
+      take_weights();
+      issue_tile_values(before.stage());
+    }
+    own.await_keys(control, 1 - own.half);
+    products_begin();
+    issue_columns<Shape, kHalf>(s, advance(queries, there * kQueryColumn), advance(keys, there * kKeyColumn), false);
+    issue_columns<Shape, 1>(s, advance(queries, 2 * kHalf * kQueryColumn), advance(keys, 2 * kHalf * kKeyColumn),
+                            false);
+    products_commit();
+    if (kBehind) {
+      products_wait<1>();
+      before.release(call, control);
+    }
+    products_wait<0>();
+    settle(s);
+    settle(acc);
+    settle(weights);
+    give_weights(tile, inner_begin, inner_end);
+    issue_tile_values(own.stage());
+    await_values();
+    own.release_keys(call, control);
+  }
+
+  PD_MEMBER void run() {
+    ready_phase = 0;
+    while (const MlaWork* const work = own.next(p, call, control)) {
+      rows.start(p, call, *work, own.row_of_item(0));
+#pragma unroll
+      for (int i = 0; i < Shape::kDimV / 2; ++i) acc[i] = 0.f;
+      const int inner_begin = work->item.inner_begin, inner_end = work->item.inner_end, end = work->tile_end;
+      int tile = work->tile;
+      // The stage says whose a tile is.
+      if (tile < end && own.keys.stage == own.half) add_own<false>(tile++, inner_begin, inner_end);
+#pragma unroll 1
+      for (; tile + 1 < end; tile += 2) add_own<true>(tile + 1, inner_begin, inner_end);
+      if (tile < end) add_other();
+      float l[2] = {row_sum(rows.l[0]), row_sum(rows.l[1])};
+      if (own.lane % 4 == 0) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) control.sum[own.half][own.row + 8 * r] = l[r];
+      }
+      named_barrier_sync(kMeet, kMlaConsumers);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) l[r] += control.sum[1 - own.half][own.row + 8 * r];
+      own.template write<kBf16>(p, call, *work, acc, rows.base, l);
+      own.release_work(control);
+    }
+  }
+};
 
 PD_DEVICE void init_mla_barriers(const MlaCall& call, MlaControl& control) {
   for (int i = 0; i < MlaSizes::kStages; ++i) {
-    barrier_init(shared_address(&control.keys_full[i]), MlaSizes::kLoaders);
-    barrier_init(shared_address(&control.keys_empty[i]), MlaSizes::kConsumerWarps * call.cluster);
-    barrier_init(shared_address(&control.edge[i]), 1);
+    for (int half = 0; half < MlaSizes::kHalves; ++half) {
+      barrier_init(shared_address(&control.keys_full[i][half]), MlaSizes::kLoaders);
+      barrier_init(shared_address(&control.keys_empty[i][half]), MlaSizes::kConsumerWarps / 2 * call.cluster);
+      barrier_init(shared_address(&control.edge[i][half]), 1);
+    }
   }
   for (int i = 0; i < 2; ++i) {
+    barrier_init(shared_address(&control.ready[i]), MlaSizes::kConsumerWarps / 2);
     barrier_init(shared_address(&control.work_full[i]), 1);
     barrier_init(shared_address(&control.work_empty[i]), MlaSizes::kLoaders + MlaSizes::kConsumerWarps);
   }
@@ -309,7 +365,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   __shared__ MlaControl control;
   // The same in every block of a cluster, as its copies go to the same place.
   const uint32_t shared = (shared_address(raw) + kBlockBytes - 1) & ~(kBlockBytes - 1u);
-  if (threadIdx.x == 0) init_mla_barriers(call, control);
+  if (threadIdx.x == 0) {
+    init_mla_barriers(call, control);
+    prefetch_description(call.latents);
+    prefetch_description(call.rope);
+  }
   if (call.cluster > 1) {
     cluster_sync();
   } else {
@@ -324,16 +384,19 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     if (warp < Shape::kLoaders) {
       MlaLoader loader;
       loader.start(call, warp);
-      loader.run(p, call, control, shared);
+      if (call.box_rows > 0) {
+        loader.run<true>(p, call, control, shared);
+      } else {
+        loader.run<false>(p, call, control, shared);
+      }
     } else {
       direct_mla(p, call, control);
     }
-  } else if (warpgroup == 1) {
-    take_registers<Shape::kScoreRegisters>();
-    consume_scores<Shape, kFull>(p, call, control, shared);
   } else {
-    take_registers<Shape::kValueRegisters>();
-    consume_values<Shape>(p, call, control, shared);
+    take_registers<Shape::kConsumerRegisters>();
+    MlaTiles<Shape, kFull> tiles = {p, call, control};
+    tiles.own.start(warpgroup - 1, shared);
+    tiles.run();
   }
   if (blockIdx.y == 0) clear_unclaimed(p);
   // A block stays while another may still copy into it or arrive at its barriers.

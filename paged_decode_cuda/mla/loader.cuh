@@ -18,6 +18,8 @@ struct MlaLoader {
   int lane, loader;         // of the warp, of the three
   int own_column, own_row;  // the box that this lane asks for
   bool has_box;
+  Ring<Sizes::kStages> ring;
+  uint32_t edge_phases;  // a bit for every half of a stage
 
   PD_MEMBER void start(const MlaCall& call, int warp) {
     lane = threadIdx.x % kWarp;
@@ -27,7 +29,20 @@ struct MlaLoader {
     static_assert(kKeys / 8 * kColumns <= Sizes::kLoaders * kWarp, "there is a lane for every box");
     own_column = own / max(boxes, 1);
     own_row = (own - own_column * boxes) * call.box_rows;
+    ring = {};
+    edge_phases = 0;
     has_box = own_column < kColumns && boxes > 0 && own % call.cluster == static_cast<int>(blockIdx.y);
+  }
+
+  PD_MEMBER int own_half() const { return own_column < Sizes::kLatentColumns / 2 ? 0 : 1; }
+  static PD_MEMBER int first_column(int half) {
+    return half == Sizes::kHalves ? kColumns : half * Sizes::kLatentColumns / 2;
+  }
+  static PD_MEMBER int half_bytes(int half) { return (first_column(half + 1) - first_column(half)) * kColumnBytes; }
+
+  PD_MEMBER void prefetch_own_box(const MlaCall& call, int head, int2 place) const {
+    const bool latents = own_column < Sizes::kLatentColumns;
+    prefetch_box(latents ? call.latents : call.rope, latents ? own_column * kColumn : 0, place.y, head, place.x);
   }
 
   PD_MEMBER void copy_own_box(const MlaCall& call, uint32_t stage, uint32_t arrived, int head, int2 place) const {
@@ -43,60 +58,109 @@ struct MlaLoader {
   }
 
   // Rows of a tile that nobody sees; each warp has a third of the others' rows too.
-  PD_MEMBER void clear_unseen(const KeyPlaces& places, uint32_t stage, int key) const {
+  PD_MEMBER void clear_unseen(const KeyPlaces& places, uint32_t stage, int key, int half) const {
     const int piece = lane % kCopyLanes;
 #pragma unroll 1
     for (int i = loader * kCopyRows; i < kKeys; i += Sizes::kLoaders * kCopyRows) {
       const int row = i + lane / kCopyLanes;
       if (key + row >= places.key_begin && key + row < places.key_end) continue;
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c)
+#pragma unroll 1
+      for (int c = first_column(half); c < first_column(half + 1); ++c)
         store_piece(stage + c * kColumnBytes + row * kRowBytes + piece * 16, 0, 0, 0, 0);
     }
   }
 
-  PD_MEMBER void copy_pieces(const Problem& p, const MlaCall& call, const KeyPlaces& places, uint32_t stage, int key,
-                             int head) const {
-    const int piece = lane % kCopyLanes;
-    uint32_t latents[2], rope[2];  // of keys lane and lane + 32, in pieces
+  // Where keys lane and lane + 32 of a tile lie, in pieces.
+  struct Lookup {
+    uint32_t latents[2], rope[2];
+  };
+
+  PD_MEMBER Lookup look_up(const Problem& p, const MlaCall& call, const KeyPlaces& places, int key, int head) const {
+    Lookup at;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int own = key + h * kWarp + lane;
       int2 place = make_int2(-1, 0);
       if (own >= places.key_begin && own < places.key_end) place = places.find(p, call, own);
       const bool found = place.x >= 0;
-      latents[h] = found ? place.x * call.v_page_pieces + place.y * call.v_slot_pieces + head * call.v_head_pieces
-                         : KeyPlaces::kNowhere;
-      rope[h] = found ? place.x * call.k_page_pieces + place.y * call.k_slot_pieces + head * call.k_head_pieces : 0;
+      at.latents[h] = found ? place.x * call.v_page_pieces + place.y * call.v_slot_pieces + head * call.v_head_pieces
+                            : KeyPlaces::kNowhere;
+      at.rope[h] = found ? place.x * call.k_page_pieces + place.y * call.k_slot_pieces + head * call.k_head_pieces : 0;
     }
-    const char* const all_latents = static_cast<const char*>(p.cache.v) + piece * 16;
+    return at;
+  }
+
+  PD_MEMBER void copy_pieces(const Problem& p, const Lookup& at, uint32_t stage, int half) const {
+    const int piece = lane % kCopyLanes;
+    const char* const all_latents = static_cast<const char*>(p.cache.v) + first_column(half) * kRowBytes + piece * 16;
     const char* const all_rope = static_cast<const char*>(p.cache.k) + piece * 16;
+    const uint32_t first = stage + first_column(half) * kColumnBytes;
 #pragma unroll 1
     for (int i = loader * kCopyRows; i < kKeys; i += Sizes::kLoaders * kCopyRows) {
       const int row = i + lane / kCopyLanes;
-      const uint32_t from = __shfl_sync(~0u, i < kWarp ? latents[0] : latents[1], row % kWarp);
-      const uint32_t from_rope = __shfl_sync(~0u, i < kWarp ? rope[0] : rope[1], row % kWarp);
+      const uint32_t from = __shfl_sync(~0u, i < kWarp ? at.latents[0] : at.latents[1], row % kWarp);
+      const uint32_t from_rope = __shfl_sync(~0u, i < kWarp ? at.rope[0] : at.rope[1], row % kWarp);
       const bool found = from != KeyPlaces::kNowhere;
-      const uint32_t target = stage + row * kRowBytes + (piece ^ row % 8) * 16;
+      const uint32_t target = first + row * kRowBytes + (piece ^ row % 8) * 16;
       const char* const source = all_latents + static_cast<uint64_t>(found ? from : 0) * 16;
 #pragma unroll
-      for (int c = 0; c < Sizes::kLatentColumns; ++c) {
+      for (int c = 0; c < Sizes::kLatentColumns / 2; ++c) {
         copy_piece(target + c * kColumnBytes, source + c * kRowBytes, found);
       }
-      copy_piece(target + Sizes::kLatentColumns * kColumnBytes, all_rope + static_cast<uint64_t>(from_rope) * 16,
+      if (half == 0) continue;
+      copy_piece(target + Sizes::kLatentColumns / 2 * kColumnBytes, all_rope + static_cast<uint64_t>(from_rope) * 16,
                  found);
     }
   }
 
-  // keys_full: an arrival of each loader warp, and the bytes. edge: one arrival, and the bytes, of a tile some of whose
+  // keys_full: an arrival of each loader warp, and the bytes. edge: one arrival, and the bytes, of a half some of whose
   // rows are cleared before keys_full. Bytes may come before they are expected: a phase does not end without its
   // arrivals. None comes a phase too early: whoever sends them has found the stage empty in both blocks.
-  PD_MEMBER void run(const Problem& p, const MlaCall& call, MlaControl& control, uint32_t shared) const {
-    const uint32_t full = shared_address(control.keys_full), empty = shared_address(control.keys_empty);
-    const uint32_t edges = shared_address(control.edge);
-    Ring<Sizes::kStages> ring;
+  PD_MEMBER void copy_boxes(const Problem& p, const MlaCall& call, MlaControl& control, const KeyPlaces& places,
+                            uint32_t stage, int key, int head) {
+    const bool inside = key >= places.key_begin && key + kKeys <= places.key_end;
+    int2 place = make_int2(-1, 0);
+    if (has_box) {
+      place = places.find_box(p, call, key + own_row, call.box_rows);
+      prefetch_own_box(call, head, place);
+    }
+    // First the half that the consumer of this tile multiplies first.
+#pragma unroll 1
+    for (int i = 0; i < Sizes::kHalves; ++i) {
+      const int half = i ^ ring.stage;
+      const uint32_t arrived = shared_address(&control.keys_full[ring.stage][half]);
+      const uint32_t edge = shared_address(&control.edge[ring.stage][half]);
+      const uint32_t counted = inside ? arrived : edge;
+      barrier_wait(shared_address(&control.keys_empty[ring.stage][half]), ring.phase ^ 1);
+      if (loader == 0 && lane == 0) barrier_arrive_expecting(counted, half_bytes(half));
+      if (has_box && half == own_half()) copy_own_box(call, stage, counted, head, place);
+      if (!inside) {
+        const int bit = ring.stage * Sizes::kHalves + half;
+        barrier_wait(edge, edge_phases >> bit & 1);
+        edge_phases ^= 1u << bit;
+        clear_unseen(places, stage, key, half);
+        fence_async_proxy();
+      }
+      __syncwarp();
+      if (lane == 0 && !(inside && loader == 0)) barrier_arrive(arrived);
+    }
+  }
+
+  PD_MEMBER void gather(const Problem& p, const MlaCall& call, MlaControl& control, const KeyPlaces& places,
+                        uint32_t stage, int key, int head) const {
+    const Lookup at = look_up(p, call, places, key, head);
+#pragma unroll 1
+    for (int i = 0; i < Sizes::kHalves; ++i) {
+      const int half = i ^ ring.stage;
+      barrier_wait(shared_address(&control.keys_empty[ring.stage][half]), ring.phase ^ 1);
+      copy_pieces(p, at, stage, half);
+      arrive_after_copies(shared_address(&control.keys_full[ring.stage][half]));
+    }
+  }
+
+  template <bool kBoxes>
+  PD_MEMBER void run(const Problem& p, const MlaCall& call, MlaControl& control, uint32_t shared) {
     Ring<2> slot;
-    uint32_t edge_phases = 0;  // a bit for every stage
     while (true) {
       barrier_wait(shared_address(&control.work_full[slot.stage]), slot.phase);
       const MlaWork& work = control.work[slot.stage];
@@ -111,29 +175,11 @@ struct MlaLoader {
 
 #pragma unroll 1
       for (; tile < tile_end; ++tile) {
-        const int key = tile * kKeys;
         const uint32_t stage = shared + Sizes::kKeysAt + ring.stage * Sizes::kKeyBytes;
-        const uint32_t arrived = full + ring.stage * 8, edge = edges + ring.stage * 8;
-        const bool inside = key >= places.key_begin && key + kKeys <= places.key_end;
-        // Looked up while the stage is not yet free.
-        int2 place = make_int2(-1, 0);
-        if (has_box) place = places.find_box(p, call, key + own_row, call.box_rows);
-        barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
-        if (call.box_rows == 0) {
-          copy_pieces(p, call, places, stage, key, head);
-          arrive_after_copies(arrived);
+        if constexpr (kBoxes) {
+          copy_boxes(p, call, control, places, stage, tile * kKeys, head);
         } else {
-          const uint32_t counted = inside ? arrived : edge;
-          if (loader == 0 && lane == 0) barrier_arrive_expecting(counted, Sizes::kKeyBytes);
-          if (has_box) copy_own_box(call, stage, counted, head, place);
-          if (!inside) {
-            barrier_wait(edge, edge_phases >> ring.stage & 1);
-            edge_phases ^= 1u << ring.stage;
-            clear_unseen(places, stage, key);
-            fence_async_proxy();
-          }
-          __syncwarp();
-          if (lane == 0 && !(inside && loader == 0)) barrier_arrive(arrived);
+          gather(p, call, control, places, stage, tile * kKeys, head);
         }
         ring.advance();
       }
@@ -153,6 +199,8 @@ PD_DEVICE void direct_mla(const Problem& p, const MlaCall& call, MlaControl& con
     find_split(p, call, walker, dealing);
   }
   Ring<2> slot;
+  const bool says = call.slots > 0 && blockIdx.y == 0;
+  MlaRecord cut = {};
   while (true) {
     Segment segment = {};
     MlaWork next = {};
@@ -163,8 +211,9 @@ PD_DEVICE void direct_mla(const Problem& p, const MlaCall& call, MlaControl& con
       next.tile_end = segment.tile_end;
       next.first = segment.first;
       next.behind = partials_behind(next.item, segment, dealing);
-      if (lane == 0 && next.first && call.slots > 0 && blockIdx.y == 0)
-        call.records[segment.pair] = {static_cast<int>(blockIdx.x), next.behind};
+      const MlaRecord own = {segment.pair, static_cast<int>(blockIdx.x), next.behind};
+      if (lane == 0 && next.first && says && !call.by_cluster) call.records[segment.pair] = own;
+      if (next.first && next.behind > 0) cut = own;
     }
     barrier_wait(shared_address(&control.work_empty[slot.stage]), slot.phase ^ 1);
     if (lane == 0) {
@@ -172,9 +221,10 @@ PD_DEVICE void direct_mla(const Problem& p, const MlaCall& call, MlaControl& con
       barrier_arrive(shared_address(&control.work_full[slot.stage]));
     }
     __syncwarp();
-    if (!next.exists) return;
+    if (!next.exists) break;
     slot.advance();
   }
+  if (lane == 0 && says && call.by_cluster) call.records[blockIdx.x] = cut;
 }
 
 }  // namespace paged_attn

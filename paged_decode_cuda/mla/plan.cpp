@@ -13,7 +13,6 @@ constexpr int kDeterministicSplits = 16;
 constexpr int kPairCost = 3;  // tiles that a block reads while it ends one item and begins another
 constexpr int kMinUnits = 2;
 constexpr int kSwizzledRows = 8;  // a box begins where the swizzle does
-constexpr int kCombineTeams = 4;
 
 // k_cache of 576, of which v_cache is the first 512.
 bool joined(const Problem& p) { return p.head_dim == MlaSizes::kDim && p.head_dim_v == MlaSizes::kLatents && !p.qv; }
@@ -51,6 +50,12 @@ int64_t items_of(const Problem& p, int row_shift) {
 bool balances(const Problem& p, int64_t items) {
   const int64_t most = (capacity_of(p) >> MlaSizes::kTileShift) + 2 + kPairCost;
   return p.num_splits == 0 && !p.deterministic && items <= kMaxBalancedItems && items * p.kv_heads * most <= INT32_MAX;
+}
+
+// Whether the length of a request says which keys its one item sees.
+bool is_basic(const Problem& p, const Plan& work) {
+  return p.cache_seqlens && !p.cu_seqlens_q && !p.cache_leftpad && !p.append.cu_seqlens_k_new && p.window_left < 0 &&
+         p.attention_chunk == 0 && work.items == p.batch && p.cache.block_table_stride <= INT32_MAX;
 }
 
 void plan_pieces(const Problem& split, Plan& work) {
@@ -114,6 +119,7 @@ MlaPlan plan_mla(const Problem& p, const DeviceLimits& limits) {
   } else {
     plan_direct_rows(p, row_shift, pd_ceil_div(p.max_q_len * p.group, 1 << row_shift), work);
   }
+  if (is_basic(p, work)) plan_basic(p, work);
   const int64_t pairs = work.items * p.kv_heads;
   if (balances(p, work.items)) {
     plan.clusters = pd_max(limits.processors / plan.cluster, 1);
@@ -126,9 +132,10 @@ MlaPlan plan_mla(const Problem& p, const DeviceLimits& limits) {
   plan.cut = work.balanced || work.max_splits.divisor > 1;
   // A stretch of the line may end one item, whose first keys are another's, and begin one that others end.
   if (plan.cut) plan.parts = plan.clusters * plan.cluster * (work.balanced ? 2 : 1);
-  const int64_t rows = pairs << row_shift;
-  plan.combine_rows = rows <= 2 * limits.processors ? 1 : kCombineTeams;
-  plan.combine_blocks = rows / plan.combine_rows;
+  // A stretch has the first keys of one cut pair at most.
+  plan.by_cluster = work.balanced && pairs > plan.clusters;
+  plan.combine_blocks = (plan.by_cluster ? plan.clusters : pairs) << row_shift;  // halves of two rows
+  plan.few_rows = plan.combine_blocks <= 2 * limits.processors;
   // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere.
   const int64_t box = c.block_table ? greatest_divisor(MlaSizes::kKeys, c.page_size) : MlaSizes::kKeys;
   plan.box_rows = box % kSwizzledRows == 0 ? static_cast<int32_t>(box) : 0;

@@ -18,8 +18,9 @@ struct MlaPlan {
   int cluster;       // blocks of each: 64 rows of the same keys in each block
   bool cut;          // some rows may have their keys in several clusters
   int64_t parts;     // that all clusters may leave, 64 rows each
-  // The kernel that adds parts: teams of 128 threads share a row, or each has one of its own.
-  int combine_rows;  // of a block
+  // The kernel that adds parts: a block for half of two rows, with four teams of threads where rows are few.
+  bool by_cluster;  // it looks for them cluster by cluster, not pair by pair
+  bool few_rows;
   int64_t combine_blocks;
 };
 

@@ -17,7 +17,7 @@ struct Layout {
     const int64_t rows = plan.parts * MlaSizes::kRows;
     ml = rows * MlaSizes::kLatents * static_cast<int64_t>(sizeof(float));
     records = ml + rows * static_cast<int64_t>(sizeof(float2));
-    end = records + plan.work.items * p.kv_heads * static_cast<int64_t>(sizeof(MlaRecord));
+    end = records + pd_max(plan.work.items * p.kv_heads, plan.clusters) * static_cast<int64_t>(sizeof(MlaRecord));
   }
 };
 
@@ -33,7 +33,7 @@ MlaCall mla_call(const Problem& p, const MlaPlan& plan) {
                     describe_cache(p, c.v, p.head_dim_v, v, plan.box_rows, call.latents);
   call.box_rows = bulk ? plan.box_rows : 0;
   call.cluster = plan.cluster;
-  call.combine_rows = plan.combine_rows;
+  call.by_cluster = plan.by_cluster;
   return call;
 }
 
@@ -69,7 +69,10 @@ void launch_mla(const Problem& p, const MlaPlan& plan, const Context& context) {
       p.cache.dtype == DType::kBFloat16 ? mla_kernel_bf16(plan.all_scores) : mla_kernel_fp16(plan.all_scores);
   const Grid grid = {plan.clusters, MlaSizes::kThreads, MlaSizes::kSharedBytes};
   launch_in_clusters(kernel, grid, plan.cluster, context, split, call);
-  if (plan.cut) launch(mla_combine_kernel(), {plan.combine_blocks, kCombineThreads, 0}, context, split, call);
+  if (plan.cut) {
+    const int threads = plan.few_rows ? kCombineTeams * kCombineTeam : kCombineTeam;
+    launch(mla_combine_kernel(plan.few_rows), {plan.combine_blocks, threads, 0}, context, split, call);
+  }
 }
 
 }  // namespace paged_attn

@@ -14,10 +14,10 @@ struct MlaShape : MlaSizes {
   using Type = Type_;
 };
 
-// Where the parts of an item begin: its first keys are those of cluster `first`, what follows is in the clusters
-// first - 1, ..., first - behind.
+// Where the parts of an item and kv_head begin: its first keys are those of cluster `first`, what follows is in the
+// clusters first - 1, ..., first - behind.
 struct MlaRecord {
-  int32_t first, behind;
+  int32_t pair, first, behind;
 };
 
 // What the kernels read beside the problem, which is split as split_latents() does.
@@ -26,11 +26,17 @@ struct MlaCall : Plan {
   int32_t box_rows;           // slots of a box; 0: no bulk copies
   int32_t cluster;            // blocks of a cluster
   int32_t slots;              // parts that a block may leave; 0: nothing is ever cut
-  int32_t combine_rows;
-  MlaRecord* records;  // of every (item, kv_head)
-  float* sums;         // [parts, 64, 512]
-  float2* ml;          // [parts, 64]
+  bool by_cluster;            // whose records there are: of clusters, or of pairs
+  MlaRecord* records;
+  float* sums;  // [parts, half, 32, 128, 4]: see mla_sums()
+  float2* ml;   // [parts, 64]
 };
+
+// The sums of half of the latents of a part. The 16 bytes at [j, t] are the columns 8 j + 2 (t % 4), and the next, of
+// rows t / 32 * 16 + t % 32 / 4 and 8 below: what a thread of the kernel holds.
+PD_DEVICE float4* mla_sums(const MlaCall& call, int64_t part, int half) {
+  return reinterpret_cast<float4*>(call.sums) + (part * 2 + half) * (MlaSizes::kDimV / 8 * kWarpgroup);
+}
 
 // A block leaves a part for an item whose first keys are another's, and one for an item that others end.
 PD_DEVICE int mla_part(const MlaCall& call, int cluster, int rank, bool first) {
@@ -49,12 +55,16 @@ struct MlaWork {
 
 // Barriers and messages, outside of the dynamic part.
 struct MlaControl {
-  uint64_t keys_full[MlaSizes::kStages], keys_empty[MlaSizes::kStages], edge[MlaSizes::kStages];
+  using Barriers = uint64_t[MlaSizes::kStages][MlaSizes::kHalves];
+  Barriers keys_full, keys_empty, edge;
+  uint64_t ready[MlaSizes::kConsumers];  // by whose weights
   uint64_t work_full[2], work_empty[2];
   MlaWork work[2];
-  float factor[MlaSizes::kRows];                      // of sums, where a reference score has moved
-  bool moved[kWarpgroup / 32];                        // in which 16 rows
-  float base[MlaSizes::kRows], sum[MlaSizes::kRows];  // of a finished row
+  // What the consumer that has weighed a tile tells the other one
+  bool moved[kWarpgroup / 32];    // reference scores, in which 16 rows
+  float factor[MlaSizes::kRows];  // of sums, where one has moved
+  float base[MlaSizes::kRows];    // the reference scores
+  float sum[2][MlaSizes::kRows];  // of the weights that either has made, of a finished row
 };
 
 }  // namespace paged_attn

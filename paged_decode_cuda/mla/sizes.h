@@ -14,15 +14,15 @@ struct MlaSizes {
   static constexpr int kRows = 64;            // of a block
   static constexpr int kKeys = 64;            // of a tile
   static constexpr int kColumns = kDim / kColumn, kLatentColumns = kLatents / kColumn;
-  static constexpr int kStages = 2;
-  static constexpr int kMostCluster = 2;  // blocks that share their copies
+  static constexpr int kStages = 2, kHalves = 2;  // of a tile: latents 0 to 255, and the other columns
+  static constexpr int kMostCluster = 2;          // blocks that share their copies
 
   static constexpr int kLoaders = 3;  // warps
   static constexpr int kConsumers = 2, kConsumerWarps = kConsumers * kWarpgroup / 32;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 
   // Registers of a thread; the three warpgroups together have 504.
-  static constexpr int kProducerRegisters = 56, kScoreRegisters = 232, kValueRegisters = 216;
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 
   static constexpr int kQueryBytes = kRows * kColumns * kRowBytes, kKeyBytes = kKeys * kColumns * kRowBytes;
   static constexpr int kWeightBytes = kRows * kKeys * 2;

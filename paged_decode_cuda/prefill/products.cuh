@@ -50,6 +50,18 @@ PD_DEVICE void copy_box(uint32_t shared, const CUtensorMap& tensor, uint32_t bar
       : "memory");
 }
 
+// A description that will be used soon.
+PD_DEVICE void prefetch_description(const CUtensorMap& tensor) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&tensor) : "memory");
+}
+
+// Asks for a box that will be copied soon: it comes into L2.
+PD_DEVICE void prefetch_box(const CUtensorMap& tensor, int dim, int slot, int head, int page) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&tensor), "r"(dim),
+               "r"(slot), "r"(head), "r"(page)
+               : "memory");
+}
+
 // What ordinary stores or cp.async have put into shared memory becomes visible to wgmma.
 PD_DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -124,13 +136,14 @@ PD_DEVICE void cluster_sync() {
 // Before cluster_sync(): barriers that were set up are there for the other blocks.
 PD_DEVICE void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Arrives at the barrier that stands at this address in the block of another rank.
+// Arrives at the barrier that stands at this address in the block of another rank. What this thread has written need
+// not be there for that block: a release for the whole cluster would wait for all of its stores, on every tile.
 PD_DEVICE void barrier_arrive_at(uint32_t barrier, int rank) {
   asm volatile(
       "{\n"
       ".reg .b32 there;\n"
       "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
       "}\n" ::"r"(barrier),
       "r"(rank)
       : "memory");

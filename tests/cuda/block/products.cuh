@@ -88,6 +88,9 @@ PD_DEVICE void copy_box(uint32_t target, const CUtensorMap& map, uint32_t barrie
   copy_box_to(static_cast<uint16_t>(1 << blockIdx.y), target, map, barrier, dim, slot, head, page);
 }
 
+PD_DEVICE void prefetch_description(const CUtensorMap&) {}
+PD_DEVICE void prefetch_box(const CUtensorMap&, int, int, int, int) {}
+
 PD_DEVICE void fence_async_proxy() {}
 PD_DEVICE void publish_barriers() {}
 PD_DEVICE void cluster_sync() { meet(machine.cluster, blockDim.x * gridDim.y, "its cluster"); }
