@@ -14,12 +14,14 @@ namespace paged_attn {
 struct MlaLoader {
   using Sizes = MlaSizes;
   static constexpr int kKeys = Sizes::kKeys, kColumns = Sizes::kColumns, kColumnBytes = kKeys * kRowBytes;
+  static constexpr uint32_t kNothing = ~0u;
 
   int lane, loader;         // of the warp, of the three
   int own_column, own_row;  // the box that this lane asks for
   bool has_box;
   Ring<Sizes::kStages> ring;
   uint32_t edge_phases;  // a bit for every half of a stage
+  uint32_t gathered;     // the barrier of a half that is on its way piece by piece, or kNothing
 
   PD_MEMBER void start(const MlaCall& call, int warp) {
     lane = threadIdx.x % kWarp;
@@ -31,6 +33,7 @@ struct MlaLoader {
     own_row = (own - own_column * boxes) * call.box_rows;
     ring = {};
     edge_phases = 0;
+    gathered = kNothing;
     has_box = own_column < kColumns && boxes > 0 && own % call.cluster == static_cast<int>(blockIdx.y);
   }
 
@@ -146,15 +149,35 @@ struct MlaLoader {
     }
   }
 
+  // The copies of the last half that was asked for have come.
+  PD_MEMBER void announce() {
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(gathered);
+    gathered = kNothing;
+  }
+
+  // Says that a half has come when the next one is on its way, or when there is nothing else to do.
   PD_MEMBER void gather(const Problem& p, const MlaCall& call, MlaControl& control, const KeyPlaces& places,
-                        uint32_t stage, int key, int head) const {
+                        uint32_t stage, int key, int head) {
     const Lookup at = look_up(p, call, places, key, head);
 #pragma unroll 1
     for (int i = 0; i < Sizes::kHalves; ++i) {
       const int half = i ^ ring.stage;
-      barrier_wait(shared_address(&control.keys_empty[ring.stage][half]), ring.phase ^ 1);
+      const uint32_t empty = shared_address(&control.keys_empty[ring.stage][half]);
+      const bool waits = gathered != kNothing;
+      if (waits && __any_sync(~0u, !barrier_passed(empty, ring.phase ^ 1))) {
+        await_pieces();
+        announce();
+      }
+      barrier_wait(empty, ring.phase ^ 1);
       copy_pieces(p, at, stage, half);
-      arrive_after_copies(shared_address(&control.keys_full[ring.stage][half]));
+      commit_pieces();
+      if (gathered != kNothing) {
+        await_batches<1>();
+        announce();
+      }
+      gathered = shared_address(&control.keys_full[ring.stage][half]);
     }
   }
 
@@ -182,6 +205,10 @@ struct MlaLoader {
           gather(p, call, control, places, stage, tile * kKeys, head);
         }
         ring.advance();
+      }
+      if (!kBoxes && gathered != kNothing) {
+        await_pieces();
+        announce();
       }
     }
   }

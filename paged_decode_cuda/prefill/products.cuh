@@ -40,6 +40,21 @@ PD_DEVICE void barrier_wait(uint32_t barrier, uint32_t phase) {
       : "memory");
 }
 
+// Whether barrier_wait() would return at once.
+PD_DEVICE bool barrier_passed(uint32_t barrier, uint32_t phase) {
+  uint32_t passed;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(passed)
+      : "r"(barrier), "r"(phase)
+      : "memory");
+  return passed != 0;
+}
+
 // Copies a box of a tensor; what lies outside of the tensor is zero.
 PD_DEVICE void copy_box(uint32_t shared, const CUtensorMap& tensor, uint32_t barrier, int dim, int slot, int head,
                         int page) {
@@ -108,6 +123,13 @@ PD_DEVICE unsigned long long load_relaxed(const unsigned long long* word) {
 PD_DEVICE void copy_piece(uint32_t shared, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
                : "memory");
+}
+
+// Pieces in batches, of which at most kPending may be on their way.
+PD_DEVICE void commit_pieces() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+PD_DEVICE void await_batches() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 PD_DEVICE void await_pieces() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -49,6 +49,9 @@ PD_DEVICE void barrier_arrive_expecting(uint32_t address, int bytes) {
   --barrier.pending;
   settle_barrier(barrier);
 }
+PD_DEVICE bool barrier_passed(uint32_t address, uint32_t phase) {
+  return barrier_of(address, blockIdx.y).phase != phase;
+}
 PD_DEVICE void barrier_wait(uint32_t address, uint32_t phase) {
   const Barrier& barrier = barrier_of(address, blockIdx.y);
   wait_until("a barrier in shared memory", [&] { return barrier.phase != phase; });
