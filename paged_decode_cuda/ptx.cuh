@@ -147,6 +147,12 @@ PD_DEVICE uint32_t pack_pair(float low, float high) {
   return word;
 }
 
+// Exact where the pair comes from fp8.
+PD_DEVICE uint32_t fp16_pair_to_bf16(uint32_t pair) {
+  const float2 values = __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  return pack_pair<true>(values.x, values.y);
+}
+
 // Two fp8 values in the low or high half of a word, as a pair of fp16.
 template <typename Kv, bool kHigh>
 PD_DEVICE uint32_t fp8_pair_to_fp16(uint32_t word) {

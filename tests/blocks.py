@@ -12,11 +12,14 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 HOST = REPOSITORY / "tests/cuda/block"
 CALL = [
     *("q", "qv", "k", "v", "out", "lse", "cu_seqlens_q", "cache_seqlens", "block_table", "leftpad", "alibi", "sinks"),
-    *("batch", "q_heads", "kv_heads", "head_dim", "head_dim_v", "total_q", "max_q_len", "fp16"),
+    *("batch", "q_heads", "kv_heads", "head_dim", "head_dim_v", "total_q", "max_q_len", "fp16", "kv_dtype"),
     *("k_stride_page", "k_stride_slot", "k_stride_head", "v_stride_page", "v_stride_slot", "v_stride_head"),
     *("num_pages", "page_size", "max_pages"),
     *("window_left", "window_right", "chunk", "num_splits", "deterministic", "processors", "seed"),
 ]
+
+
+KV_DTYPES = [None, torch.float8_e4m3fn, torch.float8_e5m2]  # None: that of q
 
 
 class Call(ctypes.Structure):
@@ -72,7 +75,8 @@ class Case:
         self.q = random(self.total_q, q_heads, self.KEYS.stop - self.KEYS.start)
         self.max_pages = max(1, -(-max(lens) // page_size))
         self.num_pages = self.batch * self.max_pages + 2
-        self.cache = random(self.num_pages, page_size, kv_heads, self.DIMS)
+        self.kv_dtype = options.get("kv_dtype", dtype)
+        self.cache = random(self.num_pages, page_size, kv_heads, self.DIMS).to(self.kv_dtype)
         self.table = torch.randperm(self.num_pages, generator=generator)[: self.batch * self.max_pages].int()
         self.table = self.table.view(self.batch, self.max_pages).contiguous()
         self.leftpads = options.get("leftpads")
@@ -80,7 +84,9 @@ class Case:
         for b, n in enumerate(lens):
             for key in range(self.leftpads[b] if self.leftpads else 0, n):
                 seen[self.table[b, key // page_size], key % page_size] = True
-        self.cache[~seen] = torch.nan  # nobody may see them
+        unseen = torch.full((), torch.nan).to(self.kv_dtype)  # nobody may see them
+        bits = torch.uint8 if self.kv_dtype.itemsize == 1 else torch.int16
+        self.cache.view(bits)[~seen] = unseen.view(bits)
         self.slopes = torch.rand(q_heads, generator=generator) * 0.05 if options.get("alibi") else None
         self.sinks = torch.randn(q_heads, generator=generator) if options.get("sinks") else None
         self.scale = options.get("scale", 192**-0.5)
@@ -114,6 +120,7 @@ class Case:
             "batch": self.batch, "q_heads": self.q_heads, "kv_heads": self.kv_heads,
             "head_dim": dims, "head_dim_v": dims_v,
             "total_q": self.total_q, "max_q_len": longest, "fp16": self.dtype == torch.float16,
+            "kv_dtype": KV_DTYPES.index(self.kv_dtype) if self.kv_dtype != self.dtype else 0,
             "num_pages": self.num_pages, "page_size": self.page_size, "max_pages": self.max_pages,
             "window_left": self.window[0], "window_right": self.window[1], "chunk": o.get("chunk", 0),
             "num_splits": o.get("num_splits", 0), "deterministic": o.get("deterministic", 0),
@@ -132,7 +139,7 @@ class Case:
         worst = 0.0
         for b, n in enumerate(self.lens):
             keys = torch.arange(n)
-            rows = self.cache[self.table[b, keys // self.page_size].long(), keys % self.page_size].double()
+            rows = self.cache.float()[self.table[b, keys // self.page_size].long(), keys % self.page_size].double()
             pad = self.leftpads[b] if self.leftpads else 0
             rows = torch.where(rows.isnan(), 0.0, rows).repeat_interleave(group, 1)  # (keys, q_heads, DIMS)
             for token in range(self.q_lens[b]):

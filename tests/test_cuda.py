@@ -140,7 +140,7 @@ REASONS = {  # of a route: what keeps a call from it
     },
     "decode": {
         "float32": {"dtype": "float32"},
-        "qv": {"head_dim": 64, "head_dim_v": 512, "qv": True, "kv_dtype": "float8_e4m3fn"},
+        "qv": {"head_dim": 64, "head_dim_v": 512, "qv": True, "kv_dtype": "float8_e4m3fn", "descale": "full"},
         "head_dim or head_dim_v above 256": {"head_dim": 576, "head_dim_v": 512},
         "rows of the cache are not whole pieces of 16 bytes": {"head_dim": 60},
         "k_cache or v_cache does not begin at a multiple of 16 bytes": {"layout": "odd_strides"},

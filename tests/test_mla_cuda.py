@@ -29,7 +29,8 @@ JOINED = Case(
     page_size=64,
     causal=True,
 )
-APART = dataclasses.replace(JOINED, head_dim=64, qv=True, layout="plain")
+PARTS = {"head_dim": 64, "qv": True, "layout": "plain"}
+APART = dataclasses.replace(JOINED, **PARTS)
 FORMS = {"joined": JOINED, "apart": APART}
 
 FEATURES = {
@@ -66,6 +67,16 @@ FEATURES = {
     "deterministic": {"deterministic": True, "kv_len": 9000},
     "num_splits": {"num_splits": 5, "kv_len": 2000},
     "out": {"give_out": True},
+    "e4m3": {"kv_dtype": "float8_e4m3fn"},
+    "e4m3_drafts": {"kv_dtype": "float8_e4m3fn", "q_len": 3, "lens": (700, 0, 257, 256, 64)},
+    "e4m3_long": {"kv_dtype": "float8_e4m3fn", "batch": 2, "lens": (9000, 4096)},
+    "e4m3_page_1": {"kv_dtype": "float8_e4m3fn", "page_size": 1, "q_len": 2},
+    "e4m3_page_16": {"kv_dtype": "float8_e4m3fn", "page_size": 16, "leftpad": True},
+    "e4m3_heads_16": {"kv_dtype": "float8_e4m3fn", "q_heads": 16},
+    "e4m3_window": {"kv_dtype": "float8_e4m3fn", "window": (100, -1), "q_len": 2},
+    "e4m3_fp16": {"kv_dtype": "float8_e4m3fn", "dtype": "float16"},
+    "e5m2": {"kv_dtype": "float8_e5m2", "deterministic": True, "kv_len": 5000},
+    "e5m2_fp16": {"kv_dtype": "float8_e5m2", "dtype": "float16", "q_len": 2},
 }
 
 
@@ -94,9 +105,22 @@ def test_page_size(paged_attn, device, page_size, form):
     assert (explained.plan["box_rows"] > 0) == (page_size % 8 == 0)
 
 
-@pytest.mark.parametrize("q_heads", [16, 128])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("options", [{"append": 1}, {"append": 3, "q_len": 3, "rotary_dim": 64}], ids=str)
+def test_append(paged_attn, device, options, kv_dtype):
+    """Where keys and values are tensors of their own: new tokens are written before they are read."""
+    on_the_route(paged_attn, dataclasses.replace(APART, kv_dtype=kv_dtype, **options), device)
+
+
+@pytest.mark.parametrize("descale", ["full", "shared"])
+def test_descale(paged_attn, device, descale):
+    """Scores have the scale of the keys, the output has that of the values."""
+    on_the_route(paged_attn, dataclasses.replace(JOINED, kv_dtype="float8_e4m3fn", descale=descale, q_len=2), device)
+
+
+@pytest.mark.parametrize("q_heads", [1, 16, 128])
 def test_two_kv_heads(paged_attn, device, q_heads):
-    on_the_route(paged_attn, dataclasses.replace(APART, q_heads=q_heads, kv_heads=2, q_len=2), device)
+    on_the_route(paged_attn, dataclasses.replace(APART, q_heads=2 * q_heads, kv_heads=2, q_len=2), device)
 
 
 def random_case(rng):
@@ -193,7 +217,8 @@ def test_why_not(paged_attn, device):
     """What keeps a call from the route is said."""
     for options, reason in (
         ({"head_dim": 128, "head_dim_v": 128, "layout": "plain"}, "head_dim"),
-        ({"kv_dtype": "float8_e4m3fn"}, "8-bit"),
+        ({"dtype": "float8_e4m3fn", "q_descale": "full"}, "8-bit q"),
+        ({"kv_dtype": "float8_e4m3fn", "descale": "full", **PARTS}, "descales with qv"),
         ({"dtype": "float32"}, "float32"),
         ({"layout": "plain"}, "first 512"),
     ):

@@ -34,7 +34,6 @@
 
 namespace paged_attn {
 
-constexpr int kMeet = 1;  // a named barrier
 constexpr int kMlaConsumers = MlaSizes::kConsumers * kWarpgroup;
 
 // Both consumers bring the queries of this block's rows.
@@ -382,12 +381,18 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     give_registers<Shape::kProducerRegisters>();
     const int warp = threadIdx.x / kWarp;
     if (warp < Shape::kLoaders) {
-      MlaLoader loader;
+      MlaLoader<IsBf16<typename Shape::Type>::value> loader;
       loader.start(call, warp);
-      if (call.box_rows > 0) {
-        loader.run<true>(p, call, control, shared);
+      if (call.narrow) {
+        if (call.box_rows > 0) {
+          loader.template run<true, true>(p, call, control, shared);
+        } else {
+          loader.template run<false, true>(p, call, control, shared);
+        }
+      } else if (call.box_rows > 0) {
+        loader.template run<true, false>(p, call, control, shared);
       } else {
-        loader.run<false>(p, call, control, shared);
+        loader.template run<false, false>(p, call, control, shared);
       }
     } else {
       direct_mla(p, call, control);

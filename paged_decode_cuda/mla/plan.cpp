@@ -60,13 +60,13 @@ bool is_basic(const Problem& p, const Plan& work) {
 
 void plan_pieces(const Problem& split, Plan& work) {
   const Cache& c = split.cache;
-  constexpr int64_t kPiece = 8;  // elements of 16 bytes
-  work.k_page_pieces = static_cast<uint32_t>(c.k_stride_page / kPiece);
-  work.k_slot_pieces = static_cast<uint32_t>(c.k_stride_slot / kPiece);
-  work.k_head_pieces = static_cast<uint32_t>(c.k_stride_head / kPiece);
-  work.v_page_pieces = static_cast<uint32_t>(c.v_stride_page / kPiece);
-  work.v_slot_pieces = static_cast<uint32_t>(c.v_stride_slot / kPiece);
-  work.v_head_pieces = static_cast<uint32_t>(c.v_stride_head / kPiece);
+  const int64_t piece = 16 / dtype_bytes(c.dtype);  // elements
+  work.k_page_pieces = static_cast<uint32_t>(c.k_stride_page / piece);
+  work.k_slot_pieces = static_cast<uint32_t>(c.k_stride_slot / piece);
+  work.k_head_pieces = static_cast<uint32_t>(c.k_stride_head / piece);
+  work.v_page_pieces = static_cast<uint32_t>(c.v_stride_page / piece);
+  work.v_slot_pieces = static_cast<uint32_t>(c.v_stride_slot / piece);
+  work.v_head_pieces = static_cast<uint32_t>(c.v_stride_head / piece);
 }
 
 }  // namespace
@@ -75,8 +75,8 @@ const char* mla_why_not(const Problem& p, const DeviceLimits& limits) {
   if (!joined(p) && !apart(p)) return "head_dim and head_dim_v other than (576, 512), or (64, 512) with qv";
   if (limits.capability != kCapability) return "a device of another compute capability than 9.0";
   if (dtype_bytes(p.cache.dtype) == 4) return "float32";
-  if (dtype_bytes(p.cache.dtype) == 1) return "an 8-bit cache";
-  if (p.q_dtype != p.cache.dtype) return "q and the cache differ in dtype";
+  if (dtype_bytes(p.q_dtype) == 1) return "8-bit q";
+  if (dtype_bytes(p.cache.dtype) == 2 && p.q_dtype != p.cache.dtype) return "q and the cache differ in dtype";
   if (joined(p) && !values_are_latents(p.cache)) return "v_cache is not the first 512 values of the rows of k_cache";
   if (p.qv && (p.cache.k_descale || p.cache.v_descale)) return "descales with qv";
   const char* const reason = pieces_why_not(p);
@@ -94,14 +94,13 @@ const char* mla_why_not(const Problem& p, const DeviceLimits& limits) {
 Problem split_latents(const Problem& p) {
   if (p.qv) return p;
   Problem split = p;
-  constexpr int64_t kBytes = MlaSizes::kLatents * 2;
   split.head_dim = MlaSizes::kRope;
   split.qv = {p.q, true};
   split.qv_stride_batch = p.q_stride_batch;
   split.qv_stride_token = p.q_stride_token;
   split.qv_stride_head = p.q_stride_head;
-  split.q = static_cast<const char*>(p.q) + kBytes;
-  split.cache.k = static_cast<char*>(p.cache.k) + kBytes;
+  split.q = static_cast<const char*>(p.q) + MlaSizes::kLatents * dtype_bytes(p.q_dtype);
+  split.cache.k = static_cast<char*>(p.cache.k) + MlaSizes::kLatents * dtype_bytes(p.cache.dtype);
   return split;
 }
 

@@ -33,6 +33,7 @@ MlaCall mla_call(const Problem& p, const MlaPlan& plan) {
                     describe_cache(p, c.v, p.head_dim_v, v, plan.box_rows, call.latents);
   call.box_rows = bulk ? plan.box_rows : 0;
   call.cluster = plan.cluster;
+  call.narrow = dtype_bytes(c.dtype) == 1;
   call.by_cluster = plan.by_cluster;
   return call;
 }
@@ -66,7 +67,7 @@ void launch_mla(const Problem& p, const MlaPlan& plan, const Context& context) {
     call.records = reinterpret_cast<MlaRecord*>(data + layout.records);
   }
   const void* const kernel =
-      p.cache.dtype == DType::kBFloat16 ? mla_kernel_bf16(plan.all_scores) : mla_kernel_fp16(plan.all_scores);
+      p.q_dtype == DType::kBFloat16 ? mla_kernel_bf16(plan.all_scores) : mla_kernel_fp16(plan.all_scores);
   const Grid grid = {plan.clusters, MlaSizes::kThreads, MlaSizes::kSharedBytes};
   launch_in_clusters(kernel, grid, plan.cluster, context, split, call);
   if (plan.cut) {

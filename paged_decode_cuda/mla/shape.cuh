@@ -25,6 +25,7 @@ struct MlaCall : Plan {
   CUtensorMap rope, latents;  // of the cache: [page, kv_head, slot, dim] from the slowest to the fastest
   int32_t box_rows;           // slots of a box; 0: no bulk copies
   int32_t cluster;            // blocks of a cluster
+  bool narrow;                // 8-bit keys
   int32_t slots;              // parts that a block may leave; 0: nothing is ever cut
   bool by_cluster;            // whose records there are: of clusters, or of pairs
   MlaRecord* records;
@@ -60,6 +61,7 @@ struct MlaControl {
   uint64_t ready[MlaSizes::kConsumers];  // by whose weights
   uint64_t work_full[2], work_empty[2];
   MlaWork work[2];
+  bool goes_on;  // the loaders ask for more 8-bit keys before they widen
   // What the consumer that has weighed a tile tells the other one
   bool moved[kWarpgroup / 32];    // reference scores, in which 16 rows
   float factor[MlaSizes::kRows];  // of sums, where one has moved

@@ -22,7 +22,7 @@ struct MlaSizes {
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 
   // Registers of a thread; the three warpgroups together have 504.
-  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+  static constexpr int kProducerRegisters = 80, kConsumerRegisters = 208;
 
   static constexpr int kQueryBytes = kRows * kColumns * kRowBytes, kKeyBytes = kKeys * kColumns * kRowBytes;
   static constexpr int kWeightBytes = kRows * kKeys * 2;

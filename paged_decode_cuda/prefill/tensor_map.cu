@@ -2,6 +2,7 @@
 
 #include <cuda_runtime.h>
 
+#include "../layout.h"
 #include "sizes.h"
 
 namespace paged_attn {
@@ -29,13 +30,15 @@ bool describe_cache(const Problem& p, const void* base, int64_t dims, const Cach
   if (encode == nullptr) return false;
   const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
   const cuuint64_t sizes[4] = {size(dims), size(c.page_size), size(p.kv_heads), size(c.num_pages)};
-  const cuuint64_t bytes[3] = {size(strides.slot * 2), size(strides.head * 2), size(strides.page * 2)};
+  const int64_t each = dtype_bytes(c.dtype);
+  const cuuint64_t bytes[3] = {size(strides.slot * each), size(strides.head * each), size(strides.page * each)};
   const cuuint32_t box[4] = {kColumn, static_cast<cuuint32_t>(box_rows), 1, 1}, steps[4] = {1, 1, 1, 1};
-  const CUtensorMapDataType type =
+  const CUtensorMapDataType of_16_bits =
       c.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const CUtensorMapDataType type = each == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : of_16_bits;
+  const CUtensorMapSwizzle swizzle = each == 1 ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B;
   return encode(&map, type, 4, const_cast<void*>(base), sizes, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+                swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 }  // namespace paged_attn

@@ -8,7 +8,7 @@ namespace paged_attn {
 // Fields are given by name from Python. An address of 0 leaves a tensor out; strides are in elements.
 struct Call {
   int64_t q, qv, k, v, out, lse, cu_seqlens_q, cache_seqlens, block_table, leftpad, alibi, sinks;
-  int64_t batch, q_heads, kv_heads, head_dim, head_dim_v, total_q, max_q_len, fp16;
+  int64_t batch, q_heads, kv_heads, head_dim, head_dim_v, total_q, max_q_len, fp16, kv_dtype;
   int64_t k_stride_page, k_stride_slot, k_stride_head, v_stride_page, v_stride_slot, v_stride_head;
   int64_t num_pages, page_size, max_pages;
   int64_t window_left, window_right, chunk, num_splits, deterministic, processors, seed;
@@ -59,7 +59,7 @@ inline Problem problem_of(const Call& call) {
   c.v_stride_head = call.v_stride_head;
   c.num_pages = call.num_pages;
   c.page_size = call.page_size;
-  c.dtype = p.q_dtype;
+  c.dtype = call.kv_dtype == 0 ? p.q_dtype : call.kv_dtype == 1 ? DType::kFloat8E4M3 : DType::kFloat8E5M2;
   c.block_table = {reinterpret_cast<const int32_t*>(call.block_table), call.block_table != 0};
   c.block_table_stride = c.max_pages = call.max_pages;
   c.table_rows = call.batch;

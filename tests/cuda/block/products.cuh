@@ -57,7 +57,9 @@ PD_DEVICE void barrier_wait(uint32_t address, uint32_t phase) {
   wait_until("a barrier in shared memory", [&] { return barrier.phase != phase; });
 }
 
+// 16-bit boxes are swizzled, 8-bit ones are not.
 PD_DEVICE void place_box(const CUtensorMap& map, uint32_t target, int rank, int dim, int slot, int head, int page) {
+  const int64_t each = map.bytes[0];
   for (int row = 0; row < map.box_rows; ++row) {
     for (int i = 0; i < kColumn; ++i) {
       const int64_t at[4] = {dim + i, slot + row, head, page};
@@ -68,20 +70,21 @@ PD_DEVICE void place_box(const CUtensorMap& map, uint32_t target, int rank, int 
         offset += at[d] * map.bytes[d];
       }
       uint16_t value = 0;
-      if (inside) memcpy(&value, map.base + offset, 2);
-      memcpy(shared_at(swizzled(target + row * kRowBytes + i * 2), rank), &value, 2);
+      if (inside) memcpy(&value, map.base + offset, each);
+      const uint32_t to = target + static_cast<uint32_t>((row * kColumn + i) * each);
+      memcpy(shared_at(each == 2 ? swizzled(to) : to, rank), &value, each);
     }
   }
 }
 PD_DEVICE void copy_box_to(uint16_t blocks, uint32_t target, const CUtensorMap& map, uint32_t barrier, int dim,
                            int slot, int head, int page) {
-  if (target % kBlockBytes != 0) fail("a box that does not begin where the swizzle does");
+  if (target % (map.bytes[0] == 2 ? kBlockBytes : 128) != 0) fail("a box that does not begin where it may");
   for (int rank = 0; rank < gridDim.y; ++rank) {
     if (!(blocks >> rank & 1)) continue;
     machine.on_their_way.push_back([=] {
       place_box(map, target, rank, dim, slot, head, page);
       Barrier& full = barrier_of(barrier, rank);
-      full.bytes -= map.box_rows * kRowBytes;
+      full.bytes -= map.box_rows * kColumn * map.bytes[0];
       settle_barrier(full);
     });
   }

@@ -31,6 +31,8 @@ struct Fp16 {
 struct Bf16 {
   static constexpr DType kDType = DType::kBFloat16;
 };
+struct E4m3 {};
+struct E5m2 {};
 template <typename Kv>
 struct IsBf16 {
   static constexpr bool value = false;
@@ -68,6 +70,30 @@ template <bool kBf16>
 PD_DEVICE uint32_t pack_pair(float low, float high) {
   const uint32_t l = kBf16 ? narrow_bf16(low) : narrow_fp16(low), h = kBf16 ? narrow_bf16(high) : narrow_fp16(high);
   return h << 16 | l;
+}
+
+// e5m2 is the upper byte of an fp16; e4m3 has the same layout with a bias of 7 and 3 bits of mantissa.
+template <typename Kv>
+PD_DEVICE float narrow_value(uint8_t bits) {
+  if constexpr (__is_same(Kv, E5m2)) {
+    const uint16_t half = static_cast<uint16_t>(bits << 8);
+    return value_at<Fp16>(&half);
+  }
+  const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+  if (exponent == 15 && mantissa == 7) return NAN;
+  const float size = exponent == 0 ? ldexpf(static_cast<float>(mantissa), -9)
+                                   : ldexpf(static_cast<float>(8 + mantissa), exponent - 10);
+  return bits & 128 ? -size : size;
+}
+template <typename Kv, bool kHigh>
+PD_DEVICE uint32_t fp8_pair_to_fp16(uint32_t word) {
+  const uint32_t pair = kHigh ? word >> 16 : word;
+  return pack_pair<false>(narrow_value<Kv>(static_cast<uint8_t>(pair)),
+                          narrow_value<Kv>(static_cast<uint8_t>(pair >> 8)));
+}
+PD_DEVICE uint32_t fp16_pair_to_bf16(uint32_t pair) {
+  const uint16_t halves[2] = {static_cast<uint16_t>(pair), static_cast<uint16_t>(pair >> 16)};
+  return pack_pair<true>(value_at<Fp16>(&halves[0]), value_at<Fp16>(&halves[1]));
 }
 
 PD_DEVICE float load_float(const void* base, DType dtype, int64_t index) {

@@ -12,9 +12,10 @@ struct CacheStrides {
 inline bool describe_cache(const Problem& p, const void* base, int64_t dims, const CacheStrides& strides, int box_rows,
                            CUtensorMap& map) {
   const Cache& c = p.cache;
+  const int64_t each = dtype_bytes(c.dtype);
   map = {static_cast<const uint8_t*>(base),
          {dims, c.page_size, p.kv_heads, c.num_pages},
-         {2, strides.slot * 2, strides.head * 2, strides.page * 2},
+         {each, strides.slot * each, strides.head * each, strides.page * each},
          box_rows};
   return true;
 }
