@@ -295,7 +295,7 @@ def prefill_kernel() -> Picture:
         p.text(left + 10, top + 48 * i + 35, registers, size=SMALL)
 
     y = top + 130
-    p.heading(y, "The consumers take turns: while one computes weights, the other has the matrix unit")
+    p.heading(y, "While one consumer computes weights, the other has the matrix unit")
     draw_turns(p, y + 12)
 
     y = p.bottom + 28

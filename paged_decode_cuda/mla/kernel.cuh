@@ -250,7 +250,8 @@ struct MlaTiles {
     float factor[2] = {1.f, 1.f};
     rows.score(p, s, first_key);
     if (first_key + Shape::kKeys > inner_end || first_key < inner_begin) rows.mask(s, first_key);
-    const bool moved = rows.weigh(s, factor);
+    const bool moved = rows.move_base(s, factor);
+    rows.weigh(s);
     pack_weights<kBf16>(s, weights);
     store_weights(buffer(), weights);
     if (own.lane == 0) control.moved[own.row / 16] = moved;

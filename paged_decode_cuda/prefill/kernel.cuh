@@ -3,7 +3,7 @@
 // A block has a producer warpgroup, which copies keys and values into a ring of tiles, and two consumer warpgroups of
 // 64 rows each (a row is a token and one head of the kv_head's group). A consumer issues the product q.k of a tile,
 // then the product of the weights of the tile before with its values, and computes the weights of the tile while the
-// latter runs. The two consumers take turns at issuing, so that one's exponentials run under the other's products.
+// latter or the products of the other consumer run. Where head_dim is above 128, the consumers take turns at issuing.
 // Blocks stay and take tile of rows after tile of rows; keys go from the last one to the first one.
 #pragma once
 
@@ -35,7 +35,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
     if (lane == 0) barrier_arrive(shared_address(&barrier));
   };
   auto await = [&](uint64_t& barrier, uint32_t phase) { barrier_wait(shared_address(&barrier), phase); };
-  if (consumer + 1 == Shape::kConsumers) named_barrier_arrive(kTurn, 2 * kWarpgroup);
+  if (Shape::kTurns && consumer + 1 == Shape::kConsumers) named_barrier_arrive(kTurn, 2 * kWarpgroup);
 
   while (true) {
     barrier_wait(shared_address(&control.work_full[slot.stage]), slot.phase);
@@ -62,7 +62,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
       continue;
     }
     const uint64_t own_queries = advance(first_queries, queries.stage * Shape::kQueryBytes);
-    const bool turns = work.item.rows > 64 * (Shape::kConsumers - 1);  // everybody has rows
+    const bool turns = Shape::kTurns && work.item.rows > 64 * (Shape::kConsumers - 1);  // everybody has rows
     rows.start(p, plan, work, first_row);
 #pragma unroll
     for (int i = 0; i < Shape::kDimV / 2; ++i) acc[i] = 0.f;
@@ -71,11 +71,11 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
 
     float factor[2];
     bool moved = false;
-    auto soften = [&]() {
+    auto prepare = [&]() {
       const int first_key = tile * Shape::kKeys;
       rows.score(p, s, first_key);
       if (first_key + Shape::kKeys > inner_end || first_key < inner_begin) rows.mask(s, first_key);
-      moved = rows.weigh(s, factor);
+      moved = rows.move_base(s, factor);
     };
     auto rescale = [&]() {
       if (!moved) return;
@@ -93,7 +93,8 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
       settle(s);
       release(control.keys_empty[keys.stage]);
       keys.advance();
-      soften();
+      prepare();
+      rows.weigh(s);
       pack_weights<kBf16>(s, weights);
 
 #pragma unroll 1
@@ -116,13 +117,23 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
         settle(s);
         release(control.keys_empty[keys.stage]);
         keys.advance();
-        soften();
-        await_value(rows.l[0] + rows.l[1]);
-        products_wait<0>();
-        settle(acc);
-        settle(weights);
-        release(control.values_empty[values.stage]);
-        values.advance();
+        prepare();
+        const auto end_values = [&]() {
+          products_wait<0>();
+          settle(acc);
+          settle(weights);
+          release(control.values_empty[values.stage]);
+          values.advance();
+        };
+        if constexpr (Shape::kTurns) {
+          rows.weigh(s);
+          await_value(rows.l[0] + rows.l[1]);
+          end_values();
+        } else {
+          // Then the registers of the weights before are free: new ones are packed beside the exponentials.
+          end_values();
+          rows.weigh(s);
+        }
         pack_weights<kBf16>(s, weights);
       }
       release(control.queries_empty[queries.stage]);

@@ -22,6 +22,8 @@ struct PrefillSizes {
   static constexpr int kKeyStages = kDim > 128 ? 2 : 3, kValueStages = kDim > 64 ? 2 : 3;
   static constexpr int kQueryStages = kDim > 128 ? 1 : 2;  // the next rows are there before the last ones are done
 
+  static constexpr bool kTurns = kDim > 128;  // consumers issue products in turns, not as they come
+
   // Registers of a thread; all three warpgroups together have 504.
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 

@@ -74,11 +74,11 @@ struct PrefillRows {
     }
   }
 
-  // From scores of the tile to weights. The reference of a row moves only when a score is far above it, so weights may
-  // exceed 1. True when that of a row of this warp has moved; then `factor` takes earlier sums to the new one.
-  PD_MEMBER bool weigh(float (&s)[kKeys / 2], float (&factor)[2]) {
+  // The reference of a row moves only when a score of the tile is far above it, so weights may exceed 1. True when that
+  // of a row of this warp has moved; then `factor` takes earlier sums to the new one.
+  PD_MEMBER bool move_base(const float (&s)[kKeys / 2], float (&factor)[2]) {
     constexpr float kFar = 8.f;  // log2 units: weights stay below 256
-    float top[2] = {-INFINITY, -INFINITY}, sum[2] = {}, shift[2];
+    float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int i = 0; i < kKeys / 2; i += 2) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], fmaxf(s[i], s[i + 1]));
     const bool far = top[0] * scale > base[0] + kFar || top[1] * scale > base[1] + kFar;
@@ -94,6 +94,12 @@ struct PrefillRows {
         l[r] *= factor[r];
       }
     }
+    return moved;
+  }
+
+  // From scores of the tile to weights.
+  PD_MEMBER void weigh(float (&s)[kKeys / 2]) {
+    float sum[2] = {}, shift[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) shift[r] = base[r] == -INFINITY ? 0.f : -base[r];
 #pragma unroll
@@ -103,7 +109,6 @@ struct PrefillRows {
     }
     l[0] += sum[0];
     l[1] += sum[1];
-    return moved;
   }
 };
 
