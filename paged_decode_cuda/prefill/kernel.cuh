@@ -34,7 +34,11 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
   auto release = [&](uint64_t& barrier) {
     if (lane == 0) barrier_arrive(shared_address(&barrier));
   };
-  auto await = [&](uint64_t& barrier, uint32_t phase) { barrier_wait(shared_address(&barrier), phase); };
+  const bool gathered = plan.box_rows == 0;
+  auto await = [&](uint64_t& barrier, uint32_t phase) {
+    barrier_wait(shared_address(&barrier), phase);
+    if (gathered) fence_async_proxy();
+  };
   if (Shape::kTurns && consumer + 1 == Shape::kConsumers) named_barrier_arrive(kTurn, 2 * kWarpgroup);
 
   while (true) {
@@ -167,18 +171,20 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   extern __shared__ uint8_t raw[];
   __shared__ PrefillControl<Shape> control;
   const uint32_t shared = (shared_address(raw) + kBlockBytes - 1) & ~(kBlockBytes - 1u);
+  const bool gathers = plan.box_rows == 0;
   if (threadIdx.x == 0) {
+    const int copiers = gathers ? Shape::kGatherers * kWarp : 1;
     for (int i = 0; i < Shape::kKeyStages; ++i) {
-      barrier_init(shared_address(&control.keys_full[i]), 1);
+      barrier_init(shared_address(&control.keys_full[i]), copiers);
       barrier_init(shared_address(&control.keys_empty[i]), Shape::kConsumerWarps);
     }
     for (int i = 0; i < Shape::kValueStages; ++i) {
-      barrier_init(shared_address(&control.values_full[i]), 1);
+      barrier_init(shared_address(&control.values_full[i]), copiers);
       barrier_init(shared_address(&control.values_empty[i]), Shape::kConsumerWarps);
     }
     for (int i = 0; i < 2; ++i) {
       barrier_init(shared_address(&control.work_full[i]), 1);
-      barrier_init(shared_address(&control.work_empty[i]), Shape::kConsumerWarps + 2);
+      barrier_init(shared_address(&control.work_empty[i]), Shape::kConsumerWarps + (gathers ? Shape::kGatherers : 2));
     }
     for (int i = 0; i < Shape::kQueryStages; ++i) {
       barrier_init(shared_address(&control.queries_full[i]), 1);
@@ -192,12 +198,16 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (threadIdx.x < kWarpgroup) {
     give_registers<Shape::kProducerRegisters>();
     const int warp = threadIdx.x / kWarp;
-    if (warp == 0) {
+    constexpr int kDirector = Shape::kGatherers;
+    if (warp == kDirector) {
+      direct<Shape>(p, plan, control, shared);
+    } else if (gathers) {
+      Gatherer<Shape> gatherer;
+      gatherer.run(p, plan, control, shared, warp);
+    } else if (warp == 0) {
       TileLoader<Shape, false>::run(p, plan, control, shared);
     } else if (warp == 1) {
       TileLoader<Shape, true>::run(p, plan, control, shared);
-    } else if (warp == 2) {
-      direct<Shape>(p, plan, control, shared);
     }
   } else {
     take_registers<Shape::kConsumerRegisters>();

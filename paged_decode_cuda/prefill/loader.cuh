@@ -1,5 +1,5 @@
 // The producer warps: one copies keys into shared memory, one values, one finds out what is to be done and copies
-// queries.
+// queries. Where pages hold no box, three gather keys and values.
 //
 // Where a page holds whole boxes, keys come in bulk copies, and so does a tile of values that is seen entirely: a
 // masked score hides what a key that nobody sees holds, but a weight of 0 does not hide a value. Else 8 lanes copy 128
@@ -100,6 +100,106 @@ struct TileLoader {
           arrive_after_copies(arrived);
         }
         ring.advance();
+      }
+    }
+  }
+};
+
+// Copies keys and values where pages hold no box: three warps, each every third run of 4 rows. A warp looks up the
+// pages of the next tile before it needs them, and never waits for its copies: barriers count those.
+template <typename Shape>
+struct Gatherer {
+  static constexpr int kKeys = Shape::kKeys, kRuns = kKeys / kCopyRows;
+  static constexpr int kOwnRuns = (kRuns + Shape::kGatherers - 1) / Shape::kGatherers;
+  static constexpr int kLookups = (kOwnRuns * kCopyRows + kWarp - 1) / kWarp;  // of a lane
+  static_assert(kLookups <= 2, "a row is one of two");
+
+  int lane, warp;  // of the warp, of the gatherers
+
+  // The row of a tile that is number `own` of this warp.
+  PD_MEMBER int row_of(int own) const {
+    return (own / kCopyRows * Shape::kGatherers + warp) * kCopyRows + own % kCopyRows;
+  }
+
+  // The pages of this lane's rows of a tile; -1: no such row, or nobody sees it. Nothing here waits for the table.
+  PD_MEMBER void look_up(const PrefillCall& plan, const KeyPlaces& places, int tile, int (&pages)[kLookups]) const {
+#pragma unroll
+    for (int i = 0; i < kLookups; ++i) {
+      const int row = row_of(i * kWarp + lane);
+      pages[i] = row < kKeys ? places.page_of(plan, tile * kKeys + row) : -1;
+    }
+  }
+
+  // Where those rows lie, in pieces of 16 bytes.
+  PD_MEMBER void find(const Problem& p, const PrefillCall& plan, const KeyPlaces& places, int tile, int head,
+                      const int (&pages)[kLookups], uint32_t (&k)[kLookups], uint32_t (&v)[kLookups]) const {
+#pragma unroll
+    for (int i = 0; i < kLookups; ++i) {
+      const int slot = places.slot_of(plan, tile * kKeys + row_of(i * kWarp + lane));
+      const bool found = static_cast<uint32_t>(pages[i]) < static_cast<uint32_t>(p.cache.num_pages);
+      k[i] = found ? pages[i] * plan.k_page_pieces + slot * plan.k_slot_pieces + head * plan.k_head_pieces
+                   : KeyPlaces::kNowhere;
+      v[i] = found ? pages[i] * plan.v_page_pieces + slot * plan.v_slot_pieces + head * plan.v_head_pieces
+                   : KeyPlaces::kNowhere;
+    }
+  }
+
+  template <int kColumns>
+  PD_MEMBER void copy(const void* cache, int dims, uint32_t stage, const uint32_t (&from)[kLookups]) const {
+    const int piece = lane % kCopyLanes;
+    const char* const first = static_cast<const char*>(cache) + piece * 16;
+#pragma unroll 2
+    for (int run = 0; run < kOwnRuns; ++run) {
+      const int own = run * kCopyRows;
+      const uint32_t place =
+          __shfl_sync(~0u, own < kWarp ? from[0] : from[kLookups - 1], own % kWarp + lane / kCopyLanes);
+      const int row = row_of(own + lane / kCopyLanes);
+      if (run * Shape::kGatherers + warp >= kRuns) break;  // the same for the whole warp
+      const bool found = place != KeyPlaces::kNowhere;
+      const char* const source = first + static_cast<uint64_t>(found ? place : 0) * 16;
+      const uint32_t target = stage + row * kRowBytes + (piece ^ row % 8) * 16;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        copy_piece(target + c * kKeys * kRowBytes, source + c * kRowBytes, found && c * kColumn + piece * 8 < dims);
+      }
+    }
+  }
+
+  PD_MEMBER void run(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control, uint32_t shared,
+                     int gatherer) {
+    lane = threadIdx.x % kWarp;
+    warp = gatherer;
+    const int dims = static_cast<int>(p.head_dim), dims_v = static_cast<int>(p.head_dim_v);
+    Ring<Shape::kKeyStages> keys;
+    Ring<Shape::kValueStages> values;
+    Ring<2> slot;
+    while (true) {
+      barrier_wait(shared_address(&control.work_full[slot.stage]), slot.phase);
+      const Work& work = control.work[slot.stage];
+      if (!work.exists) break;
+      KeyPlaces places;
+      places.start(p, work.item);
+      const int head = work.head, first_tile = work.item.first_tile;
+      int tile = first_tile + work.item.tiles - 1;
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared_address(&control.work_empty[slot.stage]));
+      slot.advance();
+
+      int pages[kLookups];
+      look_up(plan, places, tile, pages);
+#pragma unroll 1
+      for (; tile >= first_tile; --tile) {
+        uint32_t k[kLookups], v[kLookups];
+        find(p, plan, places, tile, head, pages, k, v);
+        look_up(plan, places, tile - 1, pages);
+        barrier_wait(shared_address(&control.keys_empty[keys.stage]), keys.phase ^ 1);
+        copy<Shape::kColumns>(p.cache.k, dims, shared + Shape::kKeysAt + keys.stage * Shape::kKeyBytes, k);
+        arrive_with_pieces(shared_address(&control.keys_full[keys.stage]));
+        keys.advance();
+        barrier_wait(shared_address(&control.values_empty[values.stage]), values.phase ^ 1);
+        copy<Shape::kColumnsV>(p.cache.v, dims_v, shared + Shape::kValuesAt + values.stage * Shape::kValueBytes, v);
+        arrive_with_pieces(shared_address(&control.values_full[values.stage]));
+        values.advance();
       }
     }
   }

@@ -132,6 +132,12 @@ PD_DEVICE void await_batches() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Arrives for this thread when all its pieces so far are there. wgmma sees them after a fence_async_proxy() of whoever
+// waits for them.
+PD_DEVICE void arrive_with_pieces(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 PD_DEVICE void await_pieces() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 PD_DEVICE void store_piece(uint32_t shared, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {

@@ -18,6 +18,7 @@ struct PrefillSizes {
   static constexpr int kConsumers = 2;  // warpgroups, 64 rows each
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
+  static constexpr int kGatherers = 3;  // warps that copy where pages hold no box
   static constexpr int kConsumerWarps = kConsumers * kWarpgroup / 32;
   static constexpr int kKeyStages = kDim > 128 ? 2 : 3, kValueStages = kDim > 64 ? 2 : 3;
   static constexpr int kQueryStages = kDim > 128 ? 1 : 2;  // the next rows are there before the last ones are done

@@ -159,6 +159,18 @@ PD_DEVICE void await_pieces() {
   commit_pieces();
   await_batches<0>();
 }
+PD_DEVICE void arrive_with_pieces(uint32_t barrier) {
+  commit_pieces();
+  Batches& own = own_pieces[own_number()];
+  const auto arrive = [batches = std::move(own.batches), barrier, rank = static_cast<int>(blockIdx.y)] {
+    for (const Actions& batch : batches) {
+      for (const auto& copy : batch) copy();
+    }
+    barrier_arrive_at(barrier, rank);
+  };
+  own.batches.clear();
+  machine.on_their_way.push_back(arrive);
+}
 PD_DEVICE void store_piece(uint32_t target, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
   const uint32_t words[4] = {x, y, z, w};
   memcpy(shared_at(target), words, 16);
