@@ -92,6 +92,30 @@ def test_page_size(paged_attn, device, page_size, options):
     assert (explained.plan["box_rows"] > 0) == (page_size % 8 == 0)
 
 
+PARTS = {
+    "chosen": {"batch": 1},
+    "chosen_packed": {"batch": 2, "varlen_q": True, "lens": (5000, 1300)},
+    "two": {"num_splits": 2},
+    "seven": {"num_splits": 7, "lens": (1500, 1, 0, 128, 700, 40)},
+    "packed": {"num_splits": 3, "varlen_q": True, "lens": (1500, 1, 129, 0, 700, 40), "sink": "float32"},
+    "window": {"num_splits": 3, "window": (200, -1), "softcap": 3.0},
+    "deterministic": {"num_splits": 4, "deterministic": True, "alibi": "head"},
+    "append": {"num_splits": 2, "append": 40, "rotary_dim": 64, "descale": "full"},
+    "dim_256": {"num_splits": 3, "head_dim": 256, "dtype": "float16"},
+    "dim_80_page_1": {"num_splits": 2, "head_dim": 80, "page_size": 1, "leftpad": True},
+    "contiguous": {"num_splits": 5, "page_size": 0, "batch_idx": True},
+    "drafts": {"batch": 3, "q_len": 8, "num_splits": 6},
+}
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_keys_in_parts(paged_attn, device, parts):
+    """As many as are asked for; for few rows over many keys more than one without being asked."""
+    case = dataclasses.replace(BASE, **({"kv_len": 5000} | PARTS[parts]))
+    explained = on_the_route(paged_attn, case, device)
+    assert explained.plan["splits"] == PARTS[parts].get("num_splits", explained.plan["splits"]) > 1
+
+
 def random_case(rng):
     """A few features at once."""
     chosen = rng.sample(
@@ -197,7 +221,7 @@ def test_why_not(paged_attn, device):
     """What keeps a call from the route is said."""
     for options, reason in (
         ({"q_len": 1}, "rows"),
-        ({"num_splits": 2}, "num_splits"),
+        ({"num_splits": 20}, "num_splits"),
         ({"kv_dtype": "float8_e4m3fn"}, "8-bit"),
         ({"batch": 1, "kv_heads": 1}, "too few"),
         ({"dtype": "float32"}, "float32"),

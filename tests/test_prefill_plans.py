@@ -26,13 +26,13 @@ PREFILL_REFUSES = {
     "a device of another compute capability than 9.0": {"capability": 100},
     "no more rows than one tile of the decode kernel": {"max_q_len": 4},
     "an 8-bit cache": {"kv_bytes": 1},
-    "num_splits above 1": {"num_splits": 2},
+    "num_splits above 1 and more rows than it is meant for": {"num_splits": 2, "max_q_len": 20000},
     "float32": {"kv_bytes": 4, "q_bytes": 4},
     "qv": {"qv": 1},
     "head_dim or head_dim_v above 256": {"head_dim": 512},
     "rows of the cache are not whole pieces of 16 bytes": {"head_dim": 60},
     "there are more tiles of rows than 32 bits count": {"max_q_len": 2**33},
-    "too few tiles of rows to fill the device": {"max_q_len": 20, "kv_heads": 1},
+    "too few tiles of rows to fill the device": {"max_q_len": 20, "kv_heads": 1, "window_left": 400},
 }
 
 
@@ -47,7 +47,7 @@ def test_where_prefill_begins(library):
     many = {"lens": [100] * 40, "group": 4}
     assert refusal(library, max_q_len=4, **many) == "no more rows than one tile of the decode kernel"
     assert refusal(library, max_q_len=5, **many) == ""
-    few = {"kv_heads": 1, "group": 1, "max_q_len": 128}
+    few = {"kv_heads": 1, "group": 1, "max_q_len": 128, "window_left": 400}  # no keys to cut
     assert refusal(library, [100] * 21, **few) == "too few tiles of rows to fill the device"
     assert refusal(library, [100] * 22, **few) == ""
     # What must not depend on the other requests is always the same kernel; so are packed requests of few rows then.
@@ -83,11 +83,50 @@ def test_prefill_plans(library, head_dim, head_dim_v):
             assert n.keys % max(1, n.box_rows) == 0 and page_size % max(1, n.box_rows) == 0 and n.box_rows % 8 == 0
             assert (n.box_rows > 0) == (page_size % 8 == 0)
             tiles = len(PROMPTS) * -(-q_len * 4 // 128) * kv_heads
-            assert n.items * kv_heads == tiles and n.blocks == min(tiles, 132)
+            assert n.items * kv_heads == tiles and n.blocks == min(tiles * n.parts, 132)
             assert n.l2_keys * (head_dim + head_dim_v) * 2 <= 24 << 20
     whole = numbers_of(library, PROMPTS, paged=0, page_size=1001, head_dim=head_dim, head_dim_v=head_dim_v)
     assert whole.box_rows == whole.keys
     assert not whole.all_scores and numbers_of(library, PROMPTS, softcap=3).all_scores
+
+
+def test_how_keys_are_cut(library):
+    """Into as many parts as multiprocessors have no tile of rows, where keys are worth it, or as the caller says."""
+    parts = lambda *arguments, **options: numbers_of(library, *arguments, **options).parts  # noqa: E731
+    one = {"kv_heads": 1, "max_q_len": 16, "page_size": 16}  # 65536 keys fit into the table
+    assert parts([100], **one) == 32 and parts([100] * 8, **one) == 16 and parts([100] * 60, **one) == 2
+    assert parts([100] * 67, **one) == 1 and parts(PROMPTS) == 1
+    assert parts([100], **one, window_left=900) == 1 and parts([100], **one, window_left=2000) == 3
+    assert parts([100], **one, deterministic=1) == 1 and parts([100], **one, deterministic=1, num_splits=5) == 5
+    assert parts([100], **one, num_splits=1) == 1 and parts([100] * 67, **one, num_splits=3) == 3
+    assert numbers_of(library, [100] * 8, **one).blocks == 128
+    # The sums of all parts are those of four tiles of rows per multiprocessor at most.
+    assert refusal(library, [100] * 66, **one, num_splits=8) == ""
+    assert refusal(library, [100] * 67, **one, num_splits=8) != ""
+    assert refusal(library, [100], **one, num_splits=2**40) != ""
+
+
+@pytest.mark.parametrize("parts", [2, 3, 8])
+def test_parts_hold_every_tile_of_keys_once(library, parts):
+    lens, q_lens = [1000, 0, 100, 4000, 37], [70, 3, 100, 33, 0]
+    call, _keep = call_of(lens, q_lens, kv_heads=3, parts=parts)
+    wanted = sum(-(-n * 4 // 128) for n in q_lens) * 3 * parts
+    count, tiles = order_of(library, call, wanted)
+    assert count == wanted
+    dealt = {}
+    for t in tiles:
+        dealt.setdefault((t.b, t.head, t.first_row), []).append((t.part, t.first_tile, t.tiles))
+        first, end = t.key_begin // 128, -(-t.key_end // 128)
+        assert t.tiles <= max(0, -(-(end - first) // parts))
+    for (b, _head, first_row), cuts in dealt.items():
+        cuts.sort()
+        assert [part for part, _, _ in cuts] == list(range(parts))
+        begin, end = cuts[0][1], cuts[0][1]
+        for _, first, own in cuts:
+            assert own == 0 or first == end
+            end += own
+        last = max(0, lens[b] - q_lens[b] + min(first_row // 4 + 32, q_lens[b]))
+        assert (begin, end) == (0, -(-last // 128)), (b, first_row)
 
 
 @pytest.mark.parametrize("seed", range(6))

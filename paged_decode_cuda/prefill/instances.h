@@ -8,4 +8,8 @@ namespace paged_attn {
 const void* prefill_kernel_fp16(int head_dim, bool all_scores);
 const void* prefill_kernel_bf16(int head_dim, bool all_scores);
 
+// Adds the parts of rows whose keys were cut; a warp per row.
+constexpr int kCombineRows = 4;  // of a block
+const void* prefill_combine_kernel();
+
 }  // namespace paged_attn

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "loader.cuh"
-#include "weights.cuh"
+#include "parts.cuh"
 
 namespace paged_attn {
 
@@ -157,7 +157,11 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
       release(control.queries_empty[queries.stage]);
       queries.advance();
     }
-    store_rows<Shape, kFull>(p, plan, work, acc, rows, first_row);
+    if (plan.parts > 1) {
+      store_part<Shape, kFull>(p, plan, work, acc, rows, first_row);
+    } else {
+      store_rows<Shape, kFull>(p, plan, work, acc, rows, first_row);
+    }
     __syncwarp();
     release(control.work_empty[slot.stage]);
     slot.advance();

@@ -9,6 +9,9 @@ namespace {
 constexpr int kCapability = 90;         // wgmma and its registers exist on this one only
 constexpr int64_t kFewRows = 16;        // of a request and kv_head: what a tile of the decode kernel holds
 constexpr int64_t kFewTiles = 6;        // times the tiles of rows that leave more idle than the decode kernel costs
+constexpr int64_t kPartKeys = 512;      // fewer are not worth a part
+constexpr int64_t kMostParts = 32;      // that are chosen
+constexpr int64_t kPartTiles = 4;       // times the multiprocessors: tiles of rows whose parts there is memory for
 constexpr int64_t kL2Bytes = 24 << 20;  // of keys and values that all blocks read together
 constexpr int kSwizzledRows = 8;        // a box begins where the swizzle does
 
@@ -27,6 +30,21 @@ int64_t most_tiles(const Problem& p, int rows) {
   return tiles * p.kv_heads;
 }
 
+// Keys that a tile of rows may see.
+int64_t most_keys(const Problem& p, int rows) {
+  const int64_t keys = capacity_of(p);
+  if (p.window_left < 0) return keys;
+  return pd_min(keys, p.window_left + pd_max(p.window_right, 0) + pd_ceil_div(rows, p.group));
+}
+
+// Into how many parts keys are cut: as asked for, else as many as leave no multiprocessor without work. Where a result
+// must not depend on the other requests, neither may the cuts.
+int64_t parts_of(const Problem& p, int64_t tiles, int rows, int processors) {
+  if (p.num_splits > 0) return p.num_splits;
+  if (p.deterministic) return 1;
+  return pd_max(pd_min(pd_min(processors / pd_max(tiles, 1), most_keys(p, rows) / kPartKeys), kMostParts), 1);
+}
+
 int64_t greatest_divisor(int64_t a, int64_t b) { return b == 0 ? a : greatest_divisor(b, a % b); }
 
 }  // namespace
@@ -38,14 +56,17 @@ const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
   const bool fixed = p.deterministic && p.cu_seqlens_q;
   if (!fixed && longest_query(p) * p.group <= kFewRows) return "no more rows than one tile of the decode kernel";
   if (dtype_bytes(p.cache.dtype) == 1) return "an 8-bit cache";
-  if (p.num_splits > 1) return "num_splits above 1";
   const char* const reason = decode_why_not(p, limits);
   if (*reason != '\0') return reason;
   if (p.q_dtype != p.cache.dtype) return "q and the cache differ in dtype";
   const int rows = find_prefill_instance(p.head_dim, p.head_dim_v).rows;
   const int64_t tiles = most_tiles(p, rows);
   if (tiles > INT32_MAX / 2) return "there are more tiles of rows than 32 bits count";
-  if (!p.deterministic && tiles * kFewTiles < limits.processors) return "too few tiles of rows to fill the device";
+  const int64_t parts = parts_of(p, tiles, rows, limits.processors);
+  if (parts > 1 && (parts > kPartTiles * limits.processors || tiles * parts > kPartTiles * limits.processors))
+    return "num_splits above 1 and more rows than it is meant for";
+  if (!p.deterministic && tiles * parts * kFewTiles < limits.processors)
+    return "too few tiles of rows to fill the device";
   return "";
 }
 
@@ -56,7 +77,8 @@ PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   plan.all_scores = p.softcap != 0.f || p.alibi_slopes;
   const int64_t tiles = most_tiles(p, plan.instance.rows);
   plan.items = tiles / p.kv_heads;
-  plan.blocks = pd_max(pd_min(tiles, limits.processors), 1);
+  plan.parts = parts_of(p, tiles, plan.instance.rows, limits.processors);
+  plan.blocks = pd_max(pd_min(tiles * plan.parts, limits.processors), 1);
   plan.l2_keys = kL2Bytes / ((p.head_dim + p.head_dim_v) * dtype_bytes(c.dtype));
   // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere.
   const int64_t rows = c.block_table ? greatest_divisor(plan.instance.keys, c.page_size) : plan.instance.keys;

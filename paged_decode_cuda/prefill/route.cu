@@ -8,7 +8,19 @@
 namespace paged_attn {
 namespace {
 
-PrefillCall prefill_call(const Problem& p, const PrefillPlan& plan, unsigned long long* tickets) {
+// The workspace: the word of tickets, then the parts' references and sums of weights, then their sums.
+struct Layout {
+  int64_t ml, sums, end;  // bytes
+
+  explicit Layout(const Problem& p, const PrefillPlan& plan) {
+    const int64_t rows = plan.parts > 1 ? plan.parts * p.total_q * p.q_heads : 0;
+    ml = kLine;
+    sums = pd_ceil_div(ml + rows * static_cast<int64_t>(sizeof(float2)), kLine) * kLine;
+    end = sums + rows * p.head_dim_v * static_cast<int64_t>(sizeof(float));
+  }
+};
+
+PrefillCall prefill_call(const Problem& p, const PrefillPlan& plan, const Layout& layout, char* workspace) {
   const Cache& c = p.cache;
   PrefillCall call = {};
   call.page_size = FastDivisor(c.block_table ? c.page_size : 1);
@@ -32,7 +44,10 @@ PrefillCall prefill_call(const Problem& p, const PrefillPlan& plan, unsigned lon
   call.box_rows = bulk ? plan.box_rows : 0;
   call.blocks_in_grid = static_cast<int32_t>(plan.blocks);
   call.l2_keys = static_cast<int32_t>(plan.l2_keys);
-  call.tickets = tickets;
+  call.tickets = reinterpret_cast<unsigned long long*>(workspace);
+  call.parts = static_cast<int32_t>(plan.parts);
+  call.ml = reinterpret_cast<float2*>(workspace + layout.ml);
+  call.sums = reinterpret_cast<float*>(workspace + layout.sums);
   return call;
 }
 
@@ -42,7 +57,7 @@ Numbers prefill_numbers(const PrefillPlan& plan) {
   return {{"rows_per_tile", plan.instance.rows},
           {"tile_keys", plan.instance.keys},
           {"items", plan.items},
-          {"splits", 1},
+          {"splits", plan.parts},
           {"all_scores", plan.all_scores},
           {"box_rows", plan.box_rows},
           {"blocks", plan.blocks},
@@ -50,13 +65,18 @@ Numbers prefill_numbers(const PrefillPlan& plan) {
 }
 
 void launch_prefill(const Problem& p, const PrefillPlan& plan, const Context& context) {
-  const Workspace workspace(sizeof(unsigned long long));
-  const PrefillCall call = prefill_call(p, plan, static_cast<unsigned long long*>(workspace.data()));
+  const Layout layout(p, plan);
+  const Workspace workspace(layout.end);
+  const PrefillCall call = prefill_call(p, plan, layout, static_cast<char*>(workspace.data()));
   const int head_dim = plan.instance.head_dim;
   const void* const kernel = p.cache.dtype == DType::kBFloat16 ? prefill_kernel_bf16(head_dim, plan.all_scores)
                                                                : prefill_kernel_fp16(head_dim, plan.all_scores);
   const Grid grid = {plan.blocks, plan.instance.threads, plan.instance.shared_bytes};
   launch(kernel, grid, context, p, call);
+  if (plan.parts > 1) {
+    const int64_t rows = p.total_q * p.q_heads;
+    launch(prefill_combine_kernel(), {pd_ceil_div(rows, kCombineRows), kCombineRows * 32, 0}, context, p, call);
+  }
 }
 
 }  // namespace paged_attn

@@ -53,6 +53,13 @@ PD_DEVICE Item row_tile_item(const Problem& p, const Plan& plan, int b, int tile
   return item;
 }
 
+// Leaves one of the parts that the keys are cut into. It may have none.
+PD_DEVICE void cut(Item& item, int part, int parts) {
+  const int each = (item.tiles + parts - 1) / parts, first = min(part * each, item.tiles);
+  item.first_tile += first;
+  item.tiles = min(each, item.tiles - first);
+}
+
 struct RequestTiles {
   int rows;  // row tiles
   int kv_len;
@@ -120,7 +127,7 @@ struct Scheduler {
       own = tiles_below<Shape>(p, r, longest, bucket + 1) - own_below;
       own_len = r.kv_len;
     }
-    ends = own * static_cast<int>(p.kv_heads);
+    ends = own * static_cast<int>(p.kv_heads) * plan.parts;
 #pragma unroll
     for (int step = 1; step < kWarp; step *= 2) {
       const int other = __shfl_up_sync(~0u, ends, step);
@@ -147,15 +154,18 @@ struct Scheduler {
     const int owner = __popc(__ballot_sync(~0u, before + ends <= index));
     const int rows = __shfl_sync(~0u, own, owner), below = __shfl_sync(~0u, own_below, owner);
     const int kv_len = __shfl_sync(~0u, own_len, owner);
-    const int heads = static_cast<int>(p.kv_heads);
+    const int heads = static_cast<int>(p.kv_heads) * plan.parts;  // a head's parts are neighbours
     int place = index - (before + __shfl_sync(~0u, ends, owner) - rows * heads);
-    const int together = min(heads, max(1, plan.l2_keys / max(kv_len, 1)));
+    const int together = min(heads, max(1, plan.l2_keys / max(kv_len, 1)) * plan.parts);
     const int section = place / (together * rows);
     place -= section * together * rows;
     const int in_section = min(together, heads - section * together);
     const int up = place / in_section;
     work.item = row_tile_item<Shape>(p, plan, first + owner, below + rows - 1 - up);
-    work.head = section * together + place - up * in_section;
+    const int piece = section * together + place - up * in_section;
+    work.head = piece / plan.parts;
+    work.part = piece - work.head * plan.parts;
+    cut(work.item, work.part, plan.parts);
     return true;
   }
 };

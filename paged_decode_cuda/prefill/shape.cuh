@@ -21,12 +21,17 @@ struct PrefillCall : Plan {
   int32_t blocks_in_grid;
   int32_t l2_keys;              // of one head, that L2 keeps
   unsigned long long* tickets;  // one word
+  // The keys of a tile of rows are cut into so many parts. Where they are several, the sums of every row of each wait
+  // for the combine kernel: [parts, tokens, q_heads, head_dim_v], and [parts, tokens, q_heads] references and weights.
+  int32_t parts;
+  float* sums;
+  float2* ml;
 };
 
-// What a block works on: a tile of rows of one request and kv_head.
+// What a block works on: a tile of rows of one request and kv_head, and a part of its keys.
 struct Work {
   Item item;
-  int head;
+  int head, part;
   bool exists;
 };
 

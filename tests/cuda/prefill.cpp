@@ -12,16 +12,16 @@ extern "C" {
 struct PrefillCase {
   int64_t capability, processors;
   int64_t batch, kv_heads, group, head_dim, head_dim_v, q_bytes, kv_bytes, total_q, max_q_len, page_size, paged, qv;
-  int64_t window_left, window_right, chunk, softcap, num_splits, deterministic, l2_keys;
+  int64_t window_left, window_right, chunk, softcap, num_splits, deterministic, l2_keys, parts;
   int64_t cu_seqlens_q, cache_seqlens, leftpad;
 };
 
 struct PrefillNumbers {
-  int64_t rows, keys, threads, shared_bytes, all_scores, box_rows, items, blocks, l2_keys;
+  int64_t rows, keys, threads, shared_bytes, all_scores, box_rows, items, blocks, l2_keys, parts;
 };
 
 struct Tile {
-  int64_t b, head, first_row, rows, key_begin, key_end;
+  int64_t b, head, first_row, rows, key_begin, key_end, part, first_tile, tiles;
 };
 
 static Problem problem_of(const PrefillCase& call) {
@@ -78,7 +78,7 @@ void prefill_numbers(const PrefillCase* call, PrefillNumbers* numbers) {
   const PrefillPlan plan = plan_prefill(problem_of(*call), limits_of(*call));
   const PrefillInstance& i = plan.instance;
   *numbers = {i.rows,        i.keys,     i.threads,   i.shared_bytes, plan.all_scores,
-              plan.box_rows, plan.items, plan.blocks, plan.l2_keys};
+              plan.box_rows, plan.items, plan.blocks, plan.l2_keys,   plan.parts};
 }
 
 // All tiles in their order, as the warp of one block would find them that takes every ticket; how many there are.
@@ -88,6 +88,7 @@ int64_t prefill_order(const PrefillCase* call, Tile* tiles, int64_t most) {
   PrefillCall plan = {};
   plan_tables(p, 0, plan);
   plan.l2_keys = static_cast<int32_t>(call->l2_keys);
+  plan.parts = static_cast<int32_t>(call->parts);
   int64_t count = 0;
   run(0, [&] {
     Scheduler<Shape> scheduler;
@@ -96,7 +97,10 @@ int64_t prefill_order(const PrefillCase* call, Tile* tiles, int64_t most) {
     for (int index = 0; scheduler.find(p, plan, index, work); ++index) {
       if (threadIdx.x != 0) continue;
       const Item& item = work.item;
-      if (count < most) tiles[count] = {item.b, work.head, item.first_row, item.rows, item.key_begin, item.key_end};
+      if (count < most) {
+        tiles[count] = {item.b,       work.head, item.first_row,  item.rows, item.key_begin,
+                        item.key_end, work.part, item.first_tile, item.tiles};
+      }
       ++count;
     }
   });

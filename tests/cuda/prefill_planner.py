@@ -17,10 +17,10 @@ CALL = [
     *("capability", "processors"),
     *("batch", "kv_heads", "group", "head_dim", "head_dim_v", "q_bytes", "kv_bytes", "total_q", "max_q_len"),
     *("page_size", "paged", "qv", "window_left", "window_right", "chunk", "softcap", "num_splits", "deterministic"),
-    *("l2_keys", "cu_seqlens_q", "cache_seqlens", "leftpad"),
+    *("l2_keys", "parts", "cu_seqlens_q", "cache_seqlens", "leftpad"),
 ]
-NUMBERS = ["rows", "keys", "threads", "shared_bytes", "all_scores", "box_rows", "items", "blocks", "l2_keys"]
-TILE = ["b", "head", "first_row", "rows", "key_begin", "key_end"]
+NUMBERS = ["rows", "keys", "threads", "shared_bytes", "all_scores", "box_rows", "items", "blocks", "l2_keys", "parts"]
+TILE = ["b", "head", "first_row", "rows", "key_begin", "key_end", "part", "first_tile", "tiles"]
 Call, Numbers, Tile = map(structure, (CALL, NUMBERS, TILE))
 
 
@@ -38,7 +38,7 @@ def header():
     return "\n".join(
         [
             '#include "items.cuh"\n#include "prefill/sizes.h"',
-            "struct CUtensorMap {};\nconstexpr int kWarp = 32;",
+            "struct CUtensorMap {};\nstruct float2;\nconstexpr int kWarp = 32;",
             "namespace paged_attn {",
             part_of("prefill/shape.cuh", "// What the kernel reads beside the problem.", "// Barriers and messages"),
             part_of(schedule, "constexpr int kBuckets", "// The word that is counted up"),
@@ -73,7 +73,7 @@ def call_of(lens, q_lens=None, leftpads=None, **options):
     """The call, and what keeps its tables alive. Prompts of a Hopper GPU unless said otherwise."""
     defaults = {
         "capability": 90, "processors": 132, "kv_heads": 4, "group": 4, "head_dim": 128, "q_bytes": 2, "kv_bytes": 2,
-        "page_size": 16, "paged": 1, "window_left": -1, "l2_keys": 1 << 20, "batch": len(lens),
+        "page_size": 16, "paged": 1, "window_left": -1, "l2_keys": 1 << 20, "parts": 1, "batch": len(lens),
     }  # fmt: skip
     options = defaults | options
     options.setdefault("head_dim_v", options["head_dim"])

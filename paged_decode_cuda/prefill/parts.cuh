@@ -1,0 +1,40 @@
+// The sums of rows whose keys were cut into parts, on their way from the kernel to the combine kernel.
+#pragma once
+
+#include "shape.cuh"
+#include "weights.cuh"
+
+namespace paged_attn {
+
+// Where the sums of a row of a part wait for the combine kernel.
+PD_DEVICE int64_t part_row(const Problem& p, const PrefillCall& plan, int part, int token, int q_head) {
+  return (part * p.total_q + token) * p.q_heads + q_head;
+}
+
+// Leaves the rows of a warp for the combine kernel.
+template <typename Shape, bool kFull>
+PD_DEVICE void store_part(const Problem& p, const PrefillCall& plan, const Work& work,
+                          const float (&acc)[Shape::kDimV / 2], const PrefillRows<Shape, kFull>& rows, int first_row) {
+  const Item& item = work.item;
+  const int t = threadIdx.x % 4, group = static_cast<int>(p.group);
+  const int first_token = p.cu_seqlens_q ? item.q_begin : item.b * static_cast<int>(p.max_q_len);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = first_row + r * 8;
+    const float l = row_sum(rows.l[r]);
+    if (row >= item.rows) continue;
+    const int token = plan.group.divide(item.first_row + row);
+    const int q_head = work.head * group + item.first_row + row - token * group;
+    const int64_t place = part_row(p, plan, work.part, first_token + token, q_head);
+    if (t == 0) plan.ml[place] = make_float2(rows.base[r], l);
+    float* const sums = plan.sums + place * p.head_dim_v;
+#pragma unroll
+    for (int j = 0; j < Shape::kDimV / 8; ++j) {
+      const int dim = j * 8 + t * 2;
+      if (dim < p.head_dim_v)
+        *reinterpret_cast<float2*>(sums + dim) = make_float2(acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1]);
+    }
+  }
+}
+
+}  // namespace paged_attn

@@ -1,0 +1,34 @@
+// One call of the route prefill on the host, of bf16 and head_dim 128. tests/test_prefill_host.py calls it.
+#include "call.h"
+#include "prefill/instances.h"
+#include "prefill/kernel.cuh"
+#include "prefill/route.h"
+
+namespace paged_attn {
+
+const void* prefill_kernel_bf16(int, bool) {
+  return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<Bf16, PrefillSizes128>, false>);
+}
+const void* prefill_kernel_fp16(int, bool) { fail("no instance of fp16"); }
+
+}  // namespace paged_attn
+
+using namespace paged_attn;
+
+extern "C" {
+
+struct PlanNumbers {
+  int64_t blocks, box_rows, parts;
+};
+
+const char* attend(const Call* call, PlanNumbers* numbers) {
+  const Problem p = problem_of(*call);
+  const Context context = {{static_cast<int>(call->processors), 232448, 233472, 90}};
+  const PrefillPlan plan = plan_prefill(p, context.limits);
+  *numbers = {plan.blocks, plan.box_rows, plan.parts};
+  machine.dice.seed(static_cast<unsigned>(call->seed));
+  launch_prefill(p, plan, context);
+  return "";
+}
+
+}  // extern "C"

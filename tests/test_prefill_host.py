@@ -1,0 +1,79 @@
+"""The kernel of the route prefill on the host, for bf16 and head_dim 128; see tests/blocks.py."""
+
+import random
+
+import pytest
+from blocks import HOST, Case, compile_kernels
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    root = tmp_path_factory.mktemp("prefill")
+    cuda = root / "paged_decode_cuda"
+    control = "PrefillControl<Shape>"
+    in_shared_memory = (
+        ("prefill/kernel.cuh", f"__shared__ {control} control;", f"auto& control = block_control<{control}>();"),
+        ("prefill/kernel.cuh", "extern __shared__ uint8_t raw[];", "uint8_t* const raw = block_raw();"),
+    )
+    sources = ["prefill/route.cu", "prefill/combine.cu", "prefill/plan.cpp", "decode/plan.cpp", "plan.cpp"]
+    return compile_kernels(root, [*(cuda / name for name in sources), HOST / "prefill.cpp"], in_shared_memory)
+
+
+class Prompt(Case):
+    DIMS, KEYS, VALUES = 256, slice(0, 128), slice(128, 256)
+    NUMBERS = ("blocks", "box_rows", "parts")
+
+
+CASES = {
+    "one_tile": {"lens": [100], "q_lens": 20},
+    "chunk": {"lens": [400], "q_lens": 50},
+    "two_requests": {"lens": [300, 200], "q_lens": [70, 33]},
+    "edge_inside_a_page": {"lens": [250], "q_lens": 40, "page_size": 64},
+    "page_256": {"lens": [600], "q_lens": 40, "page_size": 256},
+    "page_1": {"lens": [300, 140], "q_lens": [70, 40], "page_size": 1},
+    "page_3": {"lens": [500], "q_lens": 33, "page_size": 3},
+    "page_4": {"lens": [130, 1, 90], "q_lens": [40, 1, 5], "page_size": 4},
+    "page_1_window": {"lens": [500], "q_lens": 40, "page_size": 1, "window": (150, 0)},
+    "page_1_not_causal": {"lens": [300], "q_lens": 20, "page_size": 1, "window": (-1, -1)},
+    "window": {"lens": [500], "q_lens": 40, "page_size": 16, "window": (150, 0)},
+    "leftpad": {"lens": [500, 260], "q_lens": 40, "page_size": 16, "leftpads": [137, 3]},
+    "leftpad_page_1": {"lens": [300], "q_lens": 40, "page_size": 1, "leftpads": [137]},
+    "longer_than_keys": {"lens": [10, 260], "q_lens": 40, "page_size": 8},
+    "attention_chunk": {"lens": [300], "q_lens": 70, "chunk": 100},
+    "sinks": {"lens": [300], "q_lens": 33, "sinks": True},
+    "three_parts": {"lens": [700, 20], "q_lens": 20, "num_splits": 3},
+    "parts_of_packed_requests": {"lens": [400, 0, 130], "q_lens": [33, 2, 1], "num_splits": 2, "sinks": True},
+    "more_parts_than_tiles": {"lens": [200], "q_lens": 40, "num_splits": 7, "page_size": 1},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attends(library, name):
+    case = Prompt(q_heads=4, **CASES[name])
+    numbers = case.run(library)
+    assert numbers.parts == CASES[name].get("num_splits", 1)
+    case.judge()
+
+
+def test_keys_of_few_rows_are_cut_by_themselves(library):
+    case = Prompt(lens=[1200], q_lens=20, q_heads=4, page_size=16)
+    assert case.run(library).parts == 2  # 4 multiprocessors, 1 tile of rows, and 512 keys are worth a part
+    case.judge()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_attends_some_call(library, seed):
+    rng = random.Random(seed)
+    lens = [rng.choice([0, 128, rng.randint(1, 400)]) for _ in range(rng.randint(1, 3))]
+    case = Prompt(
+        lens=lens,
+        q_lens=[rng.randint(0, 60) for _ in lens[1:]] + [rng.randint(1, 60)],
+        q_heads=rng.choice([4, 6]),
+        kv_heads=2,
+        page_size=rng.choice([1, 2, 8, 16, 128]),
+        processors=rng.choice([1, 3]),
+        num_splits=rng.choice([0, 0, 2]),
+        seed=seed,
+    )
+    case.run(library)
+    case.judge()
