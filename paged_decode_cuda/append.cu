@@ -25,6 +25,18 @@ bool fits_copy_kernel(const Problem& p) {
   return true;
 }
 
+const void* append_kernel_of(const Problem& p, bool rotates) {
+  if (!rotates || p.append.dtype == p.q_dtype) {
+    switch (p.append.dtype) {
+      case DType::kFloat32: return reinterpret_cast<const void*>(&append_kernel<float>);
+      case DType::kFloat16: return reinterpret_cast<const void*>(&append_kernel<__half>);
+      case DType::kBFloat16: return reinterpret_cast<const void*>(&append_kernel<__nv_bfloat16>);
+      default: break;
+    }
+  }
+  return reinterpret_cast<const void*>(&append_kernel<void>);
+}
+
 template <int kTokens>
 const void* copy_kernel_of(bool fp8) {
   return fp8 ? reinterpret_cast<const void*>(&copy_kernel<kTokens, true>)
@@ -43,7 +55,11 @@ void append_tokens(const Problem& p, bool rotates, void* rotated_q, const Contex
   const int64_t tokens = p.append.total_new + (rotates ? p.total_q : 0);
   if (tokens == 0 || p.batch == 0) return;  // tokens of no request
   if (rotates || !fits_copy_kernel(p)) {
-    launch(reinterpret_cast<const void*>(&append_kernel), {tokens, kAppendThreads, 0}, context, p, plan);
+    plan.head_dim = FastDivisor(pd_max(p.head_dim, 1));
+    plan.head_dim_v = FastDivisor(pd_max(p.head_dim_v, 1));
+    const int64_t elements = pd_max(p.kv_heads * (p.head_dim + p.head_dim_v), rotates ? p.q_heads * p.head_dim : 0);
+    plan.parts = FastDivisor(pd_max(pd_ceil_div(elements, kAppendElements * kAppendThreads), 1));
+    launch(append_kernel_of(p, rotates), {tokens * plan.parts.divisor, kAppendThreads, 0}, context, p, plan);
     return;
   }
   const int64_t bytes = dtype_bytes(p.append.dtype);

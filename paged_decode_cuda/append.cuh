@@ -1,12 +1,13 @@
 // Writes new keys and values into the cache, and rotates keys and queries on the way.
 //
 // copy_kernel is for rows that need no arithmetic but the conversion to fp8: pieces of 16 bytes of the source.
-// append_kernel does everything else, element by element; it puts rotated queries beside the originals, and attention
-// reads those.
+// append_kernel does everything else, element by element, many blocks to a token; it puts rotated queries beside the
+// originals, and attention reads those.
 #pragma once
 
 #include "ptx.cuh"
 #include "rows.cuh"
+#include "spec/rotary.h"
 
 namespace paged_attn {
 
@@ -86,6 +87,8 @@ struct AppendPlan {
   FastDivisor vectors_k, vectors_v;  // 16-byte pieces of a source row of one head
   FastDivisor width;                 // threads of a token in copy_kernel
   int32_t rows;                      // tokens that its threads move at once
+  FastDivisor head_dim, head_dim_v;  // in append_kernel
+  FastDivisor parts;                 // blocks of a token
   int64_t total_new;
   bool moving_queries;  // rotated at their own positions, else all at the first one
   void* rotated_q;      // [total_q, q_heads, head_dim]
@@ -235,79 +238,127 @@ __global__ void __launch_bounds__(kAppendThreads, 4)
   }
 }
 
+// Loads an element. T is what `dtype` says, or void: then it is looked at for each, and each load is waited for.
+template <typename T>
+PD_DEVICE float load_as(const void* base, DType dtype, int64_t index) {
+  if constexpr (__is_same(T, void)) {
+    return load_float(base, dtype, index);
+  } else {
+    return static_cast<float>(static_cast<const T*>(base)[index]);
+  }
+}
+
 // Element `dim` of a row after the rotation to `position`. Past the end of the tables nothing is read and nothing
 // turns.
+template <typename T>
 PD_DEVICE float rotated(const Problem& p, const void* base, DType dtype, int64_t offset, int dim, int64_t position) {
   const Rotary& rotary = p.rotary;
-  float x = load_float(base, dtype, offset + dim);
+  const float x = load_as<T>(base, dtype, offset + dim);
   const int half = static_cast<int>(rotary.rotary_dim) / 2;
   if (!rotary.cos || dim >= 2 * half || position < 0 || position >= rotary.rotary_len) return x;
-  bool second = rotary.interleaved ? dim % 2 : dim >= half;
-  int pair = rotary.interleaved ? dim / 2 : second ? dim - half : dim;
-  int partner = rotary.interleaved ? dim ^ 1 : second ? dim - half : dim + half;
-  float y = load_float(base, dtype, offset + partner);
-  float cos = load_float(rotary.cos, p.q_dtype, position * rotary.cos_stride + pair);
-  float sin = load_float(rotary.sin, p.q_dtype, position * rotary.sin_stride + pair);
-  return second ? y * sin + x * cos : x * cos - y * sin;
+  const RotaryPair pair = rotary_pair(dim, 2 * half, rotary.interleaved);
+  const float y = load_as<T>(base, dtype, offset + pair.partner);
+  const float cos = load_as<T>(rotary.cos, p.q_dtype, position * rotary.cos_stride + pair.angle);
+  const float sin = load_as<T>(rotary.sin, p.q_dtype, position * rotary.sin_stride + pair.angle);
+  return pd_rotate(x, y, cos, sin, pair.second);
 }
 
 PD_DEVICE int64_t rotary_start(const Problem& p, int b) {
   return p.rotary.seqlens ? p.rotary.seqlens[b] : cached_length(p, b);
 }
 
-// Grid: new tokens, then tokens of q when there is a rotation. The threads of a block go over (head, dim).
+// Elements of a token of q or of the new keys and values that a thread of append_kernel moves, all loads before the
+// first store.
+constexpr int kAppendElements = 4;
+
+// Rotates some elements of token `index` of q.
+template <typename T>
+PD_DEVICE void rotate_query(const Problem& p, const AppendPlan& plan, int64_t index, int first) {
+  int b, t;
+  int64_t source;
+  if (p.cu_seqlens_q) {
+    b = find_request(p.cu_seqlens_q, static_cast<int>(p.batch), index);
+    t = static_cast<int>(index - p.cu_seqlens_q[b]);
+    source = index * p.q_stride_token;
+  } else {
+    b = static_cast<int>(index / p.max_q_len);
+    t = static_cast<int>(index - b * p.max_q_len);
+    source = b * p.q_stride_batch + t * p.q_stride_token;
+  }
+  const int64_t position = rotary_start(p, b) + (plan.moving_queries ? t : 0);
+  const int head_dim = static_cast<int>(p.head_dim), count = static_cast<int>(p.q_heads) * head_dim;
+  float x[kAppendElements];
+#pragma unroll
+  for (int u = 0; u < kAppendElements; ++u) {
+    const int i = first + u * kAppendThreads, head = plan.head_dim.divide(i);
+    if (i < count) {
+      x[u] = rotated<T>(p, p.q, p.q_dtype, source + head * p.q_stride_head, i - head * head_dim, position);
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kAppendElements; ++u) {
+    const int i = first + u * kAppendThreads;
+    if (i < count) store_float(plan.rotated_q, p.q_dtype, index * count + i, x[u]);
+  }
+}
+
+// Writes some elements of new token `index`: its keys, then its values.
+template <typename T>
+PD_DEVICE void write_token(const Problem& p, const AppendPlan& plan, int64_t index, int first) {
+  const Append& append = p.append;
+  const Cache& cache = p.cache;
+  const NewToken token = find_new_token(p, plan.seqlen_new, index);
+  const Place place = find_place(p, plan.page_size, token, index);
+  if (place.page < 0) return;
+  const int64_t position = p.rotary.cos ? rotary_start(p, token.b) + token.t : 0;
+  const bool fp8 = dtype_bytes(cache.dtype) == 1 && append.dtype != cache.dtype;  // 8-bit tokens stay as they are
+  const int head_dim = static_cast<int>(p.head_dim), head_dim_v = static_cast<int>(p.head_dim_v);
+  const int heads = static_cast<int>(p.kv_heads), keys = heads * head_dim, count = keys + heads * head_dim_v;
+  const int64_t k_source = source_offset(append, token, index, append.k_stride_batch, append.k_stride_token);
+  const int64_t v_source = source_offset(append, token, index, append.v_stride_batch, append.v_stride_token);
+  const int64_t k_target = place.page * cache.k_stride_page + place.slot * cache.k_stride_slot;
+  const int64_t v_target = place.page * cache.v_stride_page + place.slot * cache.v_stride_slot;
+  float x[kAppendElements];
+#pragma unroll
+  for (int u = 0; u < kAppendElements; ++u) {
+    const int i = first + u * kAppendThreads;
+    if (i < keys) {
+      const int head = plan.head_dim.divide(i), dim = i - head * head_dim;
+      x[u] = rotated<T>(p, append.k, append.dtype, k_source + head * append.k_stride_head, dim, position);
+    } else if (i < count) {
+      const int head = plan.head_dim_v.divide(i - keys), dim = i - keys - head * head_dim_v;
+      x[u] = load_as<T>(append.v, append.dtype, v_source + head * append.v_stride_head + dim);
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kAppendElements; ++u) {
+    const int i = first + u * kAppendThreads;
+    if (i < keys) {
+      const int head = plan.head_dim.divide(i), dim = i - head * head_dim;
+      if (fp8) x[u] /= k_descale_of(cache, token.b, head);
+      store_float(cache.k, cache.dtype, k_target + head * cache.k_stride_head + dim, x[u]);
+    } else if (i < count) {
+      const int head = plan.head_dim_v.divide(i - keys), dim = i - keys - head * head_dim_v;
+      if (fp8) x[u] /= v_descale_of(cache, token.b, head);
+      store_float(cache.v, cache.dtype, v_target + head * cache.v_stride_head + dim, x[u]);
+    }
+  }
+}
+
+// Grid: plan.parts blocks for each new token, then for each token of q when there is a rotation. T: of the new tokens,
+// the queries and the tables, or void.
+template <typename T>
 __global__ void __launch_bounds__(kAppendThreads)
     append_kernel(const __grid_constant__ Problem p, const __grid_constant__ AppendPlan plan) {
   wait_for_predecessor();
   let_successor_start();
-  if (blockIdx.x >= plan.total_new) {
-    // Rotate a query
-    int64_t index = blockIdx.x - plan.total_new;
-    int b, t;
-    int64_t source;
-    if (p.cu_seqlens_q) {
-      b = find_request(p.cu_seqlens_q, static_cast<int>(p.batch), index);
-      t = static_cast<int>(index - p.cu_seqlens_q[b]);
-      source = index * p.q_stride_token;
-    } else {
-      b = static_cast<int>(index / p.max_q_len);
-      t = static_cast<int>(index - b * p.max_q_len);
-      source = b * p.q_stride_batch + t * p.q_stride_token;
-    }
-    const int64_t position = rotary_start(p, b) + (plan.moving_queries ? t : 0);
-    const int head_dim = static_cast<int>(p.head_dim);
-    for (int i = threadIdx.x; i < p.q_heads * head_dim; i += blockDim.x) {
-      int head = i / head_dim, dim = i - head * head_dim;
-      float x = rotated(p, p.q, p.q_dtype, source + head * p.q_stride_head, dim, position);
-      store_float(plan.rotated_q, p.q_dtype, index * p.q_heads * head_dim + i, x);
-    }
-    return;
-  }
-
-  const Append& append = p.append;
-  const Cache& cache = p.cache;
-  const NewToken token = find_new_token(p, plan.seqlen_new, blockIdx.x);
-  const Place place = find_place(p, plan.page_size, token, blockIdx.x);
-  if (place.page < 0) return;
-  const int64_t position = p.rotary.cos ? rotary_start(p, token.b) + token.t : 0;
-  const bool fp8 = dtype_bytes(cache.dtype) == 1 && append.dtype != cache.dtype;  // 8-bit tokens stay as they are
-
-  const int head_dim = static_cast<int>(p.head_dim), head_dim_v = static_cast<int>(p.head_dim_v);
-  const int64_t k_source = source_offset(append, token, blockIdx.x, append.k_stride_batch, append.k_stride_token);
-  const int64_t k_target = place.page * cache.k_stride_page + place.slot * cache.k_stride_slot;
-  for (int i = threadIdx.x; i < p.kv_heads * head_dim; i += blockDim.x) {
-    int head = i / head_dim, dim = i - head * head_dim;
-    float x = rotated(p, append.k, append.dtype, k_source + head * append.k_stride_head, dim, position);
-    if (fp8) x /= k_descale_of(cache, token.b, head);
-    store_float(cache.k, cache.dtype, k_target + head * cache.k_stride_head + dim, x);
-  }
-  const int64_t v_source = source_offset(append, token, blockIdx.x, append.v_stride_batch, append.v_stride_token);
-  const int64_t v_target = place.page * cache.v_stride_page + place.slot * cache.v_stride_slot;
-  for (int i = threadIdx.x; i < p.kv_heads * head_dim_v; i += blockDim.x) {
-    int head = i / head_dim_v, dim = i - head * head_dim_v;
-    float x = load_float(append.v, append.dtype, v_source + head * append.v_stride_head + dim);
-    if (fp8) x /= v_descale_of(cache, token.b, head);
-    store_float(cache.v, cache.dtype, v_target + head * cache.v_stride_head + dim, x);
+  const int block = static_cast<int>(blockIdx.x), index = plan.parts.divide(block);
+  const int part = block - index * static_cast<int>(plan.parts.divisor);
+  const int first = part * kAppendElements * kAppendThreads + static_cast<int>(threadIdx.x);
+  if (index >= plan.total_new) {
+    rotate_query<T>(p, plan, index - plan.total_new, first);
+  } else {
+    write_token<T>(p, plan, index, first);
   }
 }
 
