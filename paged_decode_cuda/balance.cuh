@@ -225,11 +225,13 @@ PD_DEVICE void find_stretch(const Problem& p, const Plan& plan, Walker& walker, 
   walker.pair = first_item * heads + head;
 }
 
-// This block's pair and split when the cuts are fixed.
+// This block's pair and split when the cuts are fixed. kLastFirst: the pairs in reverse.
+template <bool kLastFirst = false>
 PD_DEVICE void find_split(const Problem& p, const Plan& plan, Walker& walker, Dealing& dealing) {
   if (plan.items == 0) return;
   walker.pair = plan.max_splits.divide(blockIdx.x);
   const int split = (walker.pair + 1) * static_cast<int>(plan.max_splits.divisor) - 1 - static_cast<int>(blockIdx.x);
+  if (kLastFirst) walker.pair = plan.items * static_cast<int>(p.kv_heads) - 1 - walker.pair;
   const int index = plan.kv_heads.divide(walker.pair), tiles = count_tiles(p, plan, index, index + 1).sum;
   if (tiles == 0) return;
   const int splits = item_splits(plan, tiles);

@@ -186,15 +186,18 @@ PD_DEVICE void add_partials(const Plan& plan, int first, int step, const Partial
   if (first < partials.count) add_batch<1>(plan, first, step, partials, row, quad, sum);
 }
 
-// Adds the sink, writes output and lse. kPacked: an output of 16 bits in aligned groups of four.
-template <bool kPacked>
+// Adds the sink, writes output and lse. kBytes: of an element of an output in aligned groups of four; 0: any.
+template <int kBytes>
 PD_DEVICE void write_output(const Problem& p, const Plan& plan, const Item& item, int head, int row, int quad,
                             const RowSum& sum) {
   const DType dtype = out_dtype(p.q_dtype);
   const RowTarget target = row_target(p, plan, item, head, row);
   const float factor = finish_row(p, target, item.b, head, sum.m, sum.l, quad == 0);
   const int64_t out = target.out + quad * 4;
-  if constexpr (kPacked) {
+  if constexpr (kBytes == 4) {
+    *reinterpret_cast<float4*>(static_cast<float*>(p.out) + out) =
+        make_float4(sum.acc[0] * factor, sum.acc[1] * factor, sum.acc[2] * factor, sum.acc[3] * factor);
+  } else if constexpr (kBytes == 2) {
     const float x = sum.acc[0] * factor, y = sum.acc[1] * factor, z = sum.acc[2] * factor, w = sum.acc[3] * factor;
     const bool bf16 = dtype == DType::kBFloat16;
     *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + out) =

@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kFallbackWarps* kWarp, 1)
     add_partials(plan, 0, 1, partials, row, quad, sum);
     if (quad * 4 >= p.head_dim_v) break;
     if (segment.first) {
-      write_output<false>(p, plan, item, head, row, quad, sum);
+      write_output<0>(p, plan, item, head, row, quad, sum);
     } else {
       write_partial(plan, row, quad, sum);
     }

@@ -9,6 +9,15 @@ namespace paged_attn {
 namespace {
 
 constexpr int kMaxSplits = 256;
+constexpr int64_t kFewRows = 16;  // of a request and kv_head: what a tile of the decode kernel holds
+
+// Tokens of the longest request, as far as the host can tell. max_q_len may be no more than the sum of all.
+int64_t longest_query(const Problem& p) {
+  if (!p.cu_seqlens_q) return p.max_q_len;
+  const int64_t said = pd_min(pd_max(p.max_q_len, 1), p.total_q);
+  const bool says_nothing = said == p.total_q && p.batch > 1;
+  return says_nothing ? pd_ceil_div(p.total_q, p.batch) : said;
+}
 
 // Places of keys count pieces of 16 bytes in 32 bits.
 bool fits_32_bits(const Problem& p) {
@@ -21,6 +30,10 @@ bool fits_32_bits(const Problem& p) {
 
 }  // namespace
 
+bool has_few_rows(const Problem& p) {
+  return !(p.deterministic && p.cu_seqlens_q) && longest_query(p) * p.group <= kFewRows;
+}
+
 void plan_tables(const Problem& p, int tile_shift, Plan& plan) {
   plan.tile_shift = tile_shift;
   plan.page_size = FastDivisor(p.cache.block_table ? p.cache.page_size : 1);
@@ -32,6 +45,17 @@ void plan_tables(const Problem& p, int tile_shift, Plan& plan) {
   plan.max_keys = static_cast<int32_t>(capacity_of(p));
   plan.max_pages = p.cache.block_table ? static_cast<int32_t>(p.cache.max_pages) : 0;
   plan.whole_runs = p.cache.block_table && p.cache.page_size % kRunKeys == 0;
+}
+
+void plan_pieces(const Problem& p, Plan& plan) {
+  const Cache& c = p.cache;
+  const int64_t elements = 16 / dtype_bytes(c.dtype);
+  plan.k_page_pieces = static_cast<uint32_t>(c.k_stride_page / elements);
+  plan.k_slot_pieces = static_cast<uint32_t>(c.k_stride_slot / elements);
+  plan.k_head_pieces = static_cast<uint32_t>(c.k_stride_head / elements);
+  plan.v_page_pieces = static_cast<uint32_t>(c.v_stride_page / elements);
+  plan.v_slot_pieces = static_cast<uint32_t>(c.v_stride_slot / elements);
+  plan.v_head_pieces = static_cast<uint32_t>(c.v_stride_head / elements);
 }
 
 void plan_direct_rows(const Problem& p, int row_shift, int64_t row_tiles, Plan& plan) {
@@ -100,7 +124,7 @@ const char* pieces_why_not(const Problem& p) {
     if (!aligned(stride, q_bytes)) return "a stride of q is no multiple of 16 bytes";
   }
   for (int64_t stride : {p.out_stride_batch, p.out_stride_token, p.out_stride_head}) {
-    if (!aligned(stride, 2)) return "a stride of out is no multiple of 16 bytes";
+    if (!aligned(stride, dtype_bytes(out_dtype(p.q_dtype)))) return "a stride of out is no multiple of 16 bytes";
   }
   return fits_32_bits(p) ? "" : "the cache has 64 GiB or more";
 }

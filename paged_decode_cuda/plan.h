@@ -72,6 +72,9 @@ struct Plan : CommonPlan {
 // What every route plans alike; keys are in tiles of 2^tile_shift.
 void plan_tables(const Problem& p, int tile_shift, Plan& plan);
 
+// Strides of the cache in pieces of 16 bytes, for kernels that copy those.
+void plan_pieces(const Problem& p, Plan& plan);
+
 // Rows in tiles of 2^row_shift: `row_tiles` of every request.
 void plan_direct_rows(const Problem& p, int row_shift, int64_t row_tiles, Plan& plan);
 
@@ -80,6 +83,10 @@ void plan_packed_rows(const Problem& p, int row_shift, Plan& plan);
 
 // How many that are: every request ends with a tile that is not full.
 int64_t packed_tiles(const Problem& p, int row_shift);
+
+// Whether no request has more rows than a tile of the decode kernel, as far as the host can tell. Never where a result
+// must not depend on the other requests: then neither may the kernel, and a request may have many rows or few.
+bool has_few_rows(const Problem& p);
 
 // Cuts that do not depend on the batch: num_splits of them, or one for every `split_keys` keys, `limit` at most.
 void plan_fixed_splits(const Problem& p, int split_keys, int64_t limit, Plan& plan);

@@ -72,6 +72,12 @@ PD_DEVICE void copy_async(uint32_t shared, const void* global, bool valid, uint6
                : "memory");
 }
 
+// The same of what other blocks read too.
+PD_DEVICE void copy_async(uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
 PD_DEVICE void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
 PD_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -94,8 +100,12 @@ PD_DEVICE uint32_t transpose_8x8(uint32_t x) {
   return y;
 }
 
-// Tags of what is stored, with the 16-bit type that the matrix unit gets. fp8 becomes fp16, which holds every value of
-// both formats exactly and gives the probabilities 3 bits more than bf16 would.
+// Tags of what is stored, with the type that the matrix unit gets. float32 goes as two parts, see tf32.cuh. fp8 becomes
+// fp16, which holds every value of both formats exactly and gives the probabilities 3 bits more than bf16 would.
+struct Fp32 {
+  static constexpr DType kDType = DType::kFloat32;
+  static constexpr int kBytes = 4;
+};
 struct Fp16 {
   static constexpr DType kDType = DType::kFloat16;
   static constexpr int kBytes = 2;

@@ -26,6 +26,7 @@ CASES = {
     "five splits": {"num_splits": 5, "q_heads": 8},
     "deterministic": {"deterministic": True, "q_heads": 8, "window": (300, 0)},
     "float32": {"dtype": "float32", "sink": "float32"},
+    "float32, long": {"dtype": "float32", "q_len": 70, "causal": True, "head_dim": 128},
     "MLA": {"head_dim": 64, "head_dim_v": 512, "qv": True, "q_heads": 8},
     "contiguous": {"page_size": 0, "append": 2, "batch_idx": True, "leftpad": True},
     "verify": {"q_len": 16, "causal": True, "q_heads": 8, "dtype": "float16"},
@@ -106,6 +107,8 @@ DEALINGS = {
         {"head_dim": 256, "dtype": "float16", "page_size": 48},
         {"head_dim": 64, "kv_dtype": "float8_e4m3fn", "descale": "full", "page_size": 24, "q_len": 2, "causal": True},
         {"head_dim": 128, "page_size": 16, "softcap": 20.0, "window": (5000, 0)},
+        {"head_dim": 128, "page_size": 16, "dtype": "float32"},
+        {"head_dim": 256, "page_size": 1, "dtype": "float32", "q_len": 2, "causal": True},
     ],
     ids=str,
 )
@@ -139,7 +142,7 @@ REASONS = {  # of a route: what keeps a call from it
         "there are more than 1024 tiles of rows": {"batch": 1025, "kv_len": 3},
     },
     "decode": {
-        "float32": {"dtype": "float32"},
+        "float32 q with an 8-bit cache": {"dtype": "float32", "kv_dtype": "float8_e4m3fn"},
         "qv": {"head_dim": 64, "head_dim_v": 512, "qv": True, "kv_dtype": "float8_e4m3fn", "descale": "full"},
         "head_dim or head_dim_v above 256": {"head_dim": 576, "head_dim_v": 512},
         "rows of the cache are not whole pieces of 16 bytes": {"head_dim": 60},
@@ -185,6 +188,7 @@ def test_rows_of_q_that_are_not_aligned(paged_attn, device):
         {"kv_dtype": "float8_e5m2", "descale": "full"},
         {"head_dim": 64},
         {"head_dim": 256},
+        {"dtype": "float32"},
     ],
     ids=str,
 )
@@ -193,8 +197,30 @@ def test_what_engines_ask_takes_the_basic_route(paged_attn, device, options):
 
 
 def test_the_fallback_has_no_reason(paged_attn, device):
-    explained = explain(paged_attn, device, dtype="float32")
+    explained = explain(paged_attn, device, head_dim=60)
     assert explained.route == "fallback" and "fallback" not in explained.why_not
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({}, None),
+        ({"head_dim": 60}, None),
+        ({"page_size": 3, "head_dim_v": 64, "num_splits": 3}, None),
+        ({"q_len": 1, "varlen_q": True, "deterministic": True}, None),
+        ({"dtype": "float16"}, "q is not float32"),
+        ({"q_len": 4}, "no more rows than one tile of the decode kernel"),
+        ({"kv_dtype": "float8_e5m2"}, "float32 q with an 8-bit cache"),
+        ({"head_dim": 512}, "head_dim or head_dim_v above 256"),
+        ({"head_dim": 59}, "rows of the cache are not whole pieces of 16 bytes"),
+    ],
+    ids=str,
+)
+def test_the_route_of_many_rows_in_float32(paged_attn, device, options, reason):
+    options = {"dtype": "float32", "q_len": 20, "causal": True} | options
+    explained = explain(paged_attn, device, **options)
+    assert (explained.route == "float32") == (reason is None) and explained.why_not.get("float32") == reason
+    check(paged_attn, Case(**(BASIC | options)), device)
 
 
 def hints(lens):
@@ -297,18 +323,19 @@ def test_workspace_is_bounded(paged_attn, device, options):
         assert torch.cuda.max_memory_allocated() - before <= partials * 8 * (128 // 4) * 3 * 16 + 4096
 
 
-@pytest.mark.parametrize("batch, q_len", [(1, 1), (64, 1), (1, 700), (4, 33)])
-def test_workspace_of_the_fallback_is_bounded(paged_attn, device, batch, q_len):
-    """By 64 blocks per multiprocessor of 4 rows each, however long the prompt."""
-    q = torch.zeros(batch, q_len, 32, 128, device=device)
-    cache = torch.zeros(batch, 4096, 8, 128, device=device)
+@pytest.mark.parametrize("head_dim, blocks, rows", [(126, 64, 4), (128, 6, 64)], ids=["fallback", "float32"])
+@pytest.mark.parametrize("batch, q_len", [(1, 1), (64, 1), (1, 20), (1, 700), (4, 33)])
+def test_workspace_in_float32_is_bounded(paged_attn, device, batch, q_len, head_dim, blocks, rows):
+    """By so many blocks per multiprocessor, of so many rows each, however long the prompt."""
+    q = torch.zeros(batch, q_len, 32, head_dim, device=device)
+    cache = torch.zeros(batch, 4096, 8, head_dim, device=device)
     out = torch.empty_like(q)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     paged_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=4096, causal=True, out=out)
-    blocks = 64 * torch.cuda.get_device_properties(device).multi_processor_count
-    assert torch.cuda.max_memory_allocated() - before <= blocks * 4 * (128 // 4) * 3 * 16 + 4096
+    blocks *= torch.cuda.get_device_properties(device).multi_processor_count
+    assert torch.cuda.max_memory_allocated() - before <= blocks * rows * (128 // 4) * 3 * 16 + 4096
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@
 
 namespace paged_attn {
 
+const void* decode_kernel_fp32(int head_dim, int row_tiles, bool basic);
 const void* decode_kernel_fp16(int head_dim, int row_tiles, bool basic);
 const void* decode_kernel_bf16(int head_dim, int row_tiles, bool basic);
 const void* decode_kernel_e4m3(int head_dim, int row_tiles, bool basic);

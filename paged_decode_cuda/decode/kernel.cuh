@@ -63,6 +63,7 @@ PD_DEVICE void decode(const Problem& p, const Plan& plan) {
   const uint32_t queue_address = static_cast<uint32_t>(__cvta_generic_to_shared(queue));
   float2* shared_ml = reinterpret_cast<float2*>(queues + warps * Shape::kQueueBytes);
   RowSum* shared_sums = reinterpret_cast<RowSum*>(shared_ml + warps * Shape::kRows);
+  char* queries = reinterpret_cast<char*>(shared_sums + blockDim.x);
 
   Dealing dealing = {};
   Walker walker = {};
@@ -92,7 +93,7 @@ PD_DEVICE void decode(const Problem& p, const Plan& plan) {
         copy_wait<Shape::kStages - 2>();
         __syncwarp();
         // Reads of shared memory queue behind copies, so the keys are read before the next copies start.
-        rows.score_keys(stage, s);
+        rows.score_keys(stage, queries, s);
       }
       loader.copy(p, plan, dealing, queue_address + free_stage * Shape::kStageBytes);
       free_stage = read_stage;
@@ -114,7 +115,8 @@ PD_DEVICE void decode(const Problem& p, const Plan& plan) {
     }
     open = true;
     if (!walker.next(p, plan, dealing, segment, item)) break;
-    rows.start(p, plan, item, segment.head);
+    rows.start(p, plan, item, segment.head, queries);
+    if (Shape::kSharedQueries) __syncthreads();
     sharing = share_merge<Shape>(item, segment, dealing);
     tile = segment.tile + warp;
   }

@@ -59,7 +59,9 @@ const char* balanced_why_not(const Problem& p, const RowTiles& tiles) {
 }
 
 // Bytes of shared memory that `warps` warps take as a block.
-int shared_bytes(const DecodeInstance& instance, int warps) { return warps * instance.warp_bytes; }
+int shared_bytes(const DecodeInstance& instance, int warps) {
+  return warps * instance.warp_bytes + instance.query_bytes;
+}
 
 // How many such blocks a multiprocessor holds.
 int blocks_beside(const DecodeInstance& instance, int warps, const DeviceLimits& limits) {
@@ -69,7 +71,7 @@ int blocks_beside(const DecodeInstance& instance, int warps, const DeviceLimits&
 
 // Warps of one block, if it may have all of the multiprocessor.
 int most_warps(const DecodeInstance& instance, const DeviceLimits& limits) {
-  const int64_t fitting = (limits.shared_per_block - instance.block_bytes) / instance.warp_bytes;
+  const int64_t fitting = (limits.shared_per_block - instance.block_bytes - instance.query_bytes) / instance.warp_bytes;
   return static_cast<int>(pd_min(fitting, instance.most_warps));
 }
 
@@ -108,18 +110,6 @@ void plan_prefetch(const Problem& p, Plan& plan) {
   if (c.block_table && c.table_rows > 0) {
     plan.table_lines = lines(((c.table_rows - 1) * c.block_table_stride + c.max_pages) * sizeof(int32_t));
   }
-}
-
-// Strides of the cache in pieces of 16 bytes.
-void plan_pieces(const Problem& p, Plan& plan) {
-  const Cache& c = p.cache;
-  const int64_t elements = 16 / dtype_bytes(c.dtype);
-  plan.k_page_pieces = static_cast<uint32_t>(c.k_stride_page / elements);
-  plan.k_slot_pieces = static_cast<uint32_t>(c.k_stride_slot / elements);
-  plan.k_head_pieces = static_cast<uint32_t>(c.k_stride_head / elements);
-  plan.v_page_pieces = static_cast<uint32_t>(c.v_stride_page / elements);
-  plan.v_slot_pieces = static_cast<uint32_t>(c.v_stride_slot / elements);
-  plan.v_head_pieces = static_cast<uint32_t>(c.v_stride_head / elements);
 }
 
 // Deals by the lengths that the kernel finds.
@@ -175,7 +165,7 @@ DecodePlan plan_decode(const Problem& p, const DeviceLimits& limits, bool basic)
 const char* decode_why_not(const Problem& p, const DeviceLimits&) {
   const Cache& c = p.cache;
   const int64_t bytes = dtype_bytes(c.dtype), q_bytes = dtype_bytes(p.q_dtype);
-  if (bytes == 4 || q_bytes == 4) return "float32";
+  if (q_bytes == 4 && bytes == 1) return "float32 q with an 8-bit cache";
   if (q_bytes == 1 && bytes != 1) return "8-bit q with a 16-bit cache";
   if (p.qv) return "qv";
   if (p.head_dim > 256 || p.head_dim_v > 256) return "head_dim or head_dim_v above 256";

@@ -21,7 +21,7 @@ struct DecodePlan {
 };
 
 // The dtype of the queries, the output and the sinks of basic calls.
-PD_METHOD DType basic_dtype(DType cache) { return cache == DType::kFloat16 ? DType::kFloat16 : DType::kBFloat16; }
+PD_METHOD DType basic_dtype(DType cache) { return dtype_bytes(cache) == 1 ? DType::kBFloat16 : cache; }
 
 // "" or why the kernel on the matrix unit cannot run this.
 const char* decode_why_not(const Problem& p, const DeviceLimits& limits);

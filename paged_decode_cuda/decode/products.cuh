@@ -7,6 +7,7 @@
 #pragma once
 
 #include "../rows.cuh"
+#include "../tf32.cuh"
 #include "shape.cuh"
 
 namespace paged_attn {
@@ -17,7 +18,7 @@ struct Rows {
   using Shape = DecodeShape<Kv, kHeadDim, kRowTiles>;
   static constexpr int kLaneRows = 2 * kRowTiles;
 
-  uint32_t q[Shape::kChunksK][Shape::kVecK / 4][kRowTiles][2];
+  uint32_t q[Shape::kSharedQueries ? 1 : Shape::kChunksK][Shape::kStepsK][kRowTiles][2];
   float acc[Shape::kChunksV][Shape::kVecV / 2][kRowTiles][4];
   float m[kLaneRows], l[kLaneRows];
   float scale[Shape::kFp8 ? kLaneRows : 1];  // of q.k, natural units; per row when the queries were normalised
@@ -29,8 +30,12 @@ struct Rows {
     return plan.group.divide(item.first_row + lane_row(i));
   }
 
-  PD_MEMBER void start(const Problem& p, const Plan& plan, const Item& item, int head) {
-    load_queries(p, plan, item, head);
+  PD_MEMBER void start(const Problem& p, const Plan& plan, const Item& item, int head, char* queries) {
+    if constexpr (Shape::kSharedQueries) {
+      share_queries(p, plan, item, head, queries);
+    } else {
+      load_queries(p, plan, item, head);
+    }
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
       m[i] = -INFINITY;
@@ -46,6 +51,24 @@ struct Rows {
           for (int r = 0; r < 4; ++r) acc[c][j][n][r] = 0.f;
   }
 
+  // Into shared memory, for all warps of the block.
+  PD_MEMBER void share_queries(const Problem& p, const Plan& plan, const Item& item, int head, char* queries) {
+    scale[0] = score_scale(p, item.b, head);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < Shape::kRows * Shape::kPieces; i += blockDim.x) {
+      const int row = i / Shape::kPieces, piece = i % Shape::kPieces;
+      const int token = plan.group.divide(item.first_row + row);
+      const int q_head = head * static_cast<int>(p.group) + item.first_row + row - token * static_cast<int>(p.group);
+      uint4 words = {};
+      if (row < item.rows && piece * Shape::kVecK < p.head_dim) {
+        const int64_t offset =
+            item.b * p.q_stride_batch + (item.q_begin + token) * p.q_stride_token + q_head * p.q_stride_head;
+        words = reinterpret_cast<const uint4*>(static_cast<const float*>(p.q) + offset)[piece];
+      }
+      reinterpret_cast<uint4*>(queries)[row * Shape::kPieces + Shape::place_k(row, piece)] = words;
+    }
+  }
+
   PD_MEMBER void load_queries(const Problem& p, const Plan& plan, const Item& item, int head) {
     const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
     const float scale_all = score_scale(p, item.b, head);
@@ -56,18 +79,19 @@ struct Rows {
       const int q_head = head * static_cast<int>(p.group) + item.first_row + row - token * static_cast<int>(p.group);
       const int64_t offset =
           item.b * p.q_stride_batch + (item.q_begin + token) * p.q_stride_token + q_head * p.q_stride_head;
-      const char* source = static_cast<const char*>(p.q) + offset * (narrow ? 1 : 2);
+      const int bytes = Shape::kFp32 ? 4 : narrow ? 1 : 2;
+      const char* source = static_cast<const char*>(p.q) + offset * bytes;
 #pragma unroll
       for (int chunk = 0; chunk < Shape::kChunksK; ++chunk) {
         const int dim = (chunk * 4 + t) * Shape::kVecK;
         uint4 words[2] = {};
         if (row < item.rows && dim < p.head_dim) {
-          const uint4* piece = reinterpret_cast<const uint4*>(source + dim * (narrow ? 1 : 2));
+          const uint4* piece = reinterpret_cast<const uint4*>(source + dim * bytes);
           words[0] = piece[0];
           if (Shape::kFp8 && !narrow) words[1] = piece[1];
         }
 #pragma unroll
-        for (int half = 0; half < Shape::kVecK / 8; ++half) {
+        for (int half = 0; half < Shape::kStepsK / 2; ++half) {
           q[chunk][2 * half][n][0] = words[half].x;
           q[chunk][2 * half][n][1] = words[half].y;
           q[chunk][2 * half + 1][n][0] = words[half].z;
@@ -179,7 +203,11 @@ struct Rows {
           l[i] += x;
         }
     }
-    add_values(stage + Shape::kStageBytesK, s);
+    if constexpr (Shape::kFp32) {
+      add_float_values(stage + Shape::kStageBytesK, static_cast<int>(p.head_dim_v), s);
+    } else {
+      add_values(stage + Shape::kStageBytesK, s);
+    }
   }
 
   PD_MEMBER void rescale(int i, float factor) {
@@ -193,24 +221,39 @@ struct Rows {
       }
   }
 
-  PD_MEMBER void score_keys(const char* stage, float (&s)[Shape::kSubTiles][kRowTiles][4]) {
+  PD_MEMBER void score_keys(const char* stage, const char* queries, float (&s)[Shape::kSubTiles][kRowTiles][4]) {
+    constexpr int kUnrolled = Shape::kSharedQueries ? 2 : Shape::kChunksK;
     const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
     stage += g * Shape::kPieces * 16;
 #pragma unroll
     for (int sub = 0; sub < Shape::kSubTiles; ++sub) {
       // Two sums, as each product waits for the one before it.
-      float part[kRowTiles][2][4] = {};
-#pragma unroll
+      float part[kRowTiles][2][4] = {}, rest[kRowTiles][4] = {};
+#pragma unroll kUnrolled
       for (int chunk = 0; chunk < Shape::kChunksK; ++chunk) {
         const int place = Shape::lane_place_k(g, t, chunk);
+        if constexpr (Shape::kSharedQueries) {
+#pragma unroll
+          for (int n = 0; n < kRowTiles; ++n) {
+            const uint4 row = reinterpret_cast<const uint4*>(queries)[(n * 8 + g) * Shape::kPieces + place];
+            q[0][0][n][0] = row.x;
+            q[0][0][n][1] = row.y;
+            q[0][1][n][0] = row.z;
+            q[0][1][n][1] = row.w;
+          }
+        }
         const uint4 low = *reinterpret_cast<const uint4*>(stage + (sub * 16 * Shape::kPieces + place) * 16);
         const uint4 high = *reinterpret_cast<const uint4*>(stage + ((sub * 16 + 8) * Shape::kPieces + place) * 16);
         const uint32_t low_words[4] = {low.x, low.y, low.z, low.w}, high_words[4] = {high.x, high.y, high.z, high.w};
 #pragma unroll
-        for (int step = 0; step < Shape::kVecK / 4; ++step)
+        for (int step = 0; step < Shape::kStepsK; ++step)
 #pragma unroll
           for (int n = 0; n < kRowTiles; ++n) {
-            if constexpr (Shape::kFp8) {
+            if constexpr (Shape::kFp32) {
+              const Tf32Pair<4> keys(
+                  {low_words[2 * step], high_words[2 * step], low_words[2 * step + 1], high_words[2 * step + 1]});
+              add_product(part[n][step % 2], rest[n], keys, Tf32Pair<2>(q[Shape::kSharedQueries ? 0 : chunk][step][n]));
+            } else if constexpr (Shape::kFp8) {
               mma_16x8x16<false>(part[n][step % 2], fp8_pair_to_fp16<Kv, false>(low_words[step]),
                                  fp8_pair_to_fp16<Kv, false>(high_words[step]),
                                  fp8_pair_to_fp16<Kv, true>(low_words[step]),
@@ -224,7 +267,10 @@ struct Rows {
 #pragma unroll
       for (int n = 0; n < kRowTiles; ++n)
 #pragma unroll
-        for (int r = 0; r < 4; ++r) s[sub][n][r] = part[n][0][r] + part[n][1][r];
+        for (int r = 0; r < 4; ++r) {
+          s[sub][n][r] = part[n][0][r] + part[n][1][r];
+          if constexpr (Shape::kFp32) s[sub][n][r] = with_rest(s[sub][n][r], rest[n][r]);
+        }
     }
   }
 
@@ -335,6 +381,48 @@ struct Rows {
     }
   }
 
+  // The same for float32: the sums of 16 keys are added in float32, as the matrix unit cuts its sums off.
+  PD_MEMBER void add_float_values(const char* stage, int head_dim_v, const float (&s)[Shape::kSubTiles][kRowTiles][4]) {
+    const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
+    stage += t * 2 * Shape::kPieces * 16;
+#pragma unroll
+    for (int sub = 0; sub < Shape::kSubTiles; ++sub) {
+      Tf32Pair<2> weights[kRowTiles][2];  // of 8 keys each
+#pragma unroll
+      for (int n = 0; n < kRowTiles; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          weights[n][half] = transposed_8x8(s[sub][n][2 * half], s[sub][n][2 * half + 1]);
+        }
+#pragma unroll
+      for (int chunk = 0; chunk < Shape::kChunksV; ++chunk) {
+        if (chunk % 2 == 0 && chunk * 32 >= head_dim_v) break;  // 64 dimensions are ordered by themselves, see tf32.cuh
+        uint4 first[2], second[2];                              // values of keys 2t and 2t + 1
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const char* row = stage + (sub * 16 + half * 8) * Shape::kPieces * 16 + Shape::lane_place_v(g, t, chunk) * 16;
+          first[half] = *reinterpret_cast<const uint4*>(row);
+          second[half] = *reinterpret_cast<const uint4*>(row + Shape::kPieces * 16);
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          float sum[kRowTiles][4] = {}, rest[kRowTiles][4] = {};
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const uint4 &x = first[half], &y = second[half];
+            const Tf32Pair<4> values = j == 0 ? Tf32Pair<4>({x.x, x.y, y.x, y.y}) : Tf32Pair<4>({x.z, x.w, y.z, y.w});
+#pragma unroll
+            for (int n = 0; n < kRowTiles; ++n) add_product(sum[n], rest[n], values, weights[n][half]);
+          }
+#pragma unroll
+          for (int n = 0; n < kRowTiles; ++n)
+#pragma unroll
+            for (int r = 0; r < 4; ++r) acc[chunk][j][n][r] += with_rest(sum[n][r], rest[n][r]);
+        }
+      }
+    }
+  }
+
   // Leaves (m, l) and the accumulators of this warp for write_rows: rows of float4 at places spread over the banks.
   PD_MEMBER void publish(char* stage, float2* shared_ml) {
     const int lane = threadIdx.x % kWarp, g = lane / 4;
@@ -356,7 +444,7 @@ struct Rows {
   }
 
   static PD_MEMBER float4* quad_of(char* stage, int row, int quad) {
-    const int t = row / 2 % 4, spread = Shape::kVecV == 16 ? t : t % 2 + t / 2 * 4;
+    const int t = row / 2 % 4, spread = Shape::kVecV == 16 ? t : Shape::kVecV == 8 ? t % 2 + t / 2 * 4 : t * 2;
     return reinterpret_cast<float4*>(stage) + row * (kHeadDim / 4) + (quad ^ spread);
   }
 };

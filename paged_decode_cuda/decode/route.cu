@@ -11,6 +11,7 @@ namespace {
 const void* kernel_of(const Problem& p, const DecodePlan& plan) {
   const int head_dim = plan.instance.head_dim, row_tiles = plan.instance.row_tiles;
   switch (p.cache.dtype) {
+    case DType::kFloat32: return decode_kernel_fp32(head_dim, row_tiles, plan.basic);
     case DType::kFloat16: return decode_kernel_fp16(head_dim, row_tiles, plan.basic);
     case DType::kBFloat16: return decode_kernel_bf16(head_dim, row_tiles, plan.basic);
     case DType::kFloat8E4M3: return decode_kernel_e4m3(head_dim, row_tiles, plan.basic);

@@ -110,7 +110,7 @@ PD_DEVICE void finish_segment(const Problem& p, const Plan& plan, const Item& it
     }
     if (!exists || group > 0) continue;
     if (segment.first) {
-      write_output<true>(p, plan, item, segment.head, row, quad, sum);
+      write_output<Shape::kFp32 ? 4 : 2>(p, plan, item, segment.head, row, quad, sum);
     } else {
       write_partial(plan, row, quad, sum);
     }

@@ -11,6 +11,7 @@ struct DecodeShape : DecodeSizes<Kv::kBytes, kHeadDim, kRowTiles> {
   using DecodeSizes<Kv::kBytes, kHeadDim, kRowTiles>::kPieces;
   static constexpr bool kBf16 = IsBf16<Kv>::value;
   static constexpr bool kFp8 = Kv::kBytes == 1;
+  static constexpr bool kFp32 = Kv::kBytes == 4;
 
   // Places of pieces in a row of shared memory, such that the 8 lanes that read at a time find them in different banks:
   // of keys, 4 pieces of rows g and g + 1; of values, 2 pieces of rows 2t. Rows of 64 bytes have too few for that.

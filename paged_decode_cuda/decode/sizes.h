@@ -17,6 +17,7 @@ struct DecodeSizes {
   static constexpr int kVecK = 16 / kBytes;
   static constexpr int kVecV = kVecK < kHeadDim / 8 ? kVecK : kHeadDim / 8;
   static constexpr int kChunksK = kHeadDim / (4 * kVecK);
+  static constexpr int kStepsK = kBytes == 4 ? 2 : kVecK / 4;  // products of a chunk of keys: of 8 terms, or of 16
   static constexpr int kChunksV = kHeadDim / (8 * kVecV);
   static constexpr int kPieces = kHeadDim * kBytes / 16;  // of a row
   // K and V of 16 keys are a tile, or of 32 when a row is short: 8 KiB mostly.
@@ -28,10 +29,11 @@ struct DecodeSizes {
   // What fits beside each other on a multiprocessor: the registers of 16 rows or wide heads allow two blocks, else
   // three, as with the shortest rows, though their compiler is not held to it.
   static constexpr int kWarps = kStageBytes > 8192 ? 3 : 4;
-  static constexpr bool kManyRegisters = kHeadDim > 128 || kRowTiles > 1;
-  static constexpr int kBlocks = kManyRegisters && kHeadDim * kBytes > 64 ? 2 : 3;
+  static constexpr bool kManyRegisters = kHeadDim * kBytes > 256 || kHeadDim > 128 || kRowTiles > 1;
+  static constexpr bool kAlone = kStageBytes > 16384;  // float32 of wide heads: one block takes the shared memory
+  static constexpr int kBlocks = kAlone ? 1 : kManyRegisters && kHeadDim * kBytes > 64 ? 2 : 3;
   // As one block they have fewer partials to merge, but all of them meet at the end of a segment.
-  static constexpr int kMostWarps = kWarps * (kManyRegisters ? 2 : 3);
+  static constexpr int kMostWarps = kWarps * (kAlone ? 1 : kManyRegisters ? 2 : 3);
   // As many as the largest multiprocessor holds. A smaller one gets fewer warps, see plan_block().
   static constexpr int kStagesThatFit = 227 * 1024 / kBlocks / (kWarps * kStageBytes);
   static constexpr int kStages = kStagesThatFit < 4 ? kStagesThatFit : 4;
@@ -41,6 +43,9 @@ struct DecodeSizes {
   static constexpr int kSumBytes = 6 * sizeof(float);
   static constexpr int kWarpBytes = kQueueBytes + kRows * 2 * static_cast<int>(sizeof(float)) + kWarp * kSumBytes;
   static constexpr int kBlockBytes = 128;
+  // Queries stay in registers, but for float32 ones of many dimensions: two words take the place of one.
+  static constexpr bool kSharedQueries = kBytes == 4 && kHeadDim > 128;
+  static constexpr int kQueryBytes = kSharedQueries ? kRows * kPieces * 16 : 0;
   static_assert(kStages >= 2 && kRows * kHeadDim * 4 <= kStageBytes, "a stage also holds the accumulators of a warp");
   static_assert(kMostWarps * static_cast<int>(sizeof(int)) <= kBlockBytes, "the free stages fit");
 };
@@ -49,20 +54,24 @@ struct DecodeSizes {
 struct DecodeInstance {
   int bytes, head_dim, row_tiles;  // which it is
   int rows, row_shift, tile_shift;
-  int warps, blocks, most_warps;  // beside each other on a large multiprocessor, and of a single block
-  int warp_bytes, block_bytes;    // of shared memory
+  int warps, blocks, most_warps;             // beside each other on a large multiprocessor, and of a single block
+  int warp_bytes, block_bytes, query_bytes;  // of shared memory; the last two of a block
 };
 
 template <int kBytes, int kHeadDim, int kRowTiles>
 constexpr DecodeInstance decode_instance() {
   using Sizes = DecodeSizes<kBytes, kHeadDim, kRowTiles>;
-  return {kBytes,        kHeadDim,       kRowTiles,         Sizes::kRows,      Sizes::kRowShift,  Sizes::kTileShift,
-          Sizes::kWarps, Sizes::kBlocks, Sizes::kMostWarps, Sizes::kWarpBytes, Sizes::kBlockBytes};
+  return {kBytes,        kHeadDim,       kRowTiles,         Sizes::kRows,      Sizes::kRowShift,   Sizes::kTileShift,
+          Sizes::kWarps, Sizes::kBlocks, Sizes::kMostWarps, Sizes::kWarpBytes, Sizes::kBlockBytes, Sizes::kQueryBytes};
 }
 
 // The instance for a cache of `bytes` per element. `head_dim` is the larger of head_dim and head_dim_v, up to 256; two
-// row tiles of 256 would not fit into the registers.
+// row tiles of 256, or of 128 in float32, would not fit into the registers.
 inline DecodeInstance find_decode_instance(int bytes, int64_t head_dim, int row_tiles) {
+  if (bytes == 4) {
+    if (head_dim <= 64) return row_tiles == 1 ? decode_instance<4, 64, 1>() : decode_instance<4, 64, 2>();
+    return head_dim <= 128 ? decode_instance<4, 128, 1>() : decode_instance<4, 256, 1>();
+  }
   if (bytes == 1) {
     if (head_dim <= 64) return row_tiles == 1 ? decode_instance<1, 64, 1>() : decode_instance<1, 64, 2>();
     if (head_dim <= 128) return row_tiles == 1 ? decode_instance<1, 128, 1>() : decode_instance<1, 128, 2>();

@@ -17,7 +17,11 @@ const void* find_decode_kernel(int head_dim, int row_tiles, bool basic) {
   const bool one = row_tiles == 1;
   switch (head_dim) {
     case 64: return one ? decode_kernel_of<Kv, 64, 1>(basic) : decode_kernel_of<Kv, 64, 2>(basic);
-    case 128: return one ? decode_kernel_of<Kv, 128, 1>(basic) : decode_kernel_of<Kv, 128, 2>(basic);
+    case 128:
+      if constexpr (Kv::kBytes < 4) {
+        if (!one) return decode_kernel_of<Kv, 128, 2>(basic);
+      }
+      return decode_kernel_of<Kv, 128, 1>(basic);
     default: return decode_kernel_of<Kv, 256, 1>(basic);
   }
 }

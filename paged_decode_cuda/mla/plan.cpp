@@ -58,17 +58,6 @@ bool is_basic(const Problem& p, const Plan& work) {
          p.attention_chunk == 0 && work.items == p.batch && p.cache.block_table_stride <= INT32_MAX;
 }
 
-void plan_pieces(const Problem& split, Plan& work) {
-  const Cache& c = split.cache;
-  const int64_t piece = 16 / dtype_bytes(c.dtype);  // elements
-  work.k_page_pieces = static_cast<uint32_t>(c.k_stride_page / piece);
-  work.k_slot_pieces = static_cast<uint32_t>(c.k_stride_slot / piece);
-  work.k_head_pieces = static_cast<uint32_t>(c.k_stride_head / piece);
-  work.v_page_pieces = static_cast<uint32_t>(c.v_stride_page / piece);
-  work.v_slot_pieces = static_cast<uint32_t>(c.v_stride_slot / piece);
-  work.v_head_pieces = static_cast<uint32_t>(c.v_stride_head / piece);
-}
-
 }  // namespace
 
 const char* mla_why_not(const Problem& p, const DeviceLimits& limits) {

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kCombineRows* kWarp)
   item.first_row = (token - first) * group;
   for (int quad = threadIdx.x % kWarp; quad * 4 < p.head_dim_v; quad += kWarp) {
     const RowSum sum = add_parts(p, call, token, q_head, quad);
-    write_output<true>(p, call, item, head, q_head - head * group, quad, sum);
+    write_output<2>(p, call, item, head, q_head - head * group, quad, sum);
   }
 }
 

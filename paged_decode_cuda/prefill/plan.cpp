@@ -7,21 +7,12 @@ namespace paged_attn {
 namespace {
 
 constexpr int kCapability = 90;         // wgmma and its registers exist on this one only
-constexpr int64_t kFewRows = 16;        // of a request and kv_head: what a tile of the decode kernel holds
 constexpr int64_t kFewTiles = 6;        // times the tiles of rows that leave more idle than the decode kernel costs
 constexpr int64_t kPartKeys = 512;      // fewer are not worth a part
 constexpr int64_t kMostParts = 32;      // that are chosen
 constexpr int64_t kPartTiles = 4;       // times the multiprocessors: tiles of rows whose parts there is memory for
 constexpr int64_t kL2Bytes = 24 << 20;  // of keys and values that all blocks read together
 constexpr int kSwizzledRows = 8;        // a box begins where the swizzle does
-
-// Tokens of the longest request, as far as the host can tell. max_q_len may be no more than the sum of all.
-int64_t longest_query(const Problem& p) {
-  if (!p.cu_seqlens_q) return p.max_q_len;
-  const int64_t said = pd_min(pd_max(p.max_q_len, 1), p.total_q);
-  const bool says_nothing = said == p.total_q && p.batch > 1;
-  return says_nothing ? pd_ceil_div(p.total_q, p.batch) : said;
-}
 
 // Tiles of rows of all requests and kv_heads, at most.
 int64_t most_tiles(const Problem& p, int rows) {
@@ -51,10 +42,8 @@ int64_t greatest_divisor(int64_t a, int64_t b) { return b == 0 ? a : greatest_di
 
 const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
   if (limits.capability != kCapability) return "a device of another compute capability than 9.0";
-  // Where a result must not depend on the other requests, neither may the kernel: with cu_seqlens_q it is always this
-  // one, as a request may have many rows or few.
-  const bool fixed = p.deterministic && p.cu_seqlens_q;
-  if (!fixed && longest_query(p) * p.group <= kFewRows) return "no more rows than one tile of the decode kernel";
+  if (has_few_rows(p)) return "no more rows than one tile of the decode kernel";
+  if (p.q_dtype == DType::kFloat32) return "float32";
   if (dtype_bytes(p.cache.dtype) == 1) return "an 8-bit cache";
   const char* const reason = decode_why_not(p, limits);
   if (*reason != '\0') return reason;

@@ -5,6 +5,7 @@
 #include "balance.cuh"
 #include "decode/plan.h"
 #include "fallback_plan.h"
+#include "float32/plan.h"
 #include "limits.h"
 #include "prefill/sizes.h"
 
@@ -21,7 +22,7 @@ struct Call {
 };
 
 struct PlanNumbers {
-  int64_t route;  // 0 decode_basic, 1 decode, 2 fallback
+  int64_t route;  // 0 decode_basic, 1 decode, 2 fallback, 3 float32
   int64_t blocks, warps, blocks_per_processor, shared_bytes, workspace_bytes, balanced, rows_per_tile, tile_keys,
       splits;
 };
@@ -80,7 +81,8 @@ static Problem problem_of(const Call& call) {
 }
 
 // Follows every block; returns how many shares there are, of which `most` are stored.
-static int64_t follow(const Problem& p, const Plan& plan, int64_t blocks, Share* shares, int64_t most) {
+static int64_t follow(const Problem& p, const Plan& plan, int64_t blocks, bool last_first, Share* shares,
+                      int64_t most) {
   int64_t count = 0;
   gridDim.x = static_cast<int>(blocks);
   for (int block = 0; block < blocks; ++block) {
@@ -90,6 +92,8 @@ static int64_t follow(const Problem& p, const Plan& plan, int64_t blocks, Share*
       if (plan.blocks_each.divisor > 0) expect_even_stretch(p, plan, walker);
       if (plan.balanced) {
         find_stretch(p, plan, walker, dealing);
+      } else if (last_first) {
+        find_split<true>(p, plan, walker, dealing);
       } else {
         find_split(p, plan, walker, dealing);
       }
@@ -123,7 +127,21 @@ int64_t make_plan(const Call* call, PlanNumbers* numbers, Share* shares, int64_t
                                static_cast<int>(call->shared_per_processor)};
   memset(numbers, 0, sizeof(*numbers));
   Plan work;
-  if (*decode_why_not(p, limits) == '\0') {
+  const bool float32 = *float32_why_not(p, limits) == '\0';
+  if (float32) {
+    const Float32Plan plan = plan_float32(p, limits);
+    work = plan.work;
+    *numbers = {3,
+                plan.blocks,
+                plan.instance.threads / 32,
+                plan.blocks_per_processor,
+                plan.instance.shared_bytes,
+                plan.workspace_bytes,
+                0,
+                work.rows_per_tile,
+                int64_t{1} << work.tile_shift,
+                work.max_splits.divisor};
+  } else if (*decode_why_not(p, limits) == '\0') {
     const bool basic = *decode_basic_why_not(p, limits) == '\0';
     const DecodePlan plan = basic ? plan_decode_basic(p, limits) : plan_decode(p, limits);
     work = plan.work;
@@ -151,7 +169,7 @@ int64_t make_plan(const Call* call, PlanNumbers* numbers, Share* shares, int64_t
                 int64_t{1} << work.tile_shift,
                 work.max_splits.divisor};
   }
-  return most > 0 ? follow(p, work, numbers->blocks, shares, most) : 0;
+  return most > 0 ? follow(p, work, numbers->blocks, float32, shares, most) : 0;
 }
 
 // Of an instance of the decode kernel, for the pictures.

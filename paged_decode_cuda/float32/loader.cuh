@@ -1,0 +1,108 @@
+// From memory to shared memory: rows of queries, tiles of keys and of values, in pieces of 16 bytes from pages of any
+// size. Each warp copies a quarter of a tile, and its own queries.
+#pragma once
+
+#include "../rows.cuh"
+#include "shape.cuh"
+
+namespace paged_attn {
+
+// Where the keys of an item are.
+struct KeySource {
+  const int32_t* pages;    // of the request; without a block table
+  int page, slot;          // where it begins
+  int head;                // kv_head
+  int key_begin, key_end;  // of the item
+};
+
+PD_DEVICE KeySource find_source(const Problem& p, const Item& item, int head) {
+  const Cache& cache = p.cache;
+  KeySource source;
+  const int row = cache.cu_seqlens_k ? 0 : table_row(p, item.b);
+  source.pages = cache.block_table.data + (cache.block_table ? row * cache.block_table_stride : 0);
+  source.page = row;
+  source.slot = cache.cu_seqlens_k ? cache.cu_seqlens_k[item.b] : 0;
+  source.head = head;
+  source.key_begin = item.key_begin;
+  source.key_end = item.key_end;
+  return source;
+}
+
+template <int kHeadDim>
+struct Float32Loader {
+  using Shape = Float32Shape<kHeadDim>;
+
+  static constexpr uint32_t kNowhere = ~0u;
+
+  uint2* places;  // in shared memory: of the keys and values of the tile found last, in pieces
+
+  // Looks up the pages of a tile, before its copies start.
+  PD_MEMBER void find(const Problem& p, const Plan& plan, const KeySource& source, int tile) {
+    const int thread = this_thread(), lane = thread % kWarp, warp = thread / kWarp;
+    const int key = tile * Shape::kTileKeys + warp * Shape::kWarpKeys + lane;
+    uint2 place = {kNowhere, kNowhere};
+    if (lane >= Shape::kWarpKeys) return;
+    if (key >= source.key_begin && key < source.key_end) place = find_key(p, plan, source, key);
+    places[warp * Shape::kWarpKeys + lane] = place;
+  }
+
+  static PD_MEMBER uint2 find_key(const Problem& p, const Plan& plan, const KeySource& source, int key) {
+    const Cache& cache = p.cache;
+    int page = source.page, slot = source.slot + key;
+    if (cache.block_table) {
+      const int index = plan.page_size.divide(key);
+      page = index < plan.max_pages ? source.pages[index] : -1;
+      slot = key - index * static_cast<int>(plan.page_size.divisor);
+    }
+    if (page < 0 || page >= cache.num_pages || slot < 0 || slot >= cache.page_size) return {kNowhere, kNowhere};
+    return {page * plan.k_page_pieces + slot * plan.k_slot_pieces + source.head * plan.k_head_pieces,
+            page * plan.v_page_pieces + slot * plan.v_slot_pieces + source.head * plan.v_head_pieces};
+  }
+
+  PD_MEMBER void copy_keys(const Problem& p, uint32_t target) {
+    copy_rows<false>(p.cache.k, target, static_cast<int>(p.head_dim));
+  }
+
+  PD_MEMBER void copy_values(const Problem& p, uint32_t target) {
+    copy_rows<true>(p.cache.v, target, static_cast<int>(p.head_dim_v));
+  }
+
+  template <bool kValues>
+  PD_MEMBER void copy_rows(const void* cache, uint32_t target, int dims) {
+    constexpr int kLanes = Shape::kPieces < kWarp ? Shape::kPieces : kWarp, kRowsAtOnce = kWarp / kLanes;
+    const int thread = this_thread(), lane = thread % kWarp, first_row = thread / kWarp * Shape::kWarpKeys;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < Shape::kWarpKeys; i += kRowsAtOnce) {
+      const int row = first_row + i + lane / kLanes;
+      const uint32_t from = kValues ? places[row].y : places[row].x;
+      const char* const source =
+          static_cast<const char*>(cache) + static_cast<uint64_t>(from == kNowhere ? 0 : from) * 16;
+#pragma unroll
+      for (int first = 0; first < Shape::kPieces; first += kLanes) {
+        const int piece = first + lane % kLanes;
+        const int at = kValues ? Shape::place_v(row, piece) : Shape::place_k(row, piece);
+        const bool valid = from != kNowhere && piece * 4 < dims;
+        copy_async(target + (row * Shape::kPieces + at) * 16, source + (valid ? piece * 16 : 0), valid);
+      }
+    }
+  }
+
+  // The queries of this warp's rows; zeros for rows that do not exist.
+  static PD_MEMBER void copy_queries(const Problem& p, const Plan& plan, const Item& item, int head, uint32_t target) {
+    const float* const q = static_cast<const float*>(p.q);
+    const int first_row = threadIdx.x / kWarp * Shape::kWarpRows;
+#pragma unroll 1
+    for (int i = threadIdx.x % kWarp; i < Shape::kWarpRows * Shape::kPieces; i += kWarp) {
+      const int row = first_row + i / Shape::kPieces, piece = i % Shape::kPieces;
+      const bool valid = row < item.rows && piece * 4 < p.head_dim;
+      const int token = plan.group.divide(item.first_row + row);
+      const int q_head = head * static_cast<int>(p.group) + item.first_row + row - token * static_cast<int>(p.group);
+      const int64_t offset =
+          item.b * p.q_stride_batch + (item.q_begin + token) * p.q_stride_token + q_head * p.q_stride_head + piece * 4;
+      copy_async(target + (row * Shape::kPieces + Shape::place_k(row, piece)) * 16, valid ? q + offset : q, valid);
+    }
+  }
+};
+
+}  // namespace paged_attn

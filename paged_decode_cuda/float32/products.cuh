@@ -1,0 +1,226 @@
+// The products of a warp and its softmax.
+//
+//     S = Q K^T      16 rows x 8 keys, 8 dimensions at a time          O = P V      16 rows x 8 dimensions, 8 keys
+//
+// A lane (g = lane / 4, t = lane % 4) has rows g and g + 8. Which dimension or key is which term of a product is free,
+// so a lane reads whole pieces, and a score is where it is needed as a weight.
+#pragma once
+
+#include "../rows.cuh"
+#include "../tf32.cuh"
+#include "shape.cuh"
+
+namespace paged_attn {
+
+template <int kHeadDim>
+struct Float32Rows {
+  using Shape = Float32Shape<kHeadDim>;
+  static constexpr int kSubTiles = Shape::kSubTiles;
+  using Scores = float[kSubTiles][4];  // keys 2t and 2t + 1 of row g, then of row g + 8
+
+  float acc[Shape::kValueChunks][4][4];  // [chunk][i]: dimensions i of pieces 2t and 2t + 1, rows as above
+  float2* sums;                          // in shared memory: (m, l) of the rows of the item
+
+  // Row of the item that entry i stands for.
+  static PD_MEMBER int lane_row(int i) {
+    const int thread = this_thread();
+    return thread / kWarp * Shape::kWarpRows + thread % kWarp / 4 + i * 8;
+  }
+
+  PD_MEMBER void start() {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) sums[lane_row(i)] = {-INFINITY, 0.f};
+#pragma unroll
+    for (int c = 0; c < Shape::kValueChunks; ++c)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) acc[c][i][r] = 0.f;
+  }
+
+  // q.k of a tile.
+  static PD_MEMBER void score_keys(const char* queries, const char* keys, int head_dim, Scores& s) {
+    const int thread = this_thread(), g = thread % kWarp / 4, t = thread % 4;
+    float rest[kSubTiles][4] = {};
+#pragma unroll
+    for (int sub = 0; sub < kSubTiles; ++sub)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) s[sub][r] = 0.f;
+    queries += lane_row(0) * Shape::kPieces * 16;
+    keys += g * Shape::kPieces * 16;
+#pragma unroll 1
+    for (int chunk = 0; chunk * 16 < head_dim; ++chunk) {
+      const int place = Shape::place_k(g, chunk * 4 + t) * 16;  // rows g + 8 and those of other sub-tiles are as even
+      const uint4 low = *reinterpret_cast<const uint4*>(queries + place);
+      const uint4 high = *reinterpret_cast<const uint4*>(queries + 8 * Shape::kPieces * 16 + place);
+      const Tf32Pair<4> rows[2] = {Tf32Pair<4>({low.x, high.x, low.y, high.y}),
+                                   Tf32Pair<4>({low.z, high.z, low.w, high.w})};
+#pragma unroll
+      for (int sub = 0; sub < kSubTiles; sub += 2) {
+        const char* row = keys + sub * 8 * Shape::kPieces * 16 + place;
+        const uint4 first = *reinterpret_cast<const uint4*>(row);
+        const uint4 second = *reinterpret_cast<const uint4*>(row + 8 * Shape::kPieces * 16);
+        float (&sum)[2][4] = *reinterpret_cast<float (*)[2][4]>(&s[sub]);
+        float (&small)[2][4] = *reinterpret_cast<float (*)[2][4]>(&rest[sub]);
+        const Tf32Pair<2> low_keys[2] = {Tf32Pair<2>({first.x, first.y}), Tf32Pair<2>({second.x, second.y})};
+        add_products(sum, small, rows[0], low_keys);
+        const Tf32Pair<2> high_keys[2] = {Tf32Pair<2>({first.z, first.w}), Tf32Pair<2>({second.z, second.w})};
+        add_products(sum, small, rows[1], high_keys);
+      }
+    }
+#pragma unroll
+    for (int sub = 0; sub < kSubTiles; ++sub)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) s[sub][r] = with_rest(s[sub][r], rest[sub][r]);
+  }
+
+  // From q.k to weights, which are in s afterwards.
+  PD_MEMBER void weigh(const Problem& p, const Plan& plan, const Item& item, int head, float scale, int tile,
+                       Scores& s) {
+    if (p.softcap != 0.f || p.alibi_slopes) {
+      modify_scores(p, plan, item, head, scale, tile, s);
+    } else {
+#pragma unroll
+      for (int sub = 0; sub < kSubTiles; ++sub)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) s[sub][r] *= scale * PD_LOG2E;
+    }
+    if (tile * Shape::kTileKeys < item.inner_begin || (tile + 1) * Shape::kTileKeys > item.inner_end) {
+      mask_scores(p, plan, item, tile, s);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 old = sums[lane_row(i)];
+      float top = old.x, l = 0.f;
+#pragma unroll
+      for (int sub = 0; sub < kSubTiles; ++sub) top = fmaxf(top, fmaxf(s[sub][2 * i], s[sub][2 * i + 1]));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      const float factor = fast_rescale(old.x, top), base = top == -INFINITY ? 0.f : top;
+      if (__any_sync(~0u, top != old.x)) rescale(i, factor);
+#pragma unroll
+      for (int sub = 0; sub < kSubTiles; ++sub)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float& x = s[sub][2 * i + half];
+          x = fast_exp2(x - base);
+          l += x;
+        }
+      l += __shfl_xor_sync(~0u, l, 1);
+      l += __shfl_xor_sync(~0u, l, 2);
+      __syncwarp();
+      if (this_thread() % 4 == 0) sums[lane_row(i)] = {top, old.y * factor + l};
+    }
+  }
+
+  PD_MEMBER void rescale(int i, float factor) {
+#pragma unroll
+    for (int c = 0; c < Shape::kValueChunks; ++c)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        acc[c][j][2 * i] *= factor;
+        acc[c][j][2 * i + 1] *= factor;
+      }
+  }
+
+  PD_MEMBER void modify_scores(const Problem& p, const Plan& plan, const Item& item, int head, float scale, int tile,
+                               Scores& s) {
+    const int first = tile * Shape::kTileKeys + this_thread() % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane_row(i);
+      const int q_pos = item.kv_len - item.q_len + plan.group.divide(item.first_row + row);
+      const bool exists = row < item.rows;
+      const float slope = exists ? row_slope(p, item.b, row_target(p, plan, item, head, row).q_head) : 0.f;
+#pragma unroll
+      for (int sub = 0; sub < kSubTiles; ++sub)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float& x = s[sub][2 * i + half];
+          const float distance = fabsf(static_cast<float>(q_pos - (first + sub * 8 + half)));
+          x = pd_score(x, scale, p.softcap, slope, distance) * PD_LOG2E;
+        }
+    }
+  }
+
+  // -inf where the row does not see the key.
+  PD_MEMBER void mask_scores(const Problem& p, const Plan& plan, const Item& item, int tile, Scores& s) {
+    const int first = tile * Shape::kTileKeys + this_thread() % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane_row(i);
+      KvRange seen = {0, 0};
+      if (row < item.rows) seen = row_keys(p, plan, item, plan.group.divide(item.first_row + row));
+#pragma unroll
+      for (int sub = 0; sub < kSubTiles; ++sub)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int key = first + sub * 8 + half;
+          if (key < seen.begin || key >= seen.end) s[sub][2 * i + half] = -INFINITY;
+        }
+    }
+  }
+
+  // Adds the values of a tile, each times its weight. The sums of 16 keys are added in float32, see tf32.cuh.
+  PD_MEMBER void add_values(const char* values, int head_dim_v, const Scores& s) {
+    const int thread = this_thread(), g = thread % kWarp / 4, t = thread % 4;
+    // The compiler orders loads and products between two of these questions, and would load too much ahead without.
+    constexpr int kOrdered = kHeadDim > 64 ? 2 : 1;
+    values += t * 2 * Shape::kPieces * 16;
+#pragma unroll
+    for (int pair = 0; pair < kSubTiles; pair += 2) {
+      const Tf32Pair<4> weights[2] = {weights_of(s[pair]), weights_of(s[pair + 1])};
+#pragma unroll
+      for (int chunk = 0; chunk < Shape::kValueChunks; ++chunk) {
+        if (chunk % kOrdered == 0 && chunk * 32 >= head_dim_v) break;
+        const int place = ((g ^ t * 2) + chunk * 8) * 16;  // place_v of rows 2t and 2t + 1, piece chunk * 8 + g
+        uint4 first[2], second[2];                         // values of keys 2t and 2t + 1
+#pragma unroll
+        for (int sub = 0; sub < 2; ++sub) {
+          const char* row = values + (pair + sub) * 8 * Shape::kPieces * 16 + place;
+          first[sub] = *reinterpret_cast<const uint4*>(row);
+          second[sub] = *reinterpret_cast<const uint4*>(row + Shape::kPieces * 16);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float sum[2][4] = {}, rest[2][4] = {};
+#pragma unroll
+          for (int sub = 0; sub < 2; ++sub) {
+            const uint4 &x = first[sub], &y = second[sub];
+            const Tf32Pair<2> keys[2] = {Tf32Pair<2>({half ? x.z : x.x, half ? y.z : y.x}),
+                                         Tf32Pair<2>({half ? x.w : x.y, half ? y.w : y.y})};
+            add_products(sum, rest, weights[sub], keys);
+          }
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int r = 0; r < 4; ++r) acc[chunk][2 * half + i][r] += with_rest(sum[i][r], rest[i][r]);
+        }
+      }
+    }
+  }
+
+  // Of 8 keys: terms t and t + 4 of the product are keys 2t and 2t + 1.
+  static PD_MEMBER Tf32Pair<4> weights_of(const float (&x)[4]) {
+    return Tf32Pair<4>({__float_as_uint(x[0]), __float_as_uint(x[2]), __float_as_uint(x[1]), __float_as_uint(x[3])});
+  }
+
+  // Leaves the accumulators where this warp's queries were.
+  PD_MEMBER void publish(char* target) {
+    const int t = this_thread() % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane_row(i);
+      float4* const pieces = reinterpret_cast<float4*>(target) + row * Shape::kQuads;
+#pragma unroll
+      for (int c = 0; c < Shape::kValueChunks; ++c)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          pieces[Shape::place_out(row, c * 8 + 2 * t + half)] = make_float4(
+              acc[c][0][2 * i + half], acc[c][1][2 * i + half], acc[c][2][2 * i + half], acc[c][3][2 * i + half]);
+        }
+    }
+  }
+};
+
+}  // namespace paged_attn

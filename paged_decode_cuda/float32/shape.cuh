@@ -1,0 +1,34 @@
+// Where pieces lie in shared memory.
+#pragma once
+
+#include "../ptx.cuh"
+#include "sizes.h"
+
+namespace paged_attn {
+
+// threadIdx.x, read again: the compiler cannot keep what follows from it in registers, which are scarce, from one phase
+// of a tile to the next.
+PD_DEVICE int this_thread() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+// A row is kPieces pieces of 16 bytes. They change places such that the 8 lanes that read at a time find them in
+// different banks: of queries and keys, 4 pieces of rows g and g + 1; of values, 2 pieces of rows 2t.
+template <int kHeadDim>
+struct Float32Shape : Float32Sizes<kHeadDim> {
+  using Sizes = Float32Sizes<kHeadDim>;
+  static constexpr int kChunks = kHeadDim / 16;       // of a product over dimensions: 4 pieces
+  static constexpr int kValueChunks = kHeadDim / 32;  // of a row of values: 8 pieces
+  static constexpr int kSubTiles = Sizes::kTileKeys / 8;
+  static constexpr int kWarpKeys = Sizes::kTileKeys / Sizes::kWarps;  // that a warp copies
+
+  static PD_MEMBER int place_k(int row, int piece) { return piece ^ (row % 2 * 4); }
+  static PD_MEMBER int place_v(int row, int piece) { return piece ^ (row / 2 % 4 * 2); }
+
+  // Of sums on their way to the output, two pieces of a row at a time.
+  static PD_MEMBER int place_out(int row, int piece) { return piece ^ (row % 2); }
+};
+
+}  // namespace paged_attn
