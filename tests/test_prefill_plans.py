@@ -194,8 +194,8 @@ def test_prefill_mma_plans(library, name, kv_bytes):
             if n.head_dim <= 128 and kv_bytes == 2:
                 assert n.blocks_per_processor == 2
     small = limits["capability"] == 86
-    assert refused == ({(192, 192), (256, 256)} if small and kv_bytes == 1 else set())
-    assert len(seen) == (5 if kv_bytes == 2 else 3 if small else 4)
+    assert refused == ({(192, 128), (192, 192), (256, 256)} if small and kv_bytes == 1 else set())
+    assert len(seen) == (5 if kv_bytes == 2 else 2 if small else 3)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -58,18 +58,16 @@ using PrefillMmaSizes256 = PrefillMmaSizes<256, 256, 32, 8, 1>;
 
 using PrefillMmaWidens64 = PrefillMmaSizes<64, 64, 64, 4, 2, true>;
 using PrefillMmaWidens128 = PrefillMmaSizes<128, 128, 32, 4, 2, true, false>;
-using PrefillMmaWidens192 = PrefillMmaSizes<192, 128, 32, 4, 2, true, false>;
 using PrefillMmaWidens256 = PrefillMmaSizes<256, 256, 32, 8, 1, true>;
 
 // For dimensions up to 256 and a cache of `bytes` per element. all_scores: with softcap or ALiBi.
 inline PrefillMmaInstance find_prefill_mma_instance(int64_t bytes, int64_t head_dim, int64_t head_dim_v,
                                                     bool all_scores, const DeviceLimits& limits) {
   const int64_t larger = head_dim > head_dim_v ? head_dim : head_dim_v;
-  const bool of_192 = head_dim <= 192 && head_dim_v <= 128;
   if (bytes == 1) {
     if (larger <= 64) return prefill_mma_instance<PrefillMmaWidens64>();
     if (larger <= 128) return prefill_mma_instance<PrefillMmaWidens128>();
-    return of_192 ? prefill_mma_instance<PrefillMmaWidens192>() : prefill_mma_instance<PrefillMmaWidens256>();
+    return prefill_mma_instance<PrefillMmaWidens256>();
   }
   if (larger <= 64) return prefill_mma_instance<PrefillMmaSizes64>();
   if (larger <= 96) return prefill_mma_instance<PrefillMmaSizes96>();
@@ -78,7 +76,8 @@ inline PrefillMmaInstance find_prefill_mma_instance(int64_t bytes, int64_t head_
     const bool large = limits.shared_per_processor >= kTwo && !all_scores;
     return large ? prefill_mma_instance<PrefillMmaSizes128>() : prefill_mma_instance<PrefillMmaSmall128>();
   }
-  return of_192 ? prefill_mma_instance<PrefillMmaSizes192>() : prefill_mma_instance<PrefillMmaSizes256>();
+  if (head_dim <= 192 && head_dim_v <= 128) return prefill_mma_instance<PrefillMmaSizes192>();
+  return prefill_mma_instance<PrefillMmaSizes256>();
 }
 
 }  // namespace paged_attn

@@ -29,7 +29,6 @@ const void* find_prefill_mma_widening(int head_dim) {
   switch (head_dim) {
     case 64: return prefill_mma_kernel_of<Type, PrefillMmaWidens64>();
     case 128: return prefill_mma_kernel_of<Type, PrefillMmaWidens128>();
-    case 192: return prefill_mma_kernel_of<Type, PrefillMmaWidens192>();
     default: return prefill_mma_kernel_of<Type, PrefillMmaWidens256>();
   }
 }
