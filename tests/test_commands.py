@@ -63,6 +63,7 @@ ELSEWHERE = {
     "python tools/sanitize_cuda.py": "a GPU and compute-sanitizer",
     "PAGED_ATTN_TEST_DEVICE=cuda python -m pytest tests": "a GPU",
     "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_cuda.py": "a GPU",
+    "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_cuda_mla.py": "a GPU",
     "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_prefill.py": "a GPU",
     "METAL_VARIANT=count OMP_NUM_THREADS=1 python benchmarks/count_metal.py": "minutes",
     "LOCAL_KERNELS=org/paged-attn=<variant> PAGED_ATTN_TEST_DEVICE=cuda python -m pytest tests": "a GPU",
