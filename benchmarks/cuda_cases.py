@@ -90,5 +90,7 @@ def prefill_cases():
         Prompts("8 uneven prompts", uneven, uneven, page_size=16),
         Prompts("B1 x 8192, window 1024", [8192], [8192], page_size=16, window_left=1023),
         *drafts,
+        Prompts("B1 32k, 16 tokens", [16], [32768], page_size=16),
+        Prompts("B1 128 on 128k", [128], [131072], page_size=16),
         Prompts("60 x 1 and 2 x 1024 on 4096", [1] * 60 + [1024] * 2, [4096] * 62, **mixed),
     ]
