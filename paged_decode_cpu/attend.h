@@ -105,6 +105,9 @@ struct Scratch {
   float* row;               // one row of floats
   int64_t bytes;
 
+  // Numbers that lie as several (ops_pieces.h).
+  static constexpr int kLeft = Ops::kLeftPieces, kRight = Ops::kRightPieces;
+
   Scratch(const Problem& problem, const Item& item, char* base) {
     depth = round_up(problem.head_dim, Ops::kChunk);
     width = round_up(problem.head_dim_v, Ops::kChunk);
@@ -113,18 +116,18 @@ struct Scratch {
     const int64_t rows = item.heads() * head_rows;
     const bool packed = item.rows() >= Ops::kMinPackedRows;
     bytes = 0;
-    take(base, rows * depth, &q);
-    take(base, problem.qv ? rows * width : 0, &qv);
+    take(base, kLeft * rows * depth, &q);
+    take(base, problem.qv ? kLeft * rows * width : 0, &qv);
     take(base, rows * width, &acc);
     take(base, rows, &m);
     take(base, rows * kLanes, &l);
     const int64_t at_once = packed ? Ops::kScoreRows : rows;
     take(base, at_once * kMaxTile, &scores);
-    take(base, at_once * kMaxTile, &p);
+    take(base, kLeft * at_once * kMaxTile, &p);
     take(base, 2 * tile * item.heads(), &runs);
-    take(base, packed ? depth * tile : 0, &keys);
-    take(base, packed && problem.qv ? width * tile : 0, &value_keys);
-    take(base, packed ? round_up(width, kPanel) * tile : 0, &values);
+    take(base, packed ? kRight * depth * tile : 0, &keys);
+    take(base, packed && problem.qv ? kRight * width * tile : 0, &value_keys);
+    take(base, packed ? kRight * round_up(width, kPanel) * tile : 0, &values);
     take(base, item.rows(), &visible);
     take(base, item.rows(), &q_pos);
     take(base, item.heads(), &scales);
@@ -216,15 +219,23 @@ template <class Ops>
 void load_queries(const Problem& p, const Item& item, const Request& request, const void* source, int64_t stride_batch,
                   int64_t stride_token, int64_t stride_head, int64_t n, bool rotated, int64_t stride, int64_t head_rows,
                   float* row, typename Ops::Elem* out) {
-  for (int64_t h = item.kv_head_begin; h < item.kv_head_end; ++h, out += (head_rows - item.rows()) * stride)
-    for (int64_t r = item.row_begin; r < item.row_end; ++r, out += stride) {
+  const int64_t row_elems = Ops::kLeftPieces * stride;
+  for (int64_t h = item.kv_head_begin; h < item.kv_head_end; ++h, out += (head_rows - item.rows()) * row_elems)
+    for (int64_t r = item.row_begin; r < item.row_end; ++r, out += row_elems) {
       const int64_t token = r / p.group, head = h * p.group + r % p.group;
       const int64_t offset = item.batch * stride_batch + (request.q_begin + token) * stride_token + head * stride_head;
       const char* q = static_cast<const char*>(source) + offset * dtype_bytes(p.q_dtype);
       read_row(p.q_dtype, q, n, row);
       for (int64_t i = n; i < stride; ++i) row[i] = 0.f;
       if (rotated) rotate(p.rotary, p.q_dtype, rotary_query_position(p, request, item.batch, token), row);
-      for (int64_t i = 0; i < stride; i += kLanes) Ops::store_elems(out + i, load<DType::kFloat32>(row + i));
+      for (int64_t i = 0; i < stride; i += kLanes) {
+        const f32v x = load<DType::kFloat32>(row + i);
+        if constexpr (Ops::kLeftPieces > 1) {
+          Ops::store_query(out + i, stride, x);
+        } else {
+          Ops::store_elems(out + i, x);
+        }
+      }
     }
 }
 
@@ -497,7 +508,7 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
     next->locate(p.cache, item.batch, tile->begin + tile->n, keys.end, pd_min(2 * tile->n, s.tile));
     if (!cached) start_fetch<Ops>(p, item, s, *tile, *next, fetch);
     if constexpr (Ops::kTiles) {
-      for (int64_t h = 0; h < item.heads(); ++h) Ops::attend_tile(p, item, s, *tile, h, fetch);
+      Ops::attend_tiles(p, item, s, *tile, fetch);
     } else if (packed) {
       for (int64_t h = 0; h < item.heads(); ++h) attend_tile_packed<Ops>(p, item, s, *tile, h, fetch);
     } else {

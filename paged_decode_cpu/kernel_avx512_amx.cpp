@@ -11,21 +11,28 @@
 namespace paged_attn {
 namespace {
 
-// From so many rows of a kv_head on tiles pay; tests set 1, so that every feature goes through tiles.
-#ifndef PD_MIN_TILE_ROWS
-#define PD_MIN_TILE_ROWS 8
-#endif
-
-// One head's keys lie so far apart that a few sets of L2 must hold them: they come from L3 for every block.
+// One head's keys lie so far apart that a few sets of L2 must hold them: they come from L3 for every item.
 constexpr int64_t kTileBlockRows = 512;
 
-bool in_tiles(const Problem& p, const Item& block) {
-  return multiplies_bfloat16(p) && block.rows() >= PD_MIN_TILE_ROWS;
+// float32 would take six products for one: faster on one thread, slower on eight.
+bool goes_through_tiles(const Problem& p) { return p.q_dtype != DType::kFloat32; }
+
+// From so many rows of a kv_head on tiles pay; a float16 number is two. Tests set 1, so that every feature goes through
+// tiles.
+int64_t min_tile_rows(const Problem& p) {
+#ifdef PD_MIN_TILE_ROWS
+  static_cast<void>(p);
+  return PD_MIN_TILE_ROWS;
+#else
+  return p.q_dtype == DType::kFloat16 ? OpsF32<DType::kFloat16>::kMinPackedRows : 8;
+#endif
 }
 
-bool looked_up(const Problem& p, const Item& block) {
+bool in_tiles(const Problem& p, const Item& item) { return goes_through_tiles(p) && item.rows() >= min_tile_rows(p); }
+
+bool looked_up(const Problem& p, const Item& item) {
   return multiplies_bfloat16(p) && dtype_bytes(p.cache.dtype) == 1 &&
-         block.rows() < OpsBf16<DType::kFloat8E4M3>::kMinPackedRows;
+         item.rows() < OpsBf16<DType::kFloat8E4M3>::kMinPackedRows;
 }
 
 Products products(const Problem& p) {
@@ -37,36 +44,47 @@ Products products(const Problem& p) {
 }
 
 Products products_amx(const Problem& p) {
-  if (!multiplies_bfloat16(p)) return products_f32(p);
-  return {"tiles_bf16", products(p).in_place, PD_MIN_TILE_ROWS, OpsAmx<DType::kBFloat16>::kPartRows, kTileBlockRows};
+  if (!goes_through_tiles(p)) return products_f32(p);
+  using Ops = OpsAmx<DType::kBFloat16, DType::kBFloat16>;
+  return {p.q_dtype == DType::kFloat16 ? "tiles_fp16" : "tiles_bf16", products(p).in_place, min_tile_rows(p),
+          Ops::kPartRows, kTileBlockRows};
 }
 
-int64_t scratch_bytes(const Problem& p, const Item& block) {
-  if (!looked_up(p, block)) return scratch_bytes_f32(p, block);
-  return Scratch<OpsBf16<DType::kFloat8E4M3>>(p, block, nullptr).bytes;
+// Calls work() with how the numbers of this problem are held in tiles.
+template <class Work>
+auto with_tiles(const Problem& p, const Work& work) {
+  const auto with_cache = [&]<DType kQuery>() {
+    switch (p.cache.dtype) {
+      case DType::kFloat8E4M3: return work.template operator()<OpsAmx<kQuery, DType::kFloat8E4M3>>();
+      case DType::kFloat8E5M2: return work.template operator()<OpsAmx<kQuery, DType::kFloat8E5M2>>();
+      default: return work.template operator()<OpsAmx<kQuery, kQuery>>();
+    }
+  };
+  if (p.q_dtype == DType::kFloat16) return with_cache.template operator()<DType::kFloat16>();
+  return with_cache.template operator()<DType::kBFloat16>();
 }
 
-int64_t scratch_bytes_amx(const Problem& p, const Item& block) {
-  if (!in_tiles(p, block)) return scratch_bytes(p, block);
-  if (dtype_bytes(p.cache.dtype) == 1) return Scratch<OpsAmx<DType::kFloat8E4M3>>(p, block, nullptr).bytes;
-  return Scratch<OpsAmx<DType::kBFloat16>>(p, block, nullptr).bytes;
+int64_t scratch_bytes(const Problem& p, const Item& item) {
+  if (!looked_up(p, item)) return scratch_bytes_f32(p, item);
+  return Scratch<OpsBf16<DType::kFloat8E4M3>>(p, item, nullptr).bytes;
 }
 
-void attend(const Problem& p, const Item& block, KvRange keys, char* memory, float* partial) {
-  if (!looked_up(p, block)) return attend_f32(p, block, keys, memory, partial);
+int64_t scratch_bytes_amx(const Problem& p, const Item& item) {
+  if (!in_tiles(p, item)) return scratch_bytes(p, item);
+  return with_tiles(p, [&]<class Ops>() { return Scratch<Ops>(p, item, nullptr).bytes; });
+}
+
+void attend(const Problem& p, const Item& item, KvRange keys, char* memory, float* partial) {
+  if (!looked_up(p, item)) return attend_f32(p, item, keys, memory, partial);
   if (p.cache.dtype == DType::kFloat8E4M3)
-    return attend_as<OpsBf16<DType::kFloat8E4M3>>(p, block, keys, memory, partial);
-  attend_as<OpsBf16<DType::kFloat8E5M2>>(p, block, keys, memory, partial);
+    return attend_as<OpsBf16<DType::kFloat8E4M3>>(p, item, keys, memory, partial);
+  attend_as<OpsBf16<DType::kFloat8E5M2>>(p, item, keys, memory, partial);
 }
 
-void attend_amx(const Problem& p, const Item& block, KvRange keys, char* memory, float* partial) {
-  if (!in_tiles(p, block)) return attend(p, block, keys, memory, partial);
+void attend_amx(const Problem& p, const Item& item, KvRange keys, char* memory, float* partial) {
+  if (!in_tiles(p, item)) return attend(p, item, keys, memory, partial);
   const TileUnit unit;
-  switch (p.cache.dtype) {
-    case DType::kFloat8E4M3: return attend_as<OpsAmx<DType::kFloat8E4M3>>(p, block, keys, memory, partial);
-    case DType::kFloat8E5M2: return attend_as<OpsAmx<DType::kFloat8E5M2>>(p, block, keys, memory, partial);
-    default: return attend_as<OpsAmx<DType::kBFloat16>>(p, block, keys, memory, partial);
-  }
+  with_tiles(p, [&]<class Ops>() { attend_as<Ops>(p, item, keys, memory, partial); });
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// bfloat16 for the matrix unit of an Intel processor (AMX): many rows multiply in tiles of 16 rows x 32 elements.
+// The matrix unit of an Intel processor (AMX): many rows multiply in tiles of 16 rows x 32 elements, which are
+// bfloat16. float16 and float32 go through it in pieces (ops_pieces.h).
 //
 //   tiles 4 5      left:  16 rows x 32 elements of queries or probabilities each
 //   tiles 6 7      right: 16 steps x 16 columns of keys or values each
@@ -13,7 +14,7 @@
 #pragma once
 
 #include "attend.h"
-#include "ops_bf16.h"
+#include "ops_pieces.h"
 
 namespace paged_attn {
 namespace {
@@ -51,7 +52,7 @@ inline f32v exp2_of_floor(f32v x) {
 }
 
 // softmax_row for scores that want only a factor, on n keys, filled up to whole pairs of registers.
-template <bool kMasked>
+template <class Ops, bool kMasked>
 inline void softmax_plain(const float* scores, int64_t n, KvRange visible, float factor, uint16_t* p, float* m,
                           float* l, float* acc, int64_t width) {
   const auto seen = [&](int64_t j) -> __mmask16 {
@@ -82,7 +83,7 @@ inline void softmax_plain(const float* scores, int64_t n, KvRange visible, float
     const f32v x = exp2_of_floor(score(j) * factor - base), x1 = exp2_of_floor(score(j + kLanes) * factor - base);
     sum += x;
     sum1 += x1;
-    _mm512_storeu_si512(p + j, (__m512i)_mm512_cvtne2ps_pbh(bit_cast<__m512>(x1), bit_cast<__m512>(x)));
+    Ops::store_probabilities(p + j, x, x1);
   }
   store<DType::kFloat32>(l, sum + sum1);
 }
@@ -121,13 +122,19 @@ struct SoftmaxRows {
       return softmax_row<Ops>(const_cast<float*>(scores) + offset, n, visible, score, probabilities + offset, m, l, acc,
                               s.width);
     const bool whole = visible.begin <= 0 && visible.end == n && n % (2 * kLanes) == 0;
-    const auto softmax = whole ? softmax_plain<false> : softmax_plain<true>;
+    const auto softmax = whole ? softmax_plain<Ops, false> : softmax_plain<Ops, true>;
     softmax(scores + offset, n, visible, score.scale * PD_LOG2E, probabilities + offset, m, l, acc, s.width);
   }
 };
 
-template <DType kCacheType>
-struct OpsAmx : OpsBf16<kCacheType> {
+// Of the first of a product's two sides: 16 rows of queries or probabilities; pieces are `a_piece` elements apart. Of
+// the second: panels of keys or values, whose pieces are `b_piece` elements apart.
+struct PieceStrides {
+  int64_t a, b;
+};
+
+template <DType kQueryType, DType kCacheType>
+struct OpsAmx : OpsOfPiece<kCacheType, 0>::type {
   using Elem = uint16_t;
   static constexpr int kMinPackedRows = 1;
   static constexpr int kPartRows = 32;
@@ -136,14 +143,69 @@ struct OpsAmx : OpsBf16<kCacheType> {
   static constexpr int kRowStep = 16;
   static constexpr int kValueKeys = 32;
   static constexpr bool kTiles = true;
+  static constexpr int kLeftPieces = pieces_of(kQueryType);
+  static constexpr int kRightPieces = pieces_of(kCacheType);
 
   static constexpr int kTileSteps = 16;  // steps of one right tile
 
-  // c[16 * kRowTiles rows][16 * kColumnTiles columns] = (c, or 0) + a x b; strides in bytes.
-  template <int kRowTiles, int kColumnTiles, class Beside>
-  static void product(const Elem* a, int64_t a_stride, const Elem* b, int64_t steps, float* c, int64_t c_stride,
-                      bool add, Prefetcher& next, Beside& beside) {
+  // Scores are exact, as the lse is held to float32. Of values the smallest product is less than the output can hold.
+  static constexpr PieceProducts<kLeftPieces, kRightPieces, true> kScoreProducts{};
+  static constexpr PieceProducts<kLeftPieces, kRightPieces, false> kValueProducts{};
+  static constexpr int64_t kProbabilityPiece = int64_t(kPartRows) * kMaxTile;
+
+  // `piece` is how far apart the pieces lie.
+  [[gnu::always_inline]] static void store_pieces(Elem* p, int64_t piece, f32v x) {
+    for (int i = 0; i < kLeftPieces; ++i, p += piece) {
+      const f32v first = i < kLeftPieces - 1 ? first_piece(x) : x;
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(bit_cast<__m512>(first)));
+      x -= first;
+    }
+  }
+  static void store_elems(Elem* p, f32v x) { store_pieces(p, kProbabilityPiece, x); }
+  static void store_query(Elem* p, int64_t depth, f32v x) { store_pieces(p, depth, x); }
+  [[gnu::always_inline]] static void store_probabilities(Elem* p, f32v x, f32v x1) {
+    for (int i = 0; i < kLeftPieces; ++i, p += kProbabilityPiece) {
+      const bool last = i == kLeftPieces - 1;
+      const f32v first = last ? x : first_piece(x), first1 = last ? x1 : first_piece(x1);
+      _mm512_storeu_si512(p, to_bfloats(first, first1));
+      x -= first;
+      x1 -= first1;
+    }
+  }
+
+  // The tiles of one pair of pieces: which of its two sides are new, and the products.
+  template <int kRowTiles, int kColumnTiles, bool kNewLeft, bool kNewRight>
+  [[gnu::always_inline]] static void multiply_tiles(const Elem* a, int64_t a_stride, const Elem* b) {
     constexpr int64_t kStride = kPanel * 4;
+    if constexpr (kNewRight) _tile_loadd(6, b, kStride);
+    if constexpr (kNewLeft) _tile_loadd(4, a, a_stride);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (kColumnTiles == 2) {
+      if constexpr (kNewRight) _tile_loadd(7, b + 32, kStride);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (kRowTiles == 2) {
+      if constexpr (kNewLeft) _tile_loadd(5, a + 8 * a_stride, a_stride);
+      _tile_dpbf16ps(2, 5, 6);
+    }
+    if constexpr (kRowTiles == 2 && kColumnTiles == 2) _tile_dpbf16ps(3, 5, 7);
+  }
+
+  template <int kRowTiles, int kColumnTiles, const auto& kProducts, int kFirst = 0>
+  [[gnu::always_inline]] static void multiply_pieces(const Elem* a, int64_t a_stride, const Elem* b,
+                                                     const PieceStrides& piece) {
+    constexpr int i = kProducts.left[kFirst], j = kProducts.right[kFirst], last = kFirst - (kFirst > 0);
+    constexpr bool kNewLeft = kFirst == 0 || i != kProducts.left[last];
+    constexpr bool kNewRight = kFirst == 0 || j != kProducts.right[last];
+    multiply_tiles<kRowTiles, kColumnTiles, kNewLeft, kNewRight>(a + i * piece.a, a_stride, b + j * piece.b);
+    if constexpr (kFirst + 1 < kProducts.count)
+      multiply_pieces<kRowTiles, kColumnTiles, kProducts, kFirst + 1>(a, a_stride, b, piece);
+  }
+
+  // c[16 * kRowTiles rows][16 * kColumnTiles columns] = (c, or 0) + a x b; strides of a and c in bytes.
+  template <int kRowTiles, int kColumnTiles, const auto& kProducts, class Beside>
+  static void product(const Elem* a, int64_t a_stride, const Elem* b, const PieceStrides& piece, int64_t steps,
+                      float* c, int64_t c_stride, bool add, Prefetcher& next, Beside& beside) {
     float *c1 = c + 16, *c2 = c + 16 * c_stride / 4, *c3 = c2 + 16;
     if (add) {
       _tile_loadd(0, c, c_stride);
@@ -158,18 +220,7 @@ struct OpsAmx : OpsBf16<kCacheType> {
     }
     for (int64_t s = 0; s < steps; s += kTileSteps, a += 2 * kTileSteps, b += 2 * kTileSteps * kPanel) {
       next.advance(kTileSteps * kColumnTiles / 4);
-      _tile_loadd(6, b, kStride);
-      _tile_loadd(4, a, a_stride);
-      _tile_dpbf16ps(0, 4, 6);
-      if constexpr (kColumnTiles == 2) {
-        _tile_loadd(7, b + 32, kStride);
-        _tile_dpbf16ps(1, 4, 7);
-      }
-      if constexpr (kRowTiles == 2) {
-        _tile_loadd(5, a + 8 * a_stride, a_stride);
-        _tile_dpbf16ps(2, 5, 6);
-      }
-      if constexpr (kRowTiles == 2 && kColumnTiles == 2) _tile_dpbf16ps(3, 5, 7);
+      multiply_pieces<kRowTiles, kColumnTiles, kProducts>(a, a_stride, b, piece);
       beside.step();
     }
     _tile_stored(0, c, c_stride);
@@ -178,30 +229,28 @@ struct OpsAmx : OpsBf16<kCacheType> {
     if constexpr (kRowTiles == 2 && kColumnTiles == 2) _tile_stored(3, c3, c_stride);
   }
 
-  template <int kRowTiles, class Beside>
-  static void columns_of(const Elem* a, int64_t a_stride, const Elem* b, int64_t panel_steps, int64_t steps,
-                         int64_t columns, float* c, int64_t c_stride, bool add, Prefetcher& next, Beside& beside) {
+  template <int kRowTiles, const auto& kProducts, class Beside>
+  static void columns_of(const Elem* a, int64_t a_stride, const Elem* b, const PieceStrides& piece, int64_t panel_steps,
+                         int64_t steps, int64_t columns, float* c, int64_t c_stride, bool add, Prefetcher& next,
+                         Beside& beside) {
     for (int64_t column = 0; column < columns; column += 32) {
       const Elem* right = b + (column / kPanel * panel_steps * kPanel + column % kPanel) * 2;
       if (columns - column >= 32) {
-        product<kRowTiles, 2>(a, a_stride, right, steps, c + column, c_stride, add, next, beside);
+        product<kRowTiles, 2, kProducts>(a, a_stride, right, piece, steps, c + column, c_stride, add, next, beside);
       } else {
-        product<kRowTiles, 1>(a, a_stride, right, steps, c + column, c_stride, add, next, beside);
+        product<kRowTiles, 1, kProducts>(a, a_stride, right, piece, steps, c + column, c_stride, add, next, beside);
       }
     }
   }
 
   // As matrix() of tile.h, for at most kPartRows rows; whole tiles of rows are read and written.
-  template <class Beside>
+  template <const auto& kProducts, class Beside>
   [[gnu::noinline]] static void matrix(int64_t rows, const Elem* a, int64_t a_stride, const Elem* b,
-                                       int64_t panel_steps, int64_t steps, int64_t columns, float* c, int64_t c_stride,
-                                       bool add, Prefetcher& next, Beside& beside) {
+                                       const PieceStrides& piece, int64_t panel_steps, int64_t steps, int64_t columns,
+                                       float* c, int64_t c_stride, bool add, Prefetcher& next, Beside& beside) {
+    const auto columns_of_rows = rows > 16 ? columns_of<2, kProducts, Beside> : columns_of<1, kProducts, Beside>;
     memory_is_read();
-    if (rows > 16) {
-      columns_of<2>(a, a_stride * 2, b, panel_steps, steps, columns, c, c_stride * 4, add, next, beside);
-    } else {
-      columns_of<1>(a, a_stride * 2, b, panel_steps, steps, columns, c, c_stride * 4, add, next, beside);
-    }
+    columns_of_rows(a, a_stride * 2, b, piece, panel_steps, steps, columns, c, c_stride * 4, add, next, beside);
     memory_is_read();
   }
 
@@ -211,8 +260,9 @@ struct OpsAmx : OpsBf16<kCacheType> {
                         Softmax& beside) {
     const int64_t row = h * s.head_rows + part.first, columns = round_up(part.keys, kLanes);
     const auto multiply = [&](const Elem* q, int64_t depth, const Elem* keys, bool add) {
-      matrix(part.count, q + row * depth, depth, keys + part.from * depth, depth / 2, depth / 2, columns, scores,
-             kMaxTile, add, next, beside);
+      const int64_t stride = kLeftPieces * depth;
+      matrix<kScoreProducts>(part.count, q + row * stride, stride, keys + part.from * depth, {depth, depth * s.tile},
+                             depth / 2, depth / 2, columns, scores, kMaxTile, add, next, beside);
     };
     multiply(s.q, s.depth, s.keys, false);
     if (!s.scales[h].with_qv) return;
@@ -224,21 +274,41 @@ struct OpsAmx : OpsBf16<kCacheType> {
 
   static void values_of(const Scratch<OpsAmx>& s, int64_t h, const Part& part, const Elem* p, Prefetcher& next,
                         Softmax& beside) {
-    matrix(part.count, p, kMaxTile, s.values + part.from * kPanel, s.tile / 2, round_up(part.keys, kValueKeys) / 2,
-           s.width, s.acc + (h * s.head_rows + part.first) * s.width, s.width, true, next, beside);
+    matrix<kValueProducts>(part.count, p, kMaxTile, s.values + part.from * kPanel,
+                           {kProbabilityPiece, round_up(s.width, kPanel) * s.tile}, s.tile / 2,
+                           round_up(part.keys, kValueKeys) / 2, s.width,
+                           s.acc + (h * s.head_rows + part.first) * s.width, s.width, true, next, beside);
+  }
+
+  // Lays out keys and values of a tile, piece by piece.
+  template <int kPiece = 0>
+  static void pack_pieces(const Problem& p, const Scratch<OpsAmx>& s, const TileRows& tile, int64_t k_offset,
+                          int64_t v_offset) {
+    using Ops = typename OpsOfPiece<kCacheType, kPiece>::type;
+    pack_keys<Ops>(tile.k, k_offset, tile.n, p.head_dim, s.depth / 2, s.keys + kPiece * s.depth * s.tile);
+    pack_values<Ops>(tile.v, v_offset, round_up(tile.n, kValueKeys), p.head_dim_v, s.tile / 2,
+                     s.values + kPiece * round_up(s.width, kPanel) * s.tile);
+    if (p.qv)
+      pack_keys<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.width / 2, s.value_keys + kPiece * s.width * s.tile);
+    if constexpr (kPiece + 1 < kRightPieces) pack_pieces<kPiece + 1>(p, s, tile, k_offset, v_offset);
   }
 
   static int64_t products_of(const Scratch<OpsAmx>& s, const Part& part) {
     return pd_ceil_div(part.keys, 32) * (s.depth + s.width) / 32;
   }
 
+  static void attend_tiles(const Problem& p, const Item& item, const Scratch<OpsAmx>& s, const TileRows& tile,
+                           Prefetcher& next) {
+    for (int64_t h = 0; h < item.heads(); ++h) attend_tile(p, item, s, tile, h, next);
+  }
+
   static void attend_tile(const Problem& p, const Item& item, const Scratch<OpsAmx>& s, const TileRows& tile, int64_t h,
                           Prefetcher& next) {
     const Cache& c = p.cache;
     const int64_t kv_head = item.kv_head_begin + h, rows = item.rows();
-    pack_tile(p, s, tile, kv_head * c.k_stride_head * OpsAmx::kBytes, kv_head * c.v_stride_head * OpsAmx::kBytes);
+    pack_pieces(p, s, tile, kv_head * c.k_stride_head * OpsAmx::kBytes, kv_head * c.v_stride_head * OpsAmx::kBytes);
     const auto scores = [&](int64_t i) { return s.scores + i % 2 * kPartRows * kMaxTile; };
-    const auto probabilities = [&](int64_t i) { return s.p + i % 2 * kPartRows * kMaxTile; };
+    const auto probabilities = [&](int64_t i) { return s.p + i % 2 * kLeftPieces * kProbabilityPiece; };
     Part part = {}, last = {}, before = {};  // the parts whose scores, exponentials and values come now
     for (int64_t first = 0, i = 0; first < rows || part.count > 0 || last.count > 0; ++i) {
       before = last;

@@ -20,6 +20,7 @@ struct OpsF32 {
   static constexpr int kStepRows = 6;                            // rows of one step of the matrix kernel
   static constexpr int kRowStep = 1;                             // rows of a kv_head are filled to a multiple of it
   static constexpr int kValueKeys = 1;                           // and the keys that the values' product takes
+  static constexpr int kLeftPieces = 1, kRightPieces = 1;        // numbers that one of the left or right is held as
   static constexpr bool kTiles = false;                          // whether Ops attends to packed keys in its own way
   static constexpr bool kNeon = false;                           // whether tile_neon.h multiplies
   static constexpr float kUnit = 1.f;                            // what a loaded number is to be multiplied with

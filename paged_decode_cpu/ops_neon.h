@@ -47,6 +47,7 @@ struct OpsNeon {
   static constexpr int kStepRows = 8;
   static constexpr int kRowStep = 1;
   static constexpr int kValueKeys = 4;
+  static constexpr int kLeftPieces = 1, kRightPieces = 1;
   static constexpr bool kTiles = false;
   static void in_order(f32v*) {}
 };

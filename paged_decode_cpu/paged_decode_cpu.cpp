@@ -37,6 +37,11 @@ constexpr int64_t kMinSplitKeys = 256;         // a shorter split costs more to 
 constexpr int64_t kDeterministicSplit = 1024;  // keys
 constexpr int64_t kMaxTasksPerThread = 3;
 
+// Items of many rows are made smaller, down to kFewestItemRows, for a thread to get kItemsPerThread of them: with one
+// or two the slowest core holds up the call.
+constexpr int64_t kItemsPerThread = 4;
+constexpr int64_t kFewestItemRows = 128;
+
 // Multiply-adds that a thread takes about as long for as to be woken and waited for. What a row costs beside its keys
 // counts as kRowKeys of them.
 constexpr int64_t kThreadWork = int64_t(1) << 18;
@@ -64,7 +69,22 @@ struct Plan {
 
 int64_t cost_of(const Item& b) { return (b.keys.end - b.keys.begin) * b.rows() * b.heads(); }
 
-void add_items(const Problem& p, const Products& products, int64_t b, int64_t max_heads, bool small,
+// The most rows of an item, where the kv_heads share a walk and where they do not.
+struct ItemRows {
+  int64_t shared, alone;
+};
+
+ItemRows rows_of_items(const Problem& p, const Products& products, int64_t threads) {
+  const int64_t step = products.row_step, most = pd_min(products.most_rows, kItemFloats / p.head_dim_v);
+  const auto whole_steps = [step](int64_t rows) { return pd_max(step, rows / step * step); };
+  if (p.deterministic || threads == 1) return {whole_steps(most), whole_steps(most)};
+  int64_t rows = 0;
+  for (int64_t b = 0; b < p.batch; ++b) rows += request_of(p, b).q_len * p.group * p.kv_heads;
+  const int64_t share = pd_max(kFewestItemRows, rows / (threads * kItemsPerThread));
+  return {whole_steps(most), whole_steps(pd_min(most, share))};
+}
+
+void add_items(const Problem& p, const ItemRows& most, int64_t b, int64_t max_heads, bool small,
                std::vector<Work>& works) {
   const Request r = request_of(p, b);
   const int64_t rows = r.q_len * p.group;
@@ -72,8 +92,7 @@ void add_items(const Problem& p, const Products& products, int64_t b, int64_t ma
   const bool shared = rows * p.kv_heads <= kSharedRows;
   const int64_t head_bytes = (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
   const int64_t heads = shared ? pd_max(1, pd_min(max_heads, kSlotBytes / head_bytes)) : 1;
-  const int64_t most = pd_min(products.most_rows, kItemFloats / p.head_dim_v), step = products.row_step;
-  const int64_t item_rows = pd_max(step, most / step * step);
+  const int64_t item_rows = shared ? most.shared : most.alone;
   for (int64_t h = 0; h < p.kv_heads; h += heads)
     // The last rows of a causal problem see the most keys: they go first.
     for (int64_t end = rows; end > 0; end -= pd_min(end, item_rows)) {
@@ -121,7 +140,8 @@ Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
   const int64_t bytes = cached_bytes(p);
   const bool small = !p.deterministic && bytes < kResidentBytes;
   const int64_t max_heads = small ? pd_ceil_div(p.batch * p.kv_heads, threads) : p.kv_heads;
-  for (int64_t b = 0; b < p.batch; ++b) add_items(p, kernel.products(p), b, max_heads, small, plan.works);
+  const ItemRows most = rows_of_items(p, kernel.products(p), threads);
+  for (int64_t b = 0; b < p.batch; ++b) add_items(p, most, b, max_heads, small, plan.works);
   int64_t total = 0;
   for (const Work& work : plan.works) total += cost_of(work.item);
   // Every task starts with keys that nothing has fetched: small ones are few.

@@ -44,16 +44,18 @@ WAYS = (
     {"kv_dtype": "float8_e5m2"},
     {"scale": -0.1},
 )
+DTYPES = ("bfloat16", "float16", "bfloat16")
 
 
 def edges():
     """Every number of rows with every number of keys; the rest goes around."""
-    rest = zip(itertools.cycle(DIMS), itertools.cycle(MASKS + MASKS[:2]), itertools.cycle(WAYS + WAYS[:1] * 2))
-    for (rows, keys), ((dim, dim_v), mask, way) in zip(itertools.product(ROWS, KEYS), rest):
+    ways = WAYS + WAYS[:1] * 2
+    rest = zip(*map(itertools.cycle, (DIMS, MASKS + MASKS[:2], [(dtype, way) for dtype in DTYPES for way in ways])))
+    for (rows, keys), ((dim, dim_v), mask, (dtype, way)) in zip(itertools.product(ROWS, KEYS), rest):
         page_size = (16, 0, 64, 1)[(rows + keys) % 4]
         yield Case(
             batch=2, lens=(keys, max(1, keys - 9)), q_len=rows, q_heads=1 + keys % 2, kv_heads=1, head_dim=dim,
-            head_dim_v=dim_v, page_size=page_size, **mask, **way,
+            head_dim_v=dim_v, page_size=page_size, dtype=dtype, **mask, **way,
         )  # fmt: skip
 
 
@@ -68,6 +70,7 @@ LARGE = {
     "large_scores": Case(batch=2, kv_len=400, q_len=40, head_dim=128, scale=3.0),
     "scale_0": Case(batch=2, kv_len=90, q_len=40, head_dim=128, scale=0.0, causal=True),
 }
+LARGE |= {f"{name}_float16": replace(LARGE[name], dtype="float16") for name in LARGE}
 
 
 @pytest.mark.every_isa

@@ -63,11 +63,13 @@ class TestCpu:
         if device != "cpu":
             pytest.skip("the CPU's routes")
 
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
     def test_products(self, paged_attn, device, dtype):
         isa = paged_attn.cpu_isa().split()[0]
-        numbers = "bf16" if dtype == "bfloat16" and isa in ("avx512_bf16", "neon_bf16") else "f32"
-        packed = "tiles_bf16" if dtype == "bfloat16" and isa == "avx512_amx" else f"packed_{numbers}"
+        names = {"bfloat16": "bf16", "float16": "fp16", "float32": "f32"}
+        own = {"avx512_bf16": ["bfloat16"], "neon_bf16": ["bfloat16", "float16"], "neon_fp16": ["float16"]}
+        numbers = names[dtype if dtype in own.get(isa, []) else "float32"]
+        packed = f"tiles_{names[dtype]}" if isa == "avx512_amx" and dtype != "float32" else f"packed_{numbers}"
         few, many = (explain(paged_attn, cases.build(Case(q_len=n, dtype=dtype))) for n in (1, 40))
         assert few.route == f"in_place_{numbers}"
         assert "rows (q_len * group) of a kv_head in an item, got 2" in few.why_not[packed]

@@ -100,6 +100,19 @@ def test_cpu_short_calls_take_few_threads(native):
     assert native.cpu.plan(many, 32)["threads"] > 8, "rows of few keys count too"
 
 
+@pytest.mark.parametrize("q_len", [512, 1024, 2048])
+def test_cpu_prefill_has_items_for_all_threads(native, q_len):
+    """Some items for every thread, as long as none gets so short that its keys are read too often."""
+    call = {"cache_seqlens": [2048], "max_q_len": q_len, "page_size": 2048, "group": 4, "kv_heads": 8, "head_dim": 128}
+    for threads in (1, 8, 16, 32):
+        plan = native.cpu.plan(call, threads)
+        longest = max(end - begin for begin, end in (work["rows"] for work in plan["works"]))
+        assert len(plan["works"]) >= 4 * threads or longest <= 128
+        assert longest == 240 or len(plan["works"]) < 8 * threads
+        whole = native.cpu.plan(call | {"deterministic": 1}, threads)
+        assert whole["works"] == native.cpu.plan(call | {"deterministic": 1}, 1)["works"]
+
+
 def test_cpu_splits_as_asked(native):
     for asked, keys in itertools.product((1, 2, 5, 1000, 2**40), (0, 1, 15, 16, 17, 5000)):
         plan = native.cpu.plan({"cache_seqlens": [keys], "page_size": 5000, "num_splits": asked}, 4)

@@ -429,8 +429,8 @@ FAULTS = [
         "AMX: masks forgotten where only a factor is wanted",
         "amx",
         AMX,
-        "whole ? softmax_plain<false> : softmax_plain<true>",
-        "whole ? softmax_plain<false> : softmax_plain<false>",
+        "whole ? softmax_plain<Ops, false> : softmax_plain<Ops, true>",
+        "whole ? softmax_plain<Ops, false> : softmax_plain<Ops, false>",
         "test_amx.py -k 'edges_of_tiles and 33'",
     ),
     Fault(
@@ -448,6 +448,14 @@ FAULTS = [
         "store<DType::kFloat32>(l, sum + sum1);",
         "store<DType::kFloat32>(l, sum);",
         "test_amx.py -k 'many_tiles'",
+    ),
+    Fault(
+        "AMX: scores without the product of the second pieces",
+        "amx",
+        AMX,
+        "kRightPieces, true> kScoreProducts",
+        "kRightPieces, false> kScoreProducts",
+        "test_amx.py -k 'many_tiles and float16'",
     ),
     # Metal, on the emulated GPU
     Fault(

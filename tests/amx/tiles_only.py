@@ -1,7 +1,8 @@
-"""A plugin of pytest for the build with emulated tiles: the tests whose products may be tiles.
+"""A plugin of pytest for the build with emulated tiles: a sample of the tests whose products may be tiles.
 
-Those are the cases with q in bfloat16 or 8 bits. Of the tests of a function every third is left, all with
-PAGED_ATTN_TILE_TESTS=all; all of test_amx.py in any case but for every second edge.
+Those are the cases with q in bfloat16, float16 or 8 bits. Of the tests of a function every third is left (in float16,
+which takes several products for one, every ninth), all with PAGED_ATTN_TILE_TESTS=all; of test_amx.py every second edge
+and the rest.
 """
 
 import itertools
@@ -11,16 +12,22 @@ EVERY = {"test_edges_of_tiles": 2, "test_many_tiles": 1}
 ALL = os.environ.get("PAGED_ATTN_TILE_TESTS") == "all"
 
 
-def in_tiles(item):
+def dtype_of(item):
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    dtype = parameters["case"].dtype if "case" in parameters else parameters.get("dtype", "bfloat16")
-    return dtype not in ("float16", "float32")
+    return parameters["case"].dtype if "case" in parameters else parameters.get("dtype", "bfloat16")
 
 
 def pytest_collection_modifyitems(config, items):
     kept = []
-    for name, group in itertools.groupby(filter(in_tiles, items), key=lambda item: item.function.__name__):
-        kept += list(group)[:: 1 if ALL else EVERY.get(name, 3)]
+    in_tiles = (item for item in items if dtype_of(item) != "float32")
+    for name, group in itertools.groupby(in_tiles, key=lambda item: item.function.__name__):
+        every, found = EVERY.get(name, 3), list(group)
+        kept += items_of([item for item in found if dtype_of(item) != "float16"], every)
+        kept += items_of([item for item in found if dtype_of(item) == "float16"], every if name in EVERY else 9)
     chosen = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = kept
+
+
+def items_of(group, every):
+    return group[:: 1 if ALL else every]
