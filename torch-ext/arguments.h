@@ -38,6 +38,12 @@ struct WriteArguments {
   const Tensor *block_table, *cache_seqlens, *cu_seqlens_k_new, *slot_mapping, *k_descale, *v_descale;
 };
 
+// Of merge_parts: the results of the same queries over disjoint sets of keys, [parts, tokens, heads, head_dim] and
+// [parts, tokens, heads, 1], and the union.
+struct MergeArguments {
+  const Tensor *parts, *part_lse, *out, *lse;
+};
+
 // One argument: how the schema writes it, the field that it fills, and the type in which torch passes it.
 template <typename Passed, typename Arguments, typename Field>
 struct Argument {
@@ -100,6 +106,11 @@ constexpr auto kWriteArguments = std::make_tuple(
     optional("Tensor? cu_seqlens_k_new=None", &W::cu_seqlens_k_new),
     optional("Tensor? slot_mapping=None", &W::slot_mapping), optional("Tensor? k_descale=None", &W::k_descale),
     optional("Tensor? v_descale=None", &W::v_descale));
+
+using M = MergeArguments;
+constexpr auto kMergeArguments =
+    std::make_tuple(required("Tensor parts", &M::parts), required("Tensor part_lse", &M::part_lse),
+                    required("Tensor(c!) out", &M::out), optional("Tensor(d!)? lse=None", &M::lse));
 
 // What an operator changes, of the tensors that its table marks: (a!) and (b!) are the caches, (c!) and (d!) the
 // results.

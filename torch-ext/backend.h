@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "spec/merge.h"
 #include "spec/problem.h"
 
 namespace [[gnu::visibility("hidden")]] paged_attn {
@@ -20,6 +21,9 @@ std::string explain_attention(const Problem& problem);
 
 // Writes problem.append into problem.cache; nothing is attended.
 void run_kv_write(const Problem& problem);
+
+// Merges the parts of a result. Not on Metal.
+void run_merge(const MergeProblem& problem);
 
 // The instruction set that this process uses on the CPU; "" on other devices.
 std::string instruction_set();

@@ -16,4 +16,7 @@ std::string explain_flash_attn_with_kvcache(const AttendArguments& arguments);
 
 void kv_paged_write(const WriteArguments& arguments);
 
+// out and lse of the union of keys, from those of its parts.
+void merge_parts(const MergeArguments& arguments);
+
 }  // namespace paged_attn

@@ -22,15 +22,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from .._ops import ops
 from ..attention import flash_attn_with_kvcache
 
 # A rank sees keys without their positions in the whole context.
 _NEED_POSITIONS = (
     "window_size", "attention_chunk", "alibi_slopes", "cache_leftpad", "rotary_cos", "rotary_sin", "rotary_seqlens",
 )  # fmt: skip
-
-# The lse of no key in a message. With -inf on every rank the shares, a softmax of all lse, would be NaN.
-_NO_KEY = -1e30
 
 
 def next_owner(keys_of_ranks: Sequence[int], page_size: int) -> int:
@@ -125,7 +123,7 @@ def start(
         q, k_cache, v_cache, *news, cache_seqlens=cache_seqlens, block_table=block_table, causal=is_owner,
         s_aux=s_aux if is_owner else None, out=message[..., :head_dim_v], return_softmax_lse=True, **others,
     )  # fmt: skip
-    torch.clamp(lse.transpose(-1, -2), min=_NO_KEY, out=_lse_of(message))
+    _lse_of(message).copy_(lse.transpose(-1, -2))
     received, work = _gather(message, ranks, group) if heads == "all" else _trade_heads(message, ranks, group)
     return Exchange(received, head_dim_v, work)
 
@@ -134,11 +132,15 @@ def finish(exchange: Exchange, return_softmax_lse: bool = False):
     """The results of all ranks as one, in the same order everywhere, so that every rank gets the same bits."""
     exchange.work.wait()
     out, lse = exchange.received[..., : exchange.head_dim_v], _lse_of(exchange.received)
-    merged = (out * lse.softmax(0).unsqueeze(-1)).sum(0).to(out.dtype)
-    if not return_softmax_lse:
-        return merged
-    lse = lse.logsumexp(0).transpose(-1, -2)
-    return merged, torch.where(lse > 0.5 * _NO_KEY, lse, -torch.inf).contiguous()
+    merged = out.new_empty(out.shape[1:])
+    merged_lse = lse.new_empty(lse.shape[1:]) if return_softmax_lse else None
+    # Of two dimensions of tokens, (batch, seqlen), the kernel sees one.
+    tokens = lambda x: x.flatten(0, -3) if x.dim() > 3 else x  # noqa: E731
+    ops.merge_parts(
+        out.flatten(1, -3), lse.flatten(1, -2).unsqueeze(-1), tokens(merged),
+        None if merged_lse is None else merged_lse.view(-1, merged_lse.shape[-1]),
+    )  # fmt: skip
+    return merged if merged_lse is None else (merged, merged_lse.transpose(-1, -2).contiguous())
 
 
 def _gather(message, ranks, group):
