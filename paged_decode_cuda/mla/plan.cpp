@@ -63,7 +63,7 @@ bool is_basic(const Problem& p, const Plan& work) {
 const char* mla_why_not(const Problem& p, const DeviceLimits& limits) {
   if (!joined(p) && !apart(p)) return "head_dim and head_dim_v other than (576, 512), or (64, 512) with qv";
   if (limits.capability != kCapability) return "a device of another compute capability than 9.0";
-  if (p.q_dtype == DType::kFloat32) return "float32";
+  if (p.q_dtype == DType::kFloat32 || p.cache.dtype == DType::kFloat32) return "float32";
   if (p.batch == 0) return "no requests";
   if (dtype_bytes(p.q_dtype) == 1) return "8-bit q";
   if (dtype_bytes(p.cache.dtype) == 2 && p.q_dtype != p.cache.dtype) return "q and the cache differ in dtype";
