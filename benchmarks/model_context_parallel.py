@@ -5,8 +5,8 @@
 time(ranks) = START + bytes of the keys and values / (ranks * READ) + exchange(ranks) + merge
 
 exchange(ranks) = latency(ranks) + (ranks - 1) * message / link, for every rank receives a message from every other.
-merge: five small kernels of PyTorch for any number of ranks; a fused kernel would do all at once. The numbers are those
-below; none was measured with several GPUs.
+merge: the operator merge_parts, or five small kernels of PyTorch, as one H200 measures them in a CUDA graph. The
+numbers are those below; none was measured with several GPUs.
 """
 
 KV_HEADS, Q_HEADS, HEAD_DIM, BYTES = 8, 32, 128, 2  # Llama 3.1 8B, one request, bfloat16
@@ -14,8 +14,11 @@ READ = 4.2e12  # bytes/s of an H200's memory in long contexts (docs/cuda.md)
 START = 5e-6  # an attention call without keys
 # latency of an all-gather of a few KB, and bytes/s of a GPU's link
 LINKS = {2: (12e-6, 450e9), 8: (18e-6, 450e9), 64: (60e-6, 50e9)}  # NVLink in one host; 400 Gb/s between hosts
-# Small kernels of a captured graph, or one for all.
-MERGES = {"as it is": 5 * 2e-6, "fused": 4e-6}
+# Of a token of 32 heads, by the number of parts.
+MERGES = {
+    "merge_parts": {2: 3.2e-6, 8: 7.9e-6, 64: 52.6e-6},
+    "PyTorch": {2: 9.4e-6, 8: 11.7e-6, 64: 17.8e-6},
+}
 
 
 def seconds(keys: int, ranks: int, merge) -> float:
@@ -24,7 +27,7 @@ def seconds(keys: int, ranks: int, merge) -> float:
         return START + read
     latency, link = LINKS[ranks]
     message = Q_HEADS * (HEAD_DIM * BYTES + 4)
-    return START + read + latency + (ranks - 1) * message / link + merge
+    return START + read + latency + (ranks - 1) * message / link + merge[ranks]
 
 
 def main():
