@@ -39,6 +39,7 @@ CPU, ATTEND = "paged_decode_cpu/paged_decode_cpu.cpp", "paged_decode_cpu/attend.
 PLAN, BALANCE, ITEMS = (f"paged_decode_cuda/{name}" for name in ("decode/plan.cpp", "balance.cuh", "items.cuh"))
 METAL_ITEM, METAL_ROUTES = "paged_decode_metal/item.h", "paged_decode_metal/routes.mm"
 ATTENTION, CALL = "torch-ext/paged_attn/attention.py", "torch-ext/paged_attn/_call.py"
+LONG_QUERIES = "paged_decode_cuda/plan.cpp"
 PREFILL_PLAN, PREFILL_ORDER = "paged_decode_cuda/prefill/plan.cpp", "paged_decode_cuda/prefill/schedule.cuh"
 FA3, MERGE = "torch-ext/paged_attn/fa3.py", "torch-ext/paged_attn/merge.py"
 PAGES, AMX = "torch-ext/paged_attn/integrations/paged_cache.py", "paged_decode_cpu/ops_amx.h"
@@ -185,8 +186,8 @@ FAULTS = [
         "CUDA: shared memory of another GPU",
         "native",
         PLAN,
-        "(limits.shared_per_block - instance.block_bytes)",
-        "(227 * 1024 - instance.block_bytes)",
+        "(limits.shared_per_block - instance.block_bytes - instance.query_bytes)",
+        "(227 * 1024 - instance.block_bytes - instance.query_bytes)",
         CUDA_PLANS,
     ),
     Fault(
@@ -216,7 +217,7 @@ FAULTS = [
     Fault(
         "prefill: one row more for the decode kernel",
         "native",
-        PREFILL_PLAN,
+        LONG_QUERIES,
         "longest_query(p) * p.group <= kFewRows",
         "longest_query(p) * p.group <= kFewRows + p.group",
         PREFILL_PLANS,
@@ -224,7 +225,7 @@ FAULTS = [
     Fault(
         "prefill: a hint of all tokens is believed",
         "native",
-        PREFILL_PLAN,
+        LONG_QUERIES,
         "const bool says_nothing = said == p.total_q && p.batch > 1;",
         "const bool says_nothing = false;",
         PREFILL_PLANS,
@@ -241,8 +242,8 @@ FAULTS = [
         "prefill: deterministic depends on the batch",
         "native",
         PREFILL_PLAN,
-        "if (!p.deterministic && tiles * kFewTiles",
-        "if (tiles * kFewTiles",
+        "if (!p.deterministic && tiles * parts * kFewTiles",
+        "if (tiles * parts * kFewTiles",
         PREFILL_PLANS,
     ),
     Fault(
