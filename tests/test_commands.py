@@ -67,6 +67,7 @@ ELSEWHERE = {
     "PAGED_ATTN_TEST_DEVICE=cuda python -m pytest tests": "a GPU",
     "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_cuda.py": "a GPU",
     "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_cuda_mla.py": "a GPU",
+    "python benchmarks/compare_float32.py --rounds 3": "a GPU",
     "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_prefill.py": "a GPU",
     "python benchmarks/compare_transformers.py": "a GPU",
     "python benchmarks/engine_steps.py --rounds 1 --step-tokens 8192 16384": "a GPU",
