@@ -14,6 +14,13 @@ constexpr int64_t kPartTiles = 4;       // times the multiprocessors: tiles of r
 constexpr int64_t kL2Bytes = 24 << 20;  // of keys and values that all blocks read together
 constexpr int kSwizzledRows = 8;        // a box begins where the swizzle does
 
+// Tiles of rows of all requests and kv_heads, at most.
+int64_t most_tiles(const Problem& p, int rows) {
+  const int64_t each = pd_ceil_div(p.max_q_len * p.group, rows);
+  const int64_t tiles = p.cu_seqlens_q ? p.total_q * p.group / rows + pd_min(p.batch, p.total_q) : p.batch * each;
+  return tiles * p.kv_heads;
+}
+
 // Keys that a tile of rows may see.
 int64_t most_keys(const Problem& p, int rows) {
   const int64_t keys = capacity_of(p);
@@ -32,12 +39,6 @@ int64_t parts_of(const Problem& p, int64_t tiles, int rows, int processors) {
 int64_t greatest_divisor(int64_t a, int64_t b) { return b == 0 ? a : greatest_divisor(b, a % b); }
 
 }  // namespace
-
-int64_t most_tiles(const Problem& p, int rows) {
-  const int64_t each = pd_ceil_div(p.max_q_len * p.group, rows);
-  const int64_t tiles = p.cu_seqlens_q ? p.total_q * p.group / rows + pd_min(p.batch, p.total_q) : p.batch * each;
-  return tiles * p.kv_heads;
-}
 
 const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
   if (limits.capability != kCapability) return "a device of another compute capability than 9.0";

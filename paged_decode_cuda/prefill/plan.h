@@ -19,9 +19,6 @@ struct PrefillPlan {
   int64_t l2_keys;  // keys and values of so many places of one head may stay in L2
 };
 
-// Tiles of rows of all requests and kv_heads, at most.
-int64_t most_tiles(const Problem& p, int rows);
-
 // "" or why the prefill kernel does not serve this.
 const char* prefill_why_not(const Problem& p, const DeviceLimits& limits);
 
