@@ -1,5 +1,6 @@
 // Takes the place of the CPU backend in a build of the package for tests: hands every call to the process that
-// PAGED_ATTN_ARM starts, the backend of an Arm processor (guest.cpp), by way of its standard input and output.
+// PAGED_ATTN_ARM starts, the backend of an Arm processor (guest.cpp), by way of its standard input and output. Results
+// are merged here: that has no kernel of Arm's own.
 #include <fcntl.h>
 #include <spawn.h>
 #include <torch/csrc/stable/ops.h>
@@ -10,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "../../paged_decode_cpu/merge.cpp"
 #include "backend.h"
 #include "wire.h"
 
