@@ -13,12 +13,11 @@ import json
 import math
 import os
 import re
-import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from cuda_providers import KERNEL, Missing, Replay, load_ours
+from cuda_providers import KERNEL, Missing, load_ours, measure
 
 COPY_BYTES = 300e6  # of the caches of all copies
 SCALE = 192**-0.5
@@ -134,31 +133,6 @@ def fa3(x):
 PROVIDERS = {"ours": ours, "FA3": fa3}
 
 
-def measure(case, rounds):
-    x, graphs, results = Inputs(case), {}, {}
-    row = {"case": asdict(case), "us": {}, "roof": case.roof, "difference": {}, "failed": {}}
-    for name, provider in PROVIDERS.items():
-        try:
-            calls = provider(x)
-            results[name] = calls[0]().float()
-            graphs[name] = Replay(calls)
-        except Missing as why:
-            row["failed"][name] = str(why)
-        except Exception as error:  # of someone else's library
-            if name == "ours":
-                raise
-            row["failed"][name] = f"{type(error).__name__}: {error}"[:300]
-    samples = {name: [] for name in graphs}
-    for _ in range(rounds):
-        for name, graph in graphs.items():
-            samples[name].append(graph.microseconds())
-    own = results["ours"]
-    for name, times in samples.items():
-        row["us"][name] = statistics.median(times)
-        row["difference"][name] = ((results[name].view_as(own) - own).norm() / own.norm()).item()
-    return row
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="")
@@ -171,7 +145,7 @@ def main():
     rows = []
     for case in all_cases():
         if re.search(arguments.cases, case.name):
-            rows.append(row := measure(case, arguments.rounds))
+            rows.append(row := measure(Inputs(case), PROVIDERS, arguments.rounds) | {"roof": case.roof})
             cells = [f"{name} {us:.1f} ({case.flops / us * 1e-6:.0f})" for name, us in row["us"].items()]
             print(f"| {case.name} | {case.roof:.1f} | {' | '.join(cells)} | {row['failed'] or ''}", flush=True)
             if arguments.save:

@@ -15,13 +15,11 @@ import json
 import math
 import os
 import re
-import statistics
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from cuda_cases import prefill_cases
-from cuda_providers import KERNEL, Missing, Replay, load_ours
+from cuda_providers import KERNEL, Missing, load_ours, measure
 from tqdm import tqdm
 
 COPY_BYTES = 200e6  # of keys and values of all copies
@@ -128,31 +126,6 @@ def cudnn(x):
 PROVIDERS = {"ours": ours, "FA3": fa3, "cuDNN": cudnn}
 
 
-def measure(case, rounds):
-    x, graphs, results = Inputs(case), {}, {}
-    row = {"case": asdict(case), "us": {}, "difference": {}, "failed": {}}
-    for name, provider in PROVIDERS.items():
-        try:
-            calls = provider(x)
-            results[name] = calls[0]().float()
-            graphs[name] = Replay(calls)
-        except Missing as why:
-            row["failed"][name] = str(why)
-        except Exception as error:  # of someone else's library
-            if name == "ours":
-                raise
-            row["failed"][name] = f"{type(error).__name__}: {error}"[:300]
-    samples = {name: [] for name in graphs}
-    for _ in range(rounds):
-        for name, graph in graphs.items():
-            samples[name].append(graph.microseconds())
-    own = results["ours"]
-    for name, times in samples.items():
-        row["us"][name] = statistics.median(times)
-        row["difference"][name] = ((results[name].view_as(own) - own).norm() / own.norm()).item()
-    return row
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="")
@@ -164,7 +137,7 @@ def main():
     print("| --- | --- | " + " | ".join("---" for _ in PROVIDERS) + " |")
     rows = []
     for case in tqdm([case for case in prefill_cases() if re.search(arguments.cases, case.name)], "cases"):
-        rows.append(row := measure(case, arguments.rounds))
+        rows.append(row := measure(Inputs(case), PROVIDERS, arguments.rounds))
         cells = [f"{name} {us:.1f} ({case.flops / us * 1e-6:.0f})" for name, us in row["us"].items()]
         tqdm.write(f"| {case.name} | {case.flops * 1e-9:.1f} | {' | '.join(cells)} |")
         if arguments.save:

@@ -4,6 +4,7 @@ import math
 import os
 import statistics
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -188,3 +189,29 @@ def cudnn(x):
 
 PROVIDERS = {"floor": floor, "ours": ours, "FA3": fa3, "FA3 planned": lambda x: fa3(x, planned=True), "cuDNN": cudnn}
 PEERS = [name for name in PROVIDERS if name not in ("floor", "ours")]
+
+
+def measure(x, providers, rounds):
+    """Replays of the calls that each provider makes of the inputs x, in turn: medians, and differences from ours."""
+    graphs, results = {}, {}
+    row = {"case": asdict(x.case), "us": {}, "difference": {}, "failed": {}}
+    for name, provider in providers.items():
+        try:
+            calls = provider(x)
+            results[name] = calls[0]().float()
+            graphs[name] = Replay(calls)
+        except Missing as why:
+            row["failed"][name] = str(why)
+        except Exception as error:  # of someone else's library
+            if name == "ours":
+                raise
+            row["failed"][name] = f"{type(error).__name__}: {error}"[:300]
+    samples = {name: [] for name in graphs}
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            samples[name].append(graph.microseconds())
+    own = results["ours"]
+    for name, times in samples.items():
+        row["us"][name] = statistics.median(times)
+        row["difference"][name] = ((results[name].view_as(own) - own).norm() / own.norm()).item()
+    return row
