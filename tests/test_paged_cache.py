@@ -168,6 +168,22 @@ def test_other_caches_with_this_attention(make_model, paged_cache):
         torch.testing.assert_close(ours, model(**equal, use_cache=False).logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("number", [int, torch.tensor])
+def test_tokens_are_taken_back(make_model, paged_cache, number):
+    """transformers 5.17 passes the number as a tensor."""
+    model = make_model()
+    ids = text(model, [21])["input_ids"]
+    cache = paged_cache(model, page_size=8)
+    with torch.no_grad():
+        whole = model(ids, past_key_values=cache).logits[0]
+        for kept in (19, 12):
+            cache.crop(number(kept - cache.get_seq_length()))
+            assert [layer.get_seq_length() for layer in cache.layers] == [kept] * len(cache.layers)
+            assert cache.pages.used == -(-kept // 8)
+            again = model(ids[:, kept:], past_key_values=cache).logits[0]
+            torch.testing.assert_close(again, whole[kept:], rtol=1e-4, atol=1e-4)
+
+
 def test_too_few_pages(make_model, paged_cache):
     model = make_model()
     cache = paged_cache(model, page_size=4, num_pages=6)

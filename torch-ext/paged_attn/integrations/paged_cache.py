@@ -254,6 +254,7 @@ class CacheOfPages:
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last -tokens_to_remove tokens of every row, as transformers counts."""
+        tokens_to_remove = int(tokens_to_remove)  # some of its versions pass a tensor, and lengths are changed in place
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: expected 0 or less, got {tokens_to_remove}")
         self.pages.crop(-tokens_to_remove)
