@@ -45,8 +45,9 @@ class Rounded:
     """The reference's arithmetic as plain PyTorch would do it: scores, softmax in float32, probabilities in q's dtype.
 
     order 0 is the textbook. It leaves in `spreads`, row by row, how far out and lse move, at most, when every score
-    moves by the size of the numbers summed in it, and the size of the products summed in out. Every other order is a sample of what rounding does in a kernel:
-    powers of 2, division after the product with V, and sums in a random order.
+    moves by the size of the numbers summed in it, and the size of the products summed in out. Every other order is
+    a sample of what rounding does in a kernel: powers of 2, division after the product with V, and sums in a random
+    order.
     """
 
     def __init__(self, dtype, order):
