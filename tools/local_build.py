@@ -34,7 +34,9 @@ NINJA = Path(ninja.BIN_DIR) / "ninja"
 
 # C++20 as with kernel-builder, which torch's headers behind MPS want.
 COMMON_FLAGS = "-std=c++20 -O3 -DNDEBUG -g1 -fPIC -Wall -Wextra -DPy_LIMITED_API=0x03090000"
-CUDA_FLAGS = "-std=c++20 -O3 -DNDEBUG -lineinfo -Xcompiler=-fPIC,-Wall -Xptxas=--warn-on-spills,-Werror"
+# No -Werror for ptxas: the object keeps ptxas' options for the driver that compiles its PTX for a newer GPU, and that
+# one would refuse the whole object where its registers do not suffice.
+CUDA_FLAGS = "-std=c++20 -O3 -DNDEBUG -lineinfo -Xcompiler=-fPIC,-Wall -Xptxas=--warn-on-spills"
 # As kernel-builder compiles: with fast math, Metal's default.
 METAL_FLAGS = "-std=metal4.0 -O2"
 # The oldest `kernels` that the package was loaded with.
@@ -127,8 +129,10 @@ rule cxx
   deps = gcc
   description = compile $in
 
+# Fails where a kernel spills.
 rule nvcc
-  command = nvcc -MD -MF $out.d $flags -c $in -o $out
+  command = nvcc -MD -MF $out.d $flags -c $in -o $out >$out.log 2>&1; status=$$?; cat $out.log; $
+      test $$status = 0 && ! grep -q "Registers are spilled" $out.log
   depfile = $out.d
   deps = gcc
   description = compile $in
