@@ -16,18 +16,20 @@
 // CUDA graph balances the lengths that it finds. The block with the keys before a cut starts after the one with the
 // keys behind it.
 //
-// Even: where the lengths hardly differ, all pairs count as many units as the longest. With blocks for every one, each
-// pair has as many blocks of its own: fewer cuts, and no block serves two. With more pairs than blocks, every block
-// gets as many whole ones, and only the remainder is a line that is cut. That line comes first, so that partials are
-// added while the memory is busy, and then neighbouring blocks read the heads of the same keys at the same time.
+// Even: where the lengths hardly differ, every pair counts as many units as the longest one. If there are at least as
+// many blocks as pairs, each pair gets the same number of blocks: fewer cuts, and no block serves two pairs. If there
+// are more pairs than blocks, every block gets the same number of whole pairs, and only the remainder is a line that is
+// cut. That line comes first, so that partials are added while the memory is busy. Neighbouring blocks then read the
+// heads of the same keys at the same time.
 //
 //     pairs    AAAA BBBB                           AAAA BBBB CCCC DDDD EEEE FFFF GGGG HHHH
 //     blocks   3322 1100    blocks for each        3333 2222 1111 0000|3333 2222 1111 0000    whole ones
 //
 // Fixed: a block for every pair and split, where the cuts of a request depend on its own length alone.
 //
-// When a segment is only a part of its pair, its block leaves a partial; the block with the first keys adds them all.
-// Where there are very many, some others add a few each before. The order does not depend on who is last.
+// When a segment is only a part of its pair, its block leaves a partial, and the block with the first keys adds them
+// all. Where there are very many, some other blocks add a few each before. In which order they are added does not
+// depend on which block is done last.
 #pragma once
 
 #include "decode/sizes.h"
@@ -67,7 +69,7 @@ struct Dealing {
 };
 
 // Steps through the segments of one thread block: those of its stretch, then whole pairs, then surplus items. Every
-// warp holds copies, so stepping needs no barrier.
+// warp has a copy of its own, so stepping needs no barrier.
 struct Walker {
   int pair, unit;   // the next unit, counted from the first of its pair
   int left;         // units of the stretch
@@ -157,8 +159,9 @@ PD_DEVICE int deal_line(const Plan& plan, int total, Walker& walker, Dealing& de
   return position;
 }
 
-// What of even dealing does not depend on lengths: which pair this block serves, a negative one for none, and in
-// walker.unit, as which of its blocks, counted from the first keys.
+// The part of even dealing that does not depend on lengths. walker.pair becomes the pair of this block, or a negative
+// number if it has none; walker.unit, until deal_evenly(), this block's place among the blocks of its pair, counted
+// from the first keys.
 PD_DEVICE void expect_even_stretch(const Problem& p, const Plan& plan, Walker& walker) {
   const int each = static_cast<int>(plan.blocks_each.divisor), block = static_cast<int>(blockIdx.x);
   const int place = plan.blocks_each.divide(block);
@@ -182,8 +185,8 @@ PD_DEVICE void deal_evenly(const Plan& plan, int most, Walker& walker, Dealing& 
   divide_small(position, most, walker.pair, walker.unit);
 }
 
-// Finds this block's stretch. Every warp does so by itself, without a barrier, in two levels: the lanes share all items
-// out in runs and find the run in which the stretch begins; then they share out the items of that run.
+// Finds this block's stretch. Every warp does so by itself, without a barrier, in two levels. First every lane counts a
+// run of items, and the run is found in which the stretch begins. Then every lane counts one item of that run.
 PD_DEVICE void find_stretch(const Problem& p, const Plan& plan, Walker& walker, Dealing& dealing) {
   static_assert(kMaxBalancedItems <= kWarp * kWarp, "a run has an item per lane at most");
   const int lane = threadIdx.x % kWarp, heads = static_cast<int>(p.kv_heads);

@@ -8,16 +8,16 @@
 //     a word, 16 bytes    [ payload, 8 bytes: two sums, or (m, l) | tag, 8 bytes: the number of the launch ]
 //     a row of a partial  [ sums 0, 1 of every quad | sums 2, 3 of every quad | (m, l) for every team of 16 quads ]
 //
-// A word is stored and loaded as one, so whoever finds the tag has the payload: no counter to clear before, no fence
-// between data and a flag. It is read by one team of lanes, which clears it once all of them have what they look for,
-// so that the replay of a graph, in the same workspace and with the same tag, finds nothing old.
+// A word is stored and loaded as one, so whoever finds the tag has the payload. There is no counter to clear before,
+// and no fence between data and a flag. One team of lanes reads a word, and clears it once all of its lanes have found
+// their words. So the replay of a graph, in the same workspace and with the same tag, finds nothing old.
 //
 // What this rests on:
-// 1. A block waits only for blocks of a smaller index (partials_behind), and those have started: the grid's blocks are
-//    started in the order of their index. CUDA documents no order, yet single-pass scans (decoupled look-back in CUB)
-//    took it for granted on every GPU before they drew tickets, and hardware has not broken it. Were it broken, or
-//    were lengths changed during a call, a block would wait for ever: it gives up after PD_MOST_LOOKS and ends the
-//    kernel with an error.
+// 1. A block waits only for blocks of a smaller index (partials_behind), and those have started: the blocks of a grid
+//    start in the order of their index. CUDA documents no order. Yet single-pass scans (decoupled look-back in CUB)
+//    took it for granted on every GPU before they drew tickets, and no GPU has broken it. If it were broken, or lengths
+//    changed during a call, a block would wait for ever. It gives up after PD_MOST_LOOKS and ends the kernel with an
+//    error.
 // 2. ld and st .relaxed.gpu of .b128 are single accesses. PTX ISA, "Memory Consistency Model": a vector access is a set
 //    of scalar ones in no order, but .b128 (PTX 8.3, sm_70 and later) is a scalar type of ld and st, to an address
 //    aligned to 16 bytes. libcu++ builds its lock-free 128-bit atomics on the same two instructions.
@@ -122,8 +122,8 @@ struct Partials {
 
 constexpr int kPartialsAtOnce = 5;  // whose words a thread holds
 
-// Adds kBatch partials to some of a sum: `first` and on in steps, as long as there are any. A team calls it together
-// and each of its lanes looks for (m, l) of one part; lanes past the last quad go through the motions with that.
+// Adds kBatch partials to a quad of a sum: number `first` and then every step-th, as long as there are any. A team
+// calls it together. Each of its lanes also looks for (m, l) of one partial; lanes past the last quad do only that.
 template <int kBatch>
 PD_DEVICE void add_batch(const Plan& plan, int first, int step, const Partials& partials, int row, int quad,
                          RowSum& sum) {
@@ -175,7 +175,7 @@ PD_DEVICE void add_batch(const Plan& plan, int first, int step, const Partials& 
   sum.add(ml, values);
 }
 
-// Adds every `step`-th of the partials, from `first` on, to some of a sum.
+// Adds every `step`-th of the partials, from `first` on, to a quad of a sum.
 PD_DEVICE void add_partials(const Plan& plan, int first, int step, const Partials& partials, int row, int quad,
                             RowSum& sum) {
   if (quad / kTeam * kTeam >= plan.partial_quads) return;  // no lane of the team has a quad

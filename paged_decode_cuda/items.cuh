@@ -68,8 +68,8 @@ PD_DEVICE int basic_tiles(const Plan& plan, int kv_len) {
 }
 
 // Where the tiles of rows of a request begin among packed ones. The rows of all requests stand one behind the other,
-// and each request ends with a tile of its own: floor(x + y) + 1 >= floor(x) + ceil(y), so the tiles of none overlap
-// those of the next.
+// and b tiles more are counted before request b. As floor(x + y) + 1 >= floor(x) + ceil(y), no two requests share a
+// tile.
 PD_DEVICE int packed_begin(const Problem& p, const Plan& plan, int b) {
   return (query_begin(p, b) * static_cast<int>(p.group) >> plan.row_shift) + b;
 }

@@ -2,12 +2,12 @@
 // fp16 in registers.
 //
 // A warp takes a tile of keys of one (request, kv_head). Keys are the M side of both products, rows the N side:
-// S^T = K Q^T and O^T = V^T P^T, so 8 rows (a group of heads, several tokens) fill a matrix tile and one row wastes
-// nothing of the memory's time. The order of the terms of a product is free, so a lane's 16-byte pieces hold whole
-// terms and no value changes lanes on its way to the matrix unit. Each warp has a queue of its own in shared memory,
-// several tiles deep, which it fills by asynchronous copies of whole 128-byte lines (half lines cost a quarter of the
-// bandwidth) and reads without a barrier of the block. The copies run ahead across the end of a segment into the next
-// one.
+// S^T = K Q^T and O^T = V^T P^T. So 8 rows (a group of heads, several tokens) fill a matrix tile, and the products of a
+// single row still take less time than reading its keys. The order of the terms of a product is free, so a lane's
+// 16-byte pieces hold whole terms, and no value changes lanes on its way to the matrix unit. Each warp has a queue of
+// its own in shared memory, several tiles deep. It fills the queue by asynchronous copies of whole 128-byte lines (half
+// lines cost a quarter of the bandwidth) and reads it without a barrier of the block. The copies run ahead across the
+// end of a segment into the next one.
 //
 // Grid: plan.blocks thread blocks; the warps of a block take the tiles of a segment in turns.
 // Shared memory: the queues, warp by warp, whose free stages also carry the accumulators when the warps merge; then (m,
@@ -21,7 +21,7 @@
 
 namespace paged_attn {
 
-// What a thread sends on its way into L2 while the lengths are read: a line of a tensor most of which is needed.
+// While the lengths are read, every thread fetches a line of a tensor into L2; most of that tensor will be needed.
 PD_DEVICE void prefetch_line(const void* tensor, int lines) {
   const int line = threadIdx.x * gridDim.x + blockIdx.x;
   if (line < lines) prefetch_l2(static_cast<const char*>(tensor) + static_cast<int64_t>(line) * kLine);
@@ -42,9 +42,9 @@ PD_DEVICE void find_work(const Problem& p, const Plan& plan, Walker& walker, Dea
 
 // What both kernels do; they differ in what is known when they are compiled.
 //
-// A line of code that is met for the first time costs as much as a line of data, so everything stands here once, and
-// the start is a part of the loops: a segment without tiles, in which the copies get their lead. With 3 stages a warp
-// does, turn by turn of the inner loop,
+// Instructions that run for the first time must be fetched from memory, like data. So every piece of code stands here
+// once, and the start is a part of the loops: a segment without tiles, in which the copies get their lead. With 3
+// stages a warp does, turn by turn of the inner loop,
 //
 //     lead 3        2        1        0             0             0
 //     find work
@@ -81,7 +81,7 @@ PD_DEVICE void decode(const Problem& p, const Plan& plan) {
 #pragma unroll 1
     while (lead > 0 || tile < segment.tile_end) {
       if (lead == Shape::kStages) {
-        // In here, when all that the loops keep in registers is there.
+        // Not before the loops: here the registers that they keep are already taken.
         find_work(p, plan, walker, dealing);
         loader.start(walker);
       }

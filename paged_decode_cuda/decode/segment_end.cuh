@@ -36,8 +36,8 @@ PD_DEVICE RowSum sum_batches(char* queues, const int* free_stages, const float2*
   return sum;
 }
 
-// All warps of the biggest block at once: a batch takes 0.14 us. Between the sizes, kWarps divides their number; it may
-// be any number where shared memory is scarce.
+// All warps of the biggest block at once, since a batch takes 0.14 us. Smaller blocks have a multiple of kWarps, or any
+// number of warps where shared memory is scarce.
 template <typename Shape, typename Rows>
 PD_DEVICE RowSum sum_warps(char* queues, const int* free_stages, const float2* shared_ml, int row, int quad) {
   if (blockDim.x == Shape::kMostWarps * kWarp) {
@@ -48,8 +48,8 @@ PD_DEVICE RowSum sum_warps(char* queues, const int* free_stages, const float2* s
              : sum_batches<Shape, Rows, 1>(queues, free_stages, shared_ml, row, quad);
 }
 
-// How the threads of a block share the merge of a segment: each takes four dimensions of a row at a time; where threads
-// are left over, groups of them share the partials. Known when the segment begins, so not computed at its end.
+// How the threads of a block share the merge of a segment. Each takes four dimensions of a row at a time; where threads
+// are left over, groups of them share the partials. It is computed when the segment begins, as the end is in a hurry.
 struct Sharing {
   Partials partials;  // of other blocks, to be added
   int groups;
@@ -57,7 +57,8 @@ struct Sharing {
 
 template <typename Shape>
 PD_DEVICE Sharing share_merge(const Item& item, const Segment& segment, const Dealing& dealing) {
-  // Many more partials than are looked at in one go are merged in two levels: a block for itself and those before it.
+  // Where there are many more partials than a block can look at in one go, they are merged in two levels: some blocks
+  // add their own partial and those of the blocks before them.
   constexpr int kManyBatches = 3;
   Sharing sharing = {{0, 1}, 1};
   const int many = kManyBatches * kPartialsAtOnce * dealing.length;

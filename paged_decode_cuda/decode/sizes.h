@@ -26,13 +26,13 @@ struct DecodeSizes {
   static constexpr int kSubTiles = kTileKeys / 16;
   static constexpr int kStageBytesK = kTileKeys * kPieces * 16;
   static constexpr int kStageBytes = 2 * kStageBytesK;
-  // What fits beside each other on a multiprocessor: the registers of 16 rows or wide heads allow two blocks, else
-  // three, as with the shortest rows, though their compiler is not held to it.
+  // How many blocks a multiprocessor holds: two where 16 rows or wide heads need many registers, else three. The
+  // shortest rows count as three too, although no launch bound makes the compiler keep to it.
   static constexpr int kWarps = kStageBytes > 8192 ? 3 : 4;
   static constexpr bool kManyRegisters = kHeadDim * kBytes > 256 || kHeadDim > 128 || kRowTiles > 1;
   static constexpr bool kAlone = kStageBytes > 16384;  // float32 of wide heads: one block takes the shared memory
   static constexpr int kBlocks = kAlone ? 1 : kManyRegisters && kHeadDim * kBytes > 64 ? 2 : 3;
-  // As one block they have fewer partials to merge, but all of them meet at the end of a segment.
+  // The same warps in a single block leave fewer partials, but all of them meet at the end of a segment.
   static constexpr int kMostWarps = kWarps * (kAlone ? 1 : kManyRegisters ? 2 : 3);
   // As many as the largest multiprocessor holds. A smaller one gets fewer warps, see plan_block().
   static constexpr int kStagesThatFit = 227 * 1024 / kBlocks / (kWarps * kStageBytes);
