@@ -25,16 +25,14 @@ bool fits_copy_kernel(const Problem& p) {
   return true;
 }
 
-const void* append_kernel_of(const Problem& p, bool rotates) {
-  if (!rotates || p.append.dtype == p.q_dtype) {
-    switch (p.append.dtype) {
-      case DType::kFloat32: return reinterpret_cast<const void*>(&append_kernel<float>);
-      case DType::kFloat16: return reinterpret_cast<const void*>(&append_kernel<__half>);
-      case DType::kBFloat16: return reinterpret_cast<const void*>(&append_kernel<__nv_bfloat16>);
-      default: break;
-    }
+// New tokens have the dtype of the queries.
+const void* append_kernel_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32: return reinterpret_cast<const void*>(&append_kernel<float>);
+    case DType::kFloat16: return reinterpret_cast<const void*>(&append_kernel<__half>);
+    case DType::kBFloat16: return reinterpret_cast<const void*>(&append_kernel<__nv_bfloat16>);
+    default: return reinterpret_cast<const void*>(&append_kernel<uint8_t>);
   }
-  return reinterpret_cast<const void*>(&append_kernel<void>);
 }
 
 template <int kTokens>
@@ -55,11 +53,12 @@ void append_tokens(const Problem& p, bool rotates, void* rotated_q, const Contex
   const int64_t tokens = p.append.total_new + (rotates ? p.total_q : 0);
   if (tokens == 0 || p.batch == 0) return;  // tokens of no request
   if (rotates || !fits_copy_kernel(p)) {
-    plan.head_dim = FastDivisor(pd_max(p.head_dim, 1));
-    plan.head_dim_v = FastDivisor(pd_max(p.head_dim_v, 1));
-    const int64_t elements = pd_max(p.kv_heads * (p.head_dim + p.head_dim_v), rotates ? p.q_heads * p.head_dim : 0);
-    plan.parts = FastDivisor(pd_max(pd_ceil_div(elements, kAppendElements * kAppendThreads), 1));
-    launch(append_kernel_of(p, rotates), {tokens * plan.parts.divisor, kAppendThreads, 0}, context, p, plan);
+    const int64_t pairs_k = pd_ceil_div(p.head_dim, 2), pairs_v = pd_ceil_div(p.head_dim_v, 2);
+    plan.pairs_k = FastDivisor(pd_max(pairs_k, 1));
+    plan.pairs_v = FastDivisor(pd_max(pairs_v, 1));
+    const int64_t pairs = pd_max(p.kv_heads * (pairs_k + pairs_v), rotates ? p.q_heads * pairs_k : 0);
+    plan.parts = FastDivisor(pd_max(pd_ceil_div(pairs, kAppendThreads), 1));
+    launch(append_kernel_of(p.append.dtype), {tokens * plan.parts.divisor, kAppendThreads, 0}, context, p, plan);
     return;
   }
   const int64_t bytes = dtype_bytes(p.append.dtype);

@@ -1,8 +1,8 @@
 // Writes new keys and values into the cache, and rotates keys and queries on the way.
 //
 // copy_kernel is for rows that need no arithmetic but the conversion to fp8: pieces of 16 bytes of the source.
-// append_kernel does everything else, element by element, many blocks to a token; it puts rotated queries beside the
-// originals, and attention reads those.
+// append_kernel does everything else, two elements to a thread, many blocks to a token; it puts rotated queries beside
+// the originals, and attention reads those.
 #pragma once
 
 #include "ptx.cuh"
@@ -87,7 +87,7 @@ struct AppendPlan {
   FastDivisor vectors_k, vectors_v;  // 16-byte pieces of a source row of one head
   FastDivisor width;                 // threads of a token in copy_kernel
   int32_t rows;                      // tokens that its threads move at once
-  FastDivisor head_dim, head_dim_v;  // in append_kernel
+  FastDivisor pairs_k, pairs_v;      // pairs of elements of a row in append_kernel
   FastDivisor parts;                 // blocks of a token
   int64_t total_new;
   bool moving_queries;  // rotated at their own positions, else all at the first one
@@ -238,42 +238,69 @@ __global__ void __launch_bounds__(kAppendThreads, 4)
   }
 }
 
-// Loads an element. T is what `dtype` says, or void: then it is looked at for each, and each load is waited for.
+// Two elements of a row of one head that a thread of append_kernel moves: a pair of the rotation, or two neighbours.
+// All loads of a thread come before it waits for one of them.
 template <typename T>
-PD_DEVICE float load_as(const void* base, DType dtype, int64_t index) {
-  if constexpr (__is_same(T, void)) {
-    return load_float(base, dtype, index);
-  } else {
-    return static_cast<float>(static_cast<const T*>(base)[index]);
-  }
-}
+struct RowPair {
+  int first, second;  // dimensions
+  bool whole;         // the second one is there too: not at the end of an odd row
+  bool turns;
+  T x, y, cos, sin;
 
-// Element `dim` of a row after the rotation to `position`. Past the end of the tables nothing is read and nothing
-// turns.
-template <typename T>
-PD_DEVICE float rotated(const Problem& p, const void* base, DType dtype, int64_t offset, int dim, int64_t position) {
-  const Rotary& rotary = p.rotary;
-  const float x = load_as<T>(base, dtype, offset + dim);
-  const int half = static_cast<int>(rotary.rotary_dim) / 2;
-  if (!rotary.cos || dim >= 2 * half || position < 0 || position >= rotary.rotary_len) return x;
-  const RotaryPair pair = rotary_pair(dim, 2 * half, rotary.interleaved);
-  const float y = load_as<T>(base, dtype, offset + pair.partner);
-  const float cos = load_as<T>(rotary.cos, p.q_dtype, position * rotary.cos_stride + pair.angle);
-  const float sin = load_as<T>(rotary.sin, p.q_dtype, position * rotary.sin_stride + pair.angle);
-  return pd_rotate(x, y, cos, sin, pair.second);
-}
+  // Pair `i` of a row of `dims`, of which the first `turning` turn.
+  PD_MEMBER void find(const Rotary& rotary, int i, int dims, int turning) {
+    const int half = turning / 2;
+    turns = i < half;
+    const bool apart = turns && !rotary.interleaved;
+    first = apart ? i : 2 * i;
+    second = apart ? i + half : first + 1;
+    whole = second < dims;
+  }
+
+  PD_MEMBER void load(const void* base, int64_t offset) {
+    const T* const row = static_cast<const T*>(base) + offset;
+    x = row[first];
+    if (whole) y = row[second];
+  }
+
+  // Past the end of the tables nothing is read and nothing turns.
+  PD_MEMBER void load_angle(const Rotary& rotary, int i, int64_t position) {
+    turns = turns && position >= 0 && position < rotary.rotary_len;
+    if (!turns) return;
+    cos = static_cast<const T*>(rotary.cos.data)[position * rotary.cos_stride + i];
+    sin = static_cast<const T*>(rotary.sin.data)[position * rotary.sin_stride + i];
+  }
+
+  PD_MEMBER float2 turned() const {
+    const float a = static_cast<float>(x), b = static_cast<float>(y);
+    const float c = static_cast<float>(cos), s = static_cast<float>(sin);
+    return make_float2(pd_rotate(a, b, c, s, /*second=*/false), pd_rotate(b, a, c, s, /*second=*/true));
+  }
+
+  // What does not turn keeps its bits where the dtype stays: a NaN stays that NaN.
+  PD_MEMBER void store(void* base, DType dtype, bool same_dtype, int64_t offset, float descale) const {
+    if (same_dtype && !turns) {
+      T* const row = static_cast<T*>(base) + offset;
+      row[first] = x;
+      if (whole) row[second] = y;
+      return;
+    }
+    float2 pair = turns ? turned() : make_float2(static_cast<float>(x), static_cast<float>(y));
+    if (!same_dtype && dtype_bytes(dtype) == 1) pair = make_float2(pair.x / descale, pair.y / descale);
+    store_float(base, dtype, offset + first, pair.x);
+    if (whole) store_float(base, dtype, offset + second, pair.y);
+  }
+};
 
 PD_DEVICE int64_t rotary_start(const Problem& p, int b) {
   return p.rotary.seqlens ? p.rotary.seqlens[b] : cached_length(p, b);
 }
 
-// Elements of a token of q or of the new keys and values that a thread of append_kernel moves, all loads before the
-// first store.
-constexpr int kAppendElements = 4;
-
-// Rotates some elements of token `index` of q.
+// Rotates pair `i` of token `index` of q.
 template <typename T>
-PD_DEVICE void rotate_query(const Problem& p, const AppendPlan& plan, int64_t index, int first) {
+PD_DEVICE void rotate_query(const Problem& p, const AppendPlan& plan, int64_t index, int i) {
+  const int head = plan.pairs_k.divide(i), own = i - head * static_cast<int>(plan.pairs_k.divisor);
+  if (head >= p.q_heads) return;
   int b, t;
   int64_t source;
   if (p.cu_seqlens_q) {
@@ -285,80 +312,64 @@ PD_DEVICE void rotate_query(const Problem& p, const AppendPlan& plan, int64_t in
     t = static_cast<int>(index - b * p.max_q_len);
     source = b * p.q_stride_batch + t * p.q_stride_token;
   }
-  const int64_t position = rotary_start(p, b) + (plan.moving_queries ? t : 0);
-  const int head_dim = static_cast<int>(p.head_dim), count = static_cast<int>(p.q_heads) * head_dim;
-  float x[kAppendElements];
-#pragma unroll
-  for (int u = 0; u < kAppendElements; ++u) {
-    const int i = first + u * kAppendThreads, head = plan.head_dim.divide(i);
-    if (i < count) {
-      x[u] = rotated<T>(p, p.q, p.q_dtype, source + head * p.q_stride_head, i - head * head_dim, position);
-    }
-  }
-#pragma unroll
-  for (int u = 0; u < kAppendElements; ++u) {
-    const int i = first + u * kAppendThreads;
-    if (i < count) store_float(plan.rotated_q, p.q_dtype, index * count + i, x[u]);
-  }
+  const int head_dim = static_cast<int>(p.head_dim);
+  RowPair<T> pair;
+  pair.find(p.rotary, own, head_dim, static_cast<int>(p.rotary.rotary_dim));
+  pair.load(p.q, source + head * p.q_stride_head);
+  pair.load_angle(p.rotary, own, rotary_start(p, b) + (plan.moving_queries ? t : 0));
+  pair.store(plan.rotated_q, p.q_dtype, true, (index * p.q_heads + head) * head_dim, 1.f);
 }
 
-// Writes some elements of new token `index`: its keys, then its values.
+// Writes pair `i` of new token `index`: its keys, then its values.
 template <typename T>
-PD_DEVICE void write_token(const Problem& p, const AppendPlan& plan, int64_t index, int first) {
+PD_DEVICE void write_token(const Problem& p, const AppendPlan& plan, int64_t index, int i) {
   const Append& append = p.append;
   const Cache& cache = p.cache;
+  const int keys = static_cast<int>(p.kv_heads * plan.pairs_k.divisor);
+  const bool value = i >= keys;
+  const FastDivisor& pairs = value ? plan.pairs_v : plan.pairs_k;
+  if (value) i -= keys;
+  const int head = pairs.divide(i), own = i - head * static_cast<int>(pairs.divisor);
+  if (head >= p.kv_heads) return;
   const NewToken token = find_new_token(p, plan.seqlen_new, index);
+  if (!token.exists) return;
+  const int64_t source = value ? source_offset(append, token, index, append.v_stride_batch, append.v_stride_token) +
+                                     head * append.v_stride_head
+                               : source_offset(append, token, index, append.k_stride_batch, append.k_stride_token) +
+                                     head * append.k_stride_head;
+  const bool rotates = p.rotary.cos && !value;
+  RowPair<T> pair;
+  pair.find(p.rotary, own, static_cast<int>(value ? p.head_dim_v : p.head_dim),
+            rotates ? static_cast<int>(p.rotary.rotary_dim) : 0);
+  pair.load(value ? append.v : append.k, source);
+  if (rotates) pair.load_angle(p.rotary, own, rotary_start(p, token.b) + token.t);
   const Place place = find_place(p, plan.page_size, token, index);
   if (place.page < 0) return;
-  const int64_t position = p.rotary.cos ? rotary_start(p, token.b) + token.t : 0;
-  const bool fp8 = dtype_bytes(cache.dtype) == 1 && append.dtype != cache.dtype;  // 8-bit tokens stay as they are
-  const int head_dim = static_cast<int>(p.head_dim), head_dim_v = static_cast<int>(p.head_dim_v);
-  const int heads = static_cast<int>(p.kv_heads), keys = heads * head_dim, count = keys + heads * head_dim_v;
-  const int64_t k_source = source_offset(append, token, index, append.k_stride_batch, append.k_stride_token);
-  const int64_t v_source = source_offset(append, token, index, append.v_stride_batch, append.v_stride_token);
-  const int64_t k_target = place.page * cache.k_stride_page + place.slot * cache.k_stride_slot;
-  const int64_t v_target = place.page * cache.v_stride_page + place.slot * cache.v_stride_slot;
-  float x[kAppendElements];
-#pragma unroll
-  for (int u = 0; u < kAppendElements; ++u) {
-    const int i = first + u * kAppendThreads;
-    if (i < keys) {
-      const int head = plan.head_dim.divide(i), dim = i - head * head_dim;
-      x[u] = rotated<T>(p, append.k, append.dtype, k_source + head * append.k_stride_head, dim, position);
-    } else if (i < count) {
-      const int head = plan.head_dim_v.divide(i - keys), dim = i - keys - head * head_dim_v;
-      x[u] = load_as<T>(append.v, append.dtype, v_source + head * append.v_stride_head + dim);
-    }
-  }
-#pragma unroll
-  for (int u = 0; u < kAppendElements; ++u) {
-    const int i = first + u * kAppendThreads;
-    if (i < keys) {
-      const int head = plan.head_dim.divide(i), dim = i - head * head_dim;
-      if (fp8) x[u] /= k_descale_of(cache, token.b, head);
-      store_float(cache.k, cache.dtype, k_target + head * cache.k_stride_head + dim, x[u]);
-    } else if (i < count) {
-      const int head = plan.head_dim_v.divide(i - keys), dim = i - keys - head * head_dim_v;
-      if (fp8) x[u] /= v_descale_of(cache, token.b, head);
-      store_float(cache.v, cache.dtype, v_target + head * cache.v_stride_head + dim, x[u]);
-    }
-  }
+  const int64_t target =
+      value ? place.page * cache.v_stride_page + place.slot * cache.v_stride_slot + head * cache.v_stride_head
+            : place.page * cache.k_stride_page + place.slot * cache.k_stride_slot + head * cache.k_stride_head;
+  const float descale = value ? v_descale_of(cache, token.b, head) : k_descale_of(cache, token.b, head);
+  pair.store(value ? cache.v : cache.k, cache.dtype, append.dtype == cache.dtype, target, descale);
 }
 
-// Grid: plan.parts blocks for each new token, then for each token of q when there is a rotation. T: of the new tokens,
-// the queries and the tables, or void.
+// Grid: plan.parts blocks for each new token, then for each token of q when there is a rotation; a thread moves a pair.
+// T: of the new tokens, the queries and the tables. 8-bit tokens are bytes, which nothing turns.
+//
+// The successor does not start early: between these blocks some of its blocks would find room, others not, and a decode
+// step of 64 requests of 4k took 289 us instead of 250.
 template <typename T>
 __global__ void __launch_bounds__(kAppendThreads)
     append_kernel(const __grid_constant__ Problem p, const __grid_constant__ AppendPlan plan) {
+  touch(p);
+  touch(plan);
   wait_for_predecessor();
-  let_successor_start();
   const int block = static_cast<int>(blockIdx.x), index = plan.parts.divide(block);
   const int part = block - index * static_cast<int>(plan.parts.divisor);
-  const int first = part * kAppendElements * kAppendThreads + static_cast<int>(threadIdx.x);
+  const int i = part * kAppendThreads + static_cast<int>(threadIdx.x);
   if (index >= plan.total_new) {
-    rotate_query<T>(p, plan, index - plan.total_new, first);
+    rotate_query<T>(p, plan, index - plan.total_new, i);
   } else {
-    write_token<T>(p, plan, index, first);
+    write_token<T>(p, plan, index, i);
   }
 }
 

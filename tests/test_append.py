@@ -168,6 +168,19 @@ def test_8_bit_keys_are_stored_byte_for_byte(paged_attn, device, kv_dtype, layou
     assert_caches(case, call.storage, before, before.kwargs)
 
 
+@pytest.mark.parametrize("layout", ["plain", "odd_strides"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_keys_are_stored_byte_for_byte(paged_attn, device, dtype, layout):
+    """Every word of 16 bits, so that each NaN stays that NaN."""
+    every = torch.arange(1 << 16).to(torch.uint16).view(getattr(torch, dtype)).view(1, -1, 2, 64)
+    case = Case(batch=1, lens=(5,), append=every.shape[1], dtype=dtype, layout=layout)
+    call, before = cases.build(case).to(device), cases.build(case)
+    for kwargs in (call.kwargs, before.kwargs):
+        kwargs["k"], kwargs["v"] = (x.to(kwargs["q"].device) for x in (every, every.flip(1)))
+    write(paged_attn, call)
+    assert_caches(case, call.storage, before, before.kwargs)
+
+
 @pytest.mark.every_isa
 @pytest.mark.sanitize
 @pytest.mark.parametrize("causal", [False, True])
