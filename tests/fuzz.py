@@ -22,6 +22,7 @@ import fuzz_calls
 import fuzz_faults
 import fuzz_judge
 import torch
+from tqdm import tqdm
 
 SPOILED = 0.08  # of the calls
 HANGS_AFTER = 90.0  # seconds in one call
@@ -179,10 +180,14 @@ class Pool:
                 self.worst = max(self.worst, b)
 
     def run(self):
+        reached = {}
+        bar = tqdm(total=self.options.calls, unit="call", disable=None)
         while self.workers:
             self.take_results()
             for job, (process, progress) in list(self.workers.items()):
                 seed = int(progress[0])
+                reached[job] = (seed - self.options.seed) // self.options.jobs
+                bar.update(sum(reached.values()) - bar.n)
                 if process.exitcode == 0:
                     self.workers.pop(job)
                 elif process.exitcode == DEVICE_LOST:
@@ -193,6 +198,7 @@ class Pool:
                     process.kill()
                     self.fail(job, seed, f"no answer for {HANGS_AFTER:.0f} s")
         self.take_results()
+        bar.close()
 
     def fail(self, job, seed, what):
         self.wrong.append((seed, what))

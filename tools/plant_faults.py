@@ -21,6 +21,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tqdm import tqdm
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -628,7 +630,7 @@ def main():
     builds, survived, planted, end = {}, [], 0, time.monotonic() + options.seconds
     for kind in sorted({"cpu" if f.group == "python" else f.group for f in chosen if f.group != "native"}):
         builds[kind] = scratch.build(kind)
-    for fault in chosen:
+    for fault in tqdm(chosen, unit="fault", disable=None):
         start = time.monotonic()
         if start > end:
             break
