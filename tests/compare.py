@@ -144,9 +144,10 @@ def assert_result(out, lse, kwargs, k_cache, v_cache, seqlens_new):
         return spread
 
     # What the scores may carry: n products added one after the other in float32 drift like a random walk, by sqrt(n)/4
-    # roundings of the partial sums (a rounding has a standard deviation of 0.29 ulp). PyTorch sums in blocks.
+    # roundings of the partial sums (a rounding has a standard deviation of 0.29 ulp), and the worst of many sums by
+    # twice that. PyTorch sums in blocks, whose size is another on every processor.
     length = kwargs["q"].shape[-1] + (kwargs["qv"].shape[-1] if "qv" in kwargs else 0)
-    score = torch.finfo(torch.float32).eps * max(1.0, length**0.5 / 4)
+    score = torch.finfo(torch.float32).eps * max(1.0, length**0.5 / 2)
 
     assert out.dtype == out_dtype, f"out is {out.dtype}"
     rounding = torch.finfo(out.dtype)
