@@ -3,8 +3,6 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
-#include <cmath>
-#include <limits>
 #include <vector>
 
 #include "backend.h"
@@ -14,24 +12,21 @@
 namespace paged_attn {
 namespace {
 
-// The share of a part in the union. Two parts without keys have the same lse, -inf, and no difference.
-float weight_of(float lse, float largest) { return lse == largest ? 1.0f : std::exp(lse - largest); }
-
 template <typename T>
 void merge_row(const MergeProblem& p, int64_t token, int64_t head, std::vector<float>& sums) {
-  const float* lse = p.lse + token * p.lse_stride_token + head * p.lse_stride_head;
-  float largest = -std::numeric_limits<float>::infinity(), total = 0;
-  for (int64_t part = 0; part < p.num_parts; ++part) largest = std::fmax(largest, lse[part * p.lse_stride]);
+  const PartStates state_of = {p.lse + token * p.lse_stride_token + head * p.lse_stride_head, p.lse_stride};
+  const State all = pd_merge(p.num_parts, state_of);
   sums.assign(p.head_dim, 0.0f);
   const T* values = static_cast<const T*>(p.parts) + token * p.part_stride_token + head * p.part_stride_head;
   for (int64_t part = 0; part < p.num_parts; ++part) {
-    const float weight = weight_of(lse[part * p.lse_stride], largest);
-    total += weight;
+    const State state = state_of(part);
+    const float weight = state.l * pd_rescale(state.m, all.m);
     for (int64_t d = 0; d < p.head_dim; ++d) sums[d] += weight * static_cast<float>(values[part * p.part_stride + d]);
   }
   T* out = static_cast<T*>(p.out) + token * p.out_stride_token + head * p.out_stride_head;
-  for (int64_t d = 0; d < p.head_dim; ++d) out[d] = static_cast<T>(sums[d] / total);
-  if (p.merged_lse) p.merged_lse.data[token * p.merged_lse_stride_token + head] = largest + std::log(total);
+  const float normalizer = pd_normalizer(all.l);
+  for (int64_t d = 0; d < p.head_dim; ++d) out[d] = static_cast<T>(sums[d] * normalizer);
+  if (p.merged_lse) p.merged_lse.data[token * p.merged_lse_stride_token + head] = pd_lse(all.m, all.l);
 }
 
 template <typename T>

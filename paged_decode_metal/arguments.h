@@ -28,8 +28,8 @@ enum BufferIndex {
   kVDescaleBuffer,
   kSlopesBuffer,
   kSinksBuffer,
-  kPartialAccBuffer,
-  kPartialSumsBuffer,
+  kPartialAccBuffer,   // of merge_parts: the parts
+  kPartialSumsBuffer,  // and their lse
   kNewKeysBuffer,
   kNewValuesBuffer,
   kSlotMappingBuffer,
@@ -108,6 +108,14 @@ struct DescaleStrides {
   int64_t batch, head;
 };
 
+// Of merge_parts; strides are those of (part, token, head).
+struct Parts {
+  Strides values, lse;
+  int64_t merged_lse_stride_token;
+  int64_t rows;  // tokens times heads
+  int32_t count, heads;
+};
+
 struct Arguments {
   Strides q, qv, out, k_cache, v_cache, new_k, new_v;
   int64_t lse_stride_batch, lse_stride_head;
@@ -132,6 +140,7 @@ struct Arguments {
   int32_t rotary_dim, rotary_len;
   int32_t moving_queries;  // queries are rotated at their own positions, else all at the first
   float scale, softcap;
+  Parts parts;
 };
 
 }  // namespace paged_attn

@@ -6,6 +6,7 @@
 #include <array>
 
 #include "arguments.h"
+#include "spec/merge.h"
 #include "spec/problem.h"
 
 namespace [[gnu::visibility("hidden")]] paged_attn {
@@ -47,5 +48,8 @@ Call append_call(const Problem& problem, Optional<void> rotated);
 
 // Attention; `rotated` holds the queries where they are rotated.
 Call attend_call(const Problem& problem, Optional<void> rotated);
+
+// merge_parts.
+Call merge_call(const MergeProblem& problem);
 
 }  // namespace paged_attn

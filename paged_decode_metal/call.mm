@@ -155,4 +155,24 @@ Call attend_call(const Problem& p, Optional<void> rotated) {
   return call;
 }
 
+Call merge_call(const MergeProblem& p) {
+  Call call;
+  call.arguments.parts = {
+      .values = {p.part_stride, p.part_stride_token, p.part_stride_head},
+      .lse = {p.lse_stride, p.lse_stride_token, p.lse_stride_head},
+      .merged_lse_stride_token = p.merged_lse_stride_token,
+      .rows = p.tokens * p.heads,
+      .count = int32(p.num_parts),
+      .heads = int32(p.heads),
+  };
+  call.arguments.out = {0, p.out_stride_token, p.out_stride_head};
+  call.bind(kPartialAccBuffer, p.parts);
+  call.bind(kPartialSumsBuffer, p.lse);
+  call.bind(kOutBuffer, p.out);
+  call.bind(kLseBuffer, p.merged_lse, kHasLse);
+  call.constants[kOutType] = static_cast<int32_t>(p.dtype);
+  call.constants[kHeadDimV] = int32(p.head_dim);
+  return call;
+}
+
 }  // namespace paged_attn

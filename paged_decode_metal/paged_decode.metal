@@ -4,6 +4,7 @@
 #include "attend.h"
 #include "fetch.h"
 #include "merge.h"
+#include "merge_parts.h"
 #include "prefill.h"
 
 using namespace paged_attn;

@@ -150,6 +150,11 @@ void run_kv_write(const Problem& p) {
   if (!steps.empty()) encode_all(steps);
 }
 
+void run_merge(const MergeProblem& p) {
+  const int64_t threads = kMaxSimdgroups * kSimdWidth, groups = pd_ceil_div(p.tokens * p.heads, kMaxSimdgroups);
+  encode_all({{{"merge_parts", MTLSizeMake(groups, 1, 1), threads, threads}, merge_call(p)}});
+}
+
 std::string instruction_set() { return ""; }
 
 }  // namespace paged_attn

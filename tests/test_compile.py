@@ -265,12 +265,10 @@ def test_opcheck_leaves_no_operator_out(paged_attn, device):
             torch.library.opcheck(explain, args, kwargs, test_utils="test_schema")
             reached.add(func._schema.name)
     torch.library.opcheck(operators.instruction_set.default, (), {}, test_utils="test_schema")
-    if device != "mps":
-        parts, lse = torch.randn(3, 5, 4, 16, device=device), torch.randn(3, 5, 4, 1, device=device)
-        arguments = (parts, lse, torch.empty_like(parts[0]), torch.empty_like(lse[0, ..., 0]))
-        torch.library.opcheck(operators.merge_parts.default, arguments, test_utils=["test_schema", "test_faketensor"])
-        reached.add(f"{operators.name}::merge_parts")
-    names = ("kv_paged_write", "explain_flash_attn_with_kvcache", "instruction_set")
+    parts, lse = torch.randn(3, 5, 4, 16, device=device), torch.randn(3, 5, 4, 1, device=device)
+    arguments = (parts, lse, torch.empty_like(parts[0]), torch.empty_like(lse[0, ..., 0]))
+    torch.library.opcheck(operators.merge_parts.default, arguments, test_utils=["test_schema", "test_faketensor"])
+    names = ("kv_paged_write", "merge_parts", "explain_flash_attn_with_kvcache", "instruction_set")
     reached |= {f"{operators.name}::{name}" for name in names}
     registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith(operators.name + "::")}
     assert reached == registered

@@ -10,8 +10,6 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 @pytest.fixture
 def merge_parts(paged_attn, device):
-    if device == "mps":
-        pytest.skip("Metal has no merge_parts: torch.distributed has no ranks there")
     return paged_attn._ops.ops.merge_parts
 
 
@@ -55,6 +53,21 @@ def test_strided_result_and_nothing_to_do(merge_parts, device):
     assert torch.equal(wide[..., :32], plain) and wide[..., 32:].isnan().all()
     for empty in (parts[:, :0], parts[:, :, :0]):
         merge_parts(empty, lse[:, : empty.shape[1], : empty.shape[2]], torch.empty_like(empty[0]))
+
+
+def test_an_infinite_lse_stands_alone(merge_parts, device):
+    """An infinite sink leaves nothing for the keys of any part."""
+    parts, lse = draw((3, 4, 6, 32), torch.float32, device)
+    lse[1] = torch.inf
+    out, merged_lse = torch.empty(4, 6, 32, device=device), torch.empty(4, 6, device=device)
+    merge_parts(parts, lse, out, merged_lse)
+    assert torch.equal(out, parts[1]) and (merged_lse == torch.inf).all()
+
+
+def test_no_parts(merge_parts, device):
+    out, merged_lse = torch.full((4, 6, 32), torch.nan, device=device), torch.full((4, 6), torch.nan, device=device)
+    merge_parts(out[None][:0], merged_lse[None, ..., None][:0], out, merged_lse)
+    assert (out == 0).all() and (merged_lse == -torch.inf).all()
 
 
 @pytest.mark.parametrize("name", ["part_lse", "out", "lse"])

@@ -22,7 +22,7 @@ std::string explain_attention(const Problem& problem);
 // Writes problem.append into problem.cache; nothing is attended.
 void run_kv_write(const Problem& problem);
 
-// Merges the parts of a result. Not on Metal.
+// Merges the parts of a result.
 void run_merge(const MergeProblem& problem);
 
 // The instruction set that this process uses on the CPU; "" on other devices.

@@ -1,5 +1,4 @@
-// merge_parts: checks, then the problem, then the backend. Not on Metal: only ranks of torch.distributed call it.
-#ifndef METAL_KERNEL
+// merge_parts: checks, then the problem, then the backend.
 #include "backend.h"
 #include "op_parts.h"
 #include "ops.h"
@@ -38,4 +37,3 @@ void merge_parts(const MergeArguments& a) {
 }
 
 }  // namespace paged_attn
-#endif

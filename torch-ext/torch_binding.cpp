@@ -14,10 +14,8 @@ using AttendPlainly = AttendOperator<&flash_attn_with_kvcache, kPlainArguments>;
 using Explain = AttendOperator<&explain_flash_attn_with_kvcache>;
 using Write =
     Operator<kWriteArguments, &kv_paged_write, std::make_index_sequence<std::tuple_size_v<decltype(kWriteArguments)>>>;
-#ifndef METAL_KERNEL
 using Merge =
     Operator<kMergeArguments, &merge_parts, std::make_index_sequence<std::tuple_size_v<decltype(kMergeArguments)>>>;
-#endif
 
 }  // namespace paged_attn
 
@@ -34,9 +32,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   attend("flash_attn_with_kvcache_plain", kPlainArguments, Changes::kResults, "()");
   attend("explain_flash_attn_with_kvcache", kAllArguments, Changes::kNothing, "str");
   ops.def(schema_of("kv_paged_write", kWriteArguments, size_t(-1), Changes::kAll, "()").c_str());
-#ifndef METAL_KERNEL
   ops.def(schema_of("merge_parts", kMergeArguments, size_t(-1), Changes::kResults, "()").c_str());
-#endif
   ops.def("instruction_set() -> str");
 }
 
@@ -56,9 +52,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, MPS, ops) {
   ops.impl("flash_attn_with_kvcache_plain", TORCH_BOX(&paged_attn::AttendPlainly::call));
   ops.impl("explain_flash_attn_with_kvcache", TORCH_BOX(&paged_attn::Explain::call));
   ops.impl("kv_paged_write", TORCH_BOX(&paged_attn::Write::call));
-#ifndef METAL_KERNEL
   ops.impl("merge_parts", TORCH_BOX(&paged_attn::Merge::call));
-#endif
 }
 
 REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

@@ -28,7 +28,5 @@ for _name in (
     "kv_paged_write",
     "merge_parts",
 ):
-    if not hasattr(ops, _name):  # merge_parts, on Metal
-        continue
     _arguments = [argument.name for argument in getattr(ops, _name).default._schema.arguments]
     torch.library.register_fake(add_op_namespace_prefix(_name))(_returns_nothing(_arguments))

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "problem.h"
+#include "state.h"
 
 namespace [[gnu::visibility("hidden")]] paged_attn {
 
@@ -17,6 +18,17 @@ struct MergeProblem {
   int64_t lse_stride, lse_stride_token, lse_stride_head;
   int64_t out_stride_token, out_stride_head;
   int64_t merged_lse_stride_token;
+};
+
+// The parts of one token and head for pd_merge.
+struct PartStates {
+  const float* lse;
+  int64_t stride;
+
+  PD_METHOD State operator()(int64_t part) const {
+    const float x = lse[part * stride];
+    return pd_state_of_result(x, x == -INFINITY);
+  }
 };
 
 }  // namespace paged_attn

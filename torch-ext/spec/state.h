@@ -32,6 +32,17 @@ PD_FN State pd_merge(int64_t count, StateOf of) {
   return sum;
 }
 
+// The State of a part of which only the result is known: its out is the acc then. A part without keys has an lse of
+// -inf, for which a device that knows no infinity has another test.
+PD_FN State pd_state_of_result(float lse, bool is_empty) {
+  State state = {PD_EMPTY, 0.f};
+  if (!is_empty) {
+    state.m = lse * PD_LOG2E;
+    state.l = 1.f;
+  }
+  return state;
+}
+
 // A sink is one more key without a value: merged once per row, after all splits.
 PD_FN void pd_add_sink(float sink, PD_THREAD float* m, PD_THREAD float* l, PD_THREAD float* acc_factor) {
   float sink_m = sink * PD_LOG2E;
