@@ -70,7 +70,9 @@ def generate(model, attention, prompts, **options):
 
 
 # Later releases put a flash kernel in the place of sdpa unless told otherwise; for earlier ones the name tells.
-SWITCHES = "auto_switch_to_flash" in inspect.signature(transformers.ContinuousBatchingConfig).parameters
+SETTINGS = inspect.signature(transformers.ContinuousBatchingConfig).parameters
+SWITCHES = "auto_switch_to_flash" in SETTINGS
+PAGE_SIZE = {"page_size" if "page_size" in SETTINGS else "block_size": 16}  # 5.17 has the second name
 
 
 def generate_batch(model, attention, prompts=PROMPTS, generation=None, **options):
@@ -87,10 +89,10 @@ def generate_batch(model, attention, prompts=PROMPTS, generation=None, **options
         continuous_batching_config=transformers.ContinuousBatchingConfig(
             # Asynchronous batching (transformers' default with CUDA graphs) gave wrong tokens now and then while other
             # processes kept the GPU busy, with attention written in PyTorch just the same.
-            page_size=16,
             num_blocks=32,
             max_batch_tokens=64,
             use_async_batching=False,
+            **PAGE_SIZE,
             **options,
         ),
     )
@@ -223,6 +225,8 @@ def test_block_tables_sample_the_same_tokens(make_model, paged_attn, calls):
 
 def test_block_tables_with_forks(make_model, paged_attn, calls):
     """Several sequences of one prompt: transformers computes the prompt once and forks its pages."""
+    if "page_size" not in SETTINGS:
+        pytest.skip("transformers 5.17 gives back the first sequence of each prompt only")
     model, several = make_model("Llama"), {"num_return_sequences": 3, "do_sample": True, "top_k": 20}
     expected = generate_batch(model, "sdpa", generation=several)
     assert len({tuple(tokens) for tokens in expected}) == 3 * len(PROMPTS)
@@ -327,7 +331,7 @@ def test_the_with_block_closes_after_an_error(paged_attn, closed_gate):
 @pytest.mark.parametrize("version", ["4.57.1", "5.2.0", "5.99.0", "6.0.0.dev0"])
 def test_unknown_transformers_is_refused(paged_attn, closed_gate, monkeypatch, version):
     monkeypatch.setattr("transformers.__version__", version)
-    with pytest.raises(RuntimeError, match=rf"knows transformers 5\.18\.x.*; got {version}"):
+    with pytest.raises(RuntimeError, match=rf"knows transformers 5\.17\.x.*; got {version}"):
         paged_attn.integrations.enable_transformers_block_tables()
     assert getattr(initialization, GATE) is closed_gate
 

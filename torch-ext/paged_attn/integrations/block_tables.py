@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 # The newest release of each of these lines was run with the path open. Another one may have moved or
 # changed the gate, and a gate replaced in the wrong place would silently do nothing.
-KNOWN_TRANSFORMERS = ("5.18", "5.19", "5.20", "5.21", "5.22")
+KNOWN_TRANSFORMERS = ("5.17", "5.18", "5.19", "5.20", "5.21", "5.22")
 
 _GATE = "ensure_decode_fast_path_is_available"
 _GATE_ARGUMENTS = ["config", "cb_config", "user_requested"]
@@ -94,7 +94,7 @@ def _open_gate(config, cb_config, user_requested):
 
 def _decodes_here(config) -> bool:
     """True when `config` names this kernel and every layer of the model can be read through a block table."""
-    from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR, group_layers_by_attn_type
+    from transformers.generation.continuous_batching import cache
     from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
     from transformers.utils.generic import is_flash_attention_requested
 
@@ -102,7 +102,12 @@ def _decodes_here(config) -> bool:
 
     if not is_flash_attention_requested(config):
         return False
-    if not all(ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in group_layers_by_attn_type(config)):
+    groups = cache.group_layers_by_attn_type(config)
+    if isinstance(groups, tuple):  # 5.17: (layers of each group, type of each group)
+        readable = set(groups[1]) == {"full_attention"}
+    else:
+        readable = all(cache.ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in groups)
+    if not readable:
         return False
     # transformers wraps what it loads (torch.compiler.disable), and a caller may wrap it too, so compare the cores.
     loaded = lazy_import_flash_attention(config._attn_implementation)[0][2]
