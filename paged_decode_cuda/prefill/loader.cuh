@@ -105,62 +105,76 @@ struct TileLoader {
   }
 };
 
-// Copies keys and values where pages hold no box: three warps, each every third run of 4 rows. A warp looks up the
+// Copies keys and values where pages hold no box: three warps, a third of the rows of a tile each. A warp looks up the
 // pages of the next tile before it needs them, and never waits for its copies: barriers count those.
 template <typename Shape>
 struct Gatherer {
   static constexpr int kKeys = Shape::kKeys, kRuns = kKeys / kCopyRows;
-  static constexpr int kOwnRuns = (kRuns + Shape::kGatherers - 1) / Shape::kGatherers;
-  static constexpr int kLookups = (kOwnRuns * kCopyRows + kWarp - 1) / kWarp;  // of a lane
+  static constexpr int kOwnRuns = (kRuns + Shape::kGatherers - 1) / Shape::kGatherers, kOwnRows = kOwnRuns * kCopyRows;
+  static constexpr int kLookups = (kOwnRows + kWarp - 1) / kWarp;  // of a lane
   static_assert(kLookups <= 2, "a row is one of two");
 
-  int lane, warp;  // of the warp, of the gatherers
+  int lane, first_row;  // of this warp in a tile
 
-  // The row of a tile that is number `own` of this warp.
-  PD_MEMBER int row_of(int own) const {
-    return (own / kCopyRows * Shape::kGatherers + warp) * kCopyRows + own % kCopyRows;
+  // The row of a tile whose page this lane looks up, one of kLookups: that of its 8 lanes in run lane % 8.
+  PD_MEMBER int own_row(int i) const {
+    return first_row + i * kWarp + lane % kCopyLanes * kCopyRows + lane / kCopyLanes;
   }
 
   // The pages of this lane's rows of a tile; -1: no such row, or nobody sees it. Nothing here waits for the table.
-  PD_MEMBER void look_up(const PrefillCall& plan, const KeyPlaces& places, int tile, int (&pages)[kLookups]) const {
+  PD_MEMBER void look_up(const Problem& p, const PrefillCall& plan, const KeyPlaces& places, int tile,
+                         int (&pages)[kLookups]) const {
 #pragma unroll
     for (int i = 0; i < kLookups; ++i) {
-      const int row = row_of(i * kWarp + lane);
-      pages[i] = row < kKeys ? places.page_of(plan, tile * kKeys + row) : -1;
+      const int row = own_row(i);
+      pages[i] = row < kKeys ? places.page_of(p, plan, tile * kKeys + row) : -1;
     }
   }
 
-  // Where those rows lie, in pieces of 16 bytes.
-  PD_MEMBER void find(const Problem& p, const PrefillCall& plan, const KeyPlaces& places, int tile, int head,
-                      const int (&pages)[kLookups], uint32_t (&k)[kLookups], uint32_t (&v)[kLookups]) const {
+  // Copies this warp's rows of a tile. `pages`: of this lane's rows.
+  template <bool kValues>
+  PD_MEMBER void copy(const Problem& p, const PrefillCall& plan, const KeyPlaces& places, int tile, int head,
+                      const int (&pages)[kLookups], uint32_t stage) const {
+    constexpr int kColumns = kValues ? Shape::kColumnsV : Shape::kColumns;
+    constexpr int kBatch = 4;  // runs whose places are known before the first copy
+    // Where this lane's rows lie, in pieces of 16 bytes.
+    uint32_t from[kLookups];
 #pragma unroll
     for (int i = 0; i < kLookups; ++i) {
-      const int slot = places.slot_of(plan, tile * kKeys + row_of(i * kWarp + lane));
+      const int slot = places.slot_of(plan, tile * kKeys + own_row(i));
       const bool found = static_cast<uint32_t>(pages[i]) < static_cast<uint32_t>(p.cache.num_pages);
-      k[i] = found ? pages[i] * plan.k_page_pieces + slot * plan.k_slot_pieces + head * plan.k_head_pieces
-                   : KeyPlaces::kNowhere;
-      v[i] = found ? pages[i] * plan.v_page_pieces + slot * plan.v_slot_pieces + head * plan.v_head_pieces
-                   : KeyPlaces::kNowhere;
-    }
-  }
-
-  template <int kColumns>
-  PD_MEMBER void copy(const void* cache, int dims, uint32_t stage, const uint32_t (&from)[kLookups]) const {
-    const int piece = lane % kCopyLanes;
-    const char* const first = static_cast<const char*>(cache) + piece * 16;
-#pragma unroll 2
-    for (int run = 0; run < kOwnRuns; ++run) {
-      const int own = run * kCopyRows;
       const uint32_t place =
-          __shfl_sync(~0u, own < kWarp ? from[0] : from[kLookups - 1], own % kWarp + lane / kCopyLanes);
-      const int row = row_of(own + lane / kCopyLanes);
-      if (run * Shape::kGatherers + warp >= kRuns) break;  // the same for the whole warp
-      const bool found = place != KeyPlaces::kNowhere;
-      const char* const source = first + static_cast<uint64_t>(found ? place : 0) * 16;
-      const uint32_t target = stage + row * kRowBytes + (piece ^ row % 8) * 16;
+          kValues ? pages[i] * plan.v_page_pieces + slot * plan.v_slot_pieces + head * plan.v_head_pieces
+                  : pages[i] * plan.k_page_pieces + slot * plan.k_slot_pieces + head * plan.k_head_pieces;
+      from[i] = found ? place : KeyPlaces::kNowhere;
+    }
+    const int row = lane / kCopyLanes, piece = lane % kCopyLanes;
+    const int dims = static_cast<int>(kValues ? p.head_dim_v : p.head_dim) - piece * 8;
+    const char* const first = static_cast<const char*>(kValues ? p.cache.v : p.cache.k) + piece * 16;
+    // The runs of a warp alternate between the two halves of a block of the swizzle.
+    const uint32_t start = stage + (first_row + row) * kRowBytes;
+    const int even = first_row % 8;
+    const uint32_t targets[2] = {start + (piece ^ (row + even)) * 16, start + (piece ^ (row + kCopyRows - even)) * 16};
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        copy_piece(target + c * kKeys * kRowBytes, source + c * kRowBytes, found && c * kColumn + piece * 8 < dims);
+    for (int before = 0; before < kOwnRuns; before += kBatch) {
+      uint32_t found[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int run = min(before + i, kOwnRuns - 1);
+        found[i] = __shfl_sync(~0u, from[run / kCopyLanes], run % kCopyLanes, kCopyLanes);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int run = before + i;
+        if (run >= kOwnRuns) break;
+        // The last warp may have a run less.
+        if (kRuns % kOwnRuns > 0 && run + 1 == kOwnRuns && first_row + run * kCopyRows >= kKeys) break;
+        const bool exists = found[i] != KeyPlaces::kNowhere;
+        const char* const source = first + static_cast<uint64_t>(exists ? found[i] : 0) * 16;
+        const uint32_t target = targets[i % 2] + run * kCopyRows * kRowBytes;
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c)
+          copy_piece(target + c * kKeys * kRowBytes, source + c * kRowBytes, exists && c * kColumn < dims);
       }
     }
   }
@@ -168,8 +182,7 @@ struct Gatherer {
   PD_MEMBER void run(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control, uint32_t shared,
                      int gatherer) {
     lane = threadIdx.x % kWarp;
-    warp = gatherer;
-    const int dims = static_cast<int>(p.head_dim), dims_v = static_cast<int>(p.head_dim_v);
+    first_row = gatherer * kOwnRows;
     Ring<Shape::kKeyStages> keys;
     Ring<Shape::kValueStages> values;
     Ring<2> slot;
@@ -185,19 +198,20 @@ struct Gatherer {
       if (lane == 0) barrier_arrive(shared_address(&control.work_empty[slot.stage]));
       slot.advance();
 
-      int pages[kLookups];
-      look_up(plan, places, tile, pages);
+      int next[kLookups];
+      look_up(p, plan, places, tile, next);
 #pragma unroll 1
       for (; tile >= first_tile; --tile) {
-        uint32_t k[kLookups], v[kLookups];
-        find(p, plan, places, tile, head, pages, k, v);
-        look_up(plan, places, tile - 1, pages);
+        int pages[kLookups];
+#pragma unroll
+        for (int i = 0; i < kLookups; ++i) pages[i] = next[i];
+        look_up(p, plan, places, tile - 1, next);
         barrier_wait(shared_address(&control.keys_empty[keys.stage]), keys.phase ^ 1);
-        copy<Shape::kColumns>(p.cache.k, dims, shared + Shape::kKeysAt + keys.stage * Shape::kKeyBytes, k);
+        copy<false>(p, plan, places, tile, head, pages, shared + Shape::kKeysAt + keys.stage * Shape::kKeyBytes);
         arrive_with_pieces(shared_address(&control.keys_full[keys.stage]));
         keys.advance();
         barrier_wait(shared_address(&control.values_empty[values.stage]), values.phase ^ 1);
-        copy<Shape::kColumnsV>(p.cache.v, dims_v, shared + Shape::kValuesAt + values.stage * Shape::kValueBytes, v);
+        copy<true>(p, plan, places, tile, head, pages, shared + Shape::kValuesAt + values.stage * Shape::kValueBytes);
         arrive_with_pieces(shared_address(&control.values_full[values.stage]));
         values.advance();
       }

@@ -23,7 +23,6 @@ struct KeyPlaces {
 
   const int32_t* pages;  // of the request; nullptr: all keys in one page
   int base_page, base_slot;
-  int64_t slots;           // of a page
   int key_begin, key_end;  // keys that are seen
 
   PD_MEMBER void start(const Problem& p, const Item& item) {
@@ -33,7 +32,6 @@ struct KeyPlaces {
     key_end = item.key_end;
     pages = nullptr;
     base_page = base_slot = 0;
-    slots = cache.page_size;
     if (cache.block_table) {
       pages = cache.block_table + table_row(p, b) * cache.block_table_stride;
     } else if (cache.cu_seqlens_k) {
@@ -44,9 +42,9 @@ struct KeyPlaces {
   }
 
   // The page of a key as the table has it; -1 where nobody sees the key or the table ends before.
-  PD_MEMBER int page_of(const Plan& plan, int key) const {
+  PD_MEMBER int page_of(const Problem& p, const Plan& plan, int key) const {
     if (key < key_begin || key >= key_end) return -1;
-    if (!pages) return slot_of(plan, key) >= 0 && slot_of(plan, key) < slots ? base_page : -1;
+    if (!pages) return base_slot + key >= 0 && base_slot + key < p.cache.page_size ? base_page : -1;
     const int index = plan.page_size.divide(key);
     return index < plan.max_pages ? pages[index] : -1;
   }

@@ -274,7 +274,12 @@ inline float __shfl_sync(unsigned, float value, int from) {
   memcpy(&value, &bits, 4);
   return value;
 }
-// Among the lanes of a team: in no kernel that runs here.
+// Among the lanes of a team.
+inline uint32_t __shfl_sync(unsigned, uint32_t value, int from, int team) {
+  const int own = lane();
+  return static_cast<uint32_t>(exchange(value)[own / team * team + from % team]);
+}
+// In no kernel that runs here.
 inline float __shfl_sync(unsigned, float, int, int) { fail("a shuffle in a team"); }
 template <typename Combine>
 int64_t combine(int64_t value, Combine with) {
