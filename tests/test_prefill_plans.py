@@ -100,6 +100,11 @@ def test_how_keys_are_cut(library):
     assert parts([100], **one, deterministic=1) == 1 and parts([100], **one, deterministic=1, num_splits=5) == 5
     assert parts([100], **one, num_splits=1) == 1 and parts([100] * 67, **one, num_splits=3) == 3
     assert numbers_of(library, [100] * 8, **one).blocks == 128
+    # Packed requests: one fills its tiles of rows, of several each may end with a row in a tile of its own.
+    packed = {"kv_heads": 8, "page_size": 16}
+    assert parts([100], q_lens=[128], **packed) == 4 and parts([100], q_lens=[129], **packed) == 3
+    assert parts([100] * 2, q_lens=[64, 64], **packed) == 3 and parts([100] * 2, q_lens=[65, 63], **packed) == 3
+    assert numbers_of(library, [100] * 2, q_lens=[65, 63], **packed).items == 5
     # The sums of all parts are those of four tiles of rows per multiprocessor at most.
     assert refusal(library, [100] * 66, **one, num_splits=8) == ""
     assert refusal(library, [100] * 67, **one, num_splits=8) != ""

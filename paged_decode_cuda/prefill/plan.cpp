@@ -16,9 +16,10 @@ constexpr int kSwizzledRows = 8;        // a box begins where the swizzle does
 
 // Tiles of rows of all requests and kv_heads, at most.
 int64_t most_tiles(const Problem& p, int rows) {
-  const int64_t each = pd_ceil_div(p.max_q_len * p.group, rows);
-  const int64_t tiles = p.cu_seqlens_q ? p.total_q * p.group / rows + pd_min(p.batch, p.total_q) : p.batch * each;
-  return tiles * p.kv_heads;
+  if (!p.cu_seqlens_q) return p.batch * pd_ceil_div(p.max_q_len * p.group, rows) * p.kv_heads;
+  // The last tile of every request has a row at least.
+  const int64_t unused = pd_min(p.batch, p.total_q) * (rows - 1);
+  return (p.total_q * p.group + unused) / rows * p.kv_heads;
 }
 
 // Keys that a tile of rows may see.
