@@ -54,7 +54,7 @@ ELSEWHERE = {
     "pip install ./engines/vllm": "make test-vllm",
     "pip install transformers": "pip",
     "vllm serve --attention-backend CUSTOM": "make test-vllm",
-    "compare_vllm.py serve": "an engine",
+    "benchmarks/compare_vllm.py serve --requests 12 --context 1024 --new-tokens 64 --rounds 5": "an engine",
     "python docs/pictures/draw.py": "test_pictures.py draws each",
     "python docs/pictures/data.py NAME < TABLE": "test_pictures.py",
     "python -m pytest tests/test_decode.py": "tools/metal_emulator/run.py",
