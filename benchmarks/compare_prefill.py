@@ -32,13 +32,12 @@ class Inputs:
         generator = torch.Generator("cuda").manual_seed(1)
         head_dim_v = case.head_dim_v or case.head_dim
         self.case, keys = case, sum(case.kv_lens)
-        row = 2 * case.kv_heads * (case.head_dim + head_dim_v)
+        dtype = getattr(torch, case.dtype)
+        row = dtype.itemsize * case.kv_heads * (case.head_dim + head_dim_v)
         self.copies = max(2, min(4, math.ceil(COPY_BYTES / (keys * row))))
 
         def random(*shape):
-            return [
-                torch.randn(*shape, generator=generator, device="cuda").to(torch.bfloat16) for _ in range(self.copies)
-            ]
+            return [torch.randn(*shape, generator=generator, device="cuda").to(dtype) for _ in range(self.copies)]
 
         self.q = random(sum(case.q_lens), case.q_heads, case.head_dim)
         pages = [-(-n // case.page_size) for n in case.kv_lens] if case.page_size else []
@@ -106,8 +105,8 @@ def fa3(x):
 def cudnn(x):
     case = x.case
     equal = len(set(case.q_lens)) == 1 and case.q_lens == case.kv_lens
-    if case.page_size or not equal or case.window_left >= 0:
-        raise Missing("equal prompts only")
+    if case.page_size or not equal or case.window_left >= 0 or case.dtype != "bfloat16":
+        raise Missing("equal prompts in 16 bits only")
     backend = torch.nn.attention.SDPBackend.CUDNN_ATTENTION
 
     def call(r):

@@ -52,12 +52,14 @@ class Prompts:
     page_size: int = 0  # 0: packed keys
     causal: bool = True
     window_left: int = -1
+    dtype: str = "bfloat16"  # of q, k and v
 
     @property
     def bytes(self):
         """Keys, values, queries and output, each once."""
-        head_dims = self.head_dim + (self.head_dim_v or self.head_dim)
-        return 2 * head_dims * (self.kv_heads * sum(self.kv_lens) + self.q_heads * sum(self.q_lens))
+        head_dim_v, each = self.head_dim_v or self.head_dim, getattr(torch, self.dtype).itemsize
+        keys = each * (self.head_dim + head_dim_v) * self.kv_heads * sum(self.kv_lens)
+        return keys + (each * self.head_dim + 2 * head_dim_v) * self.q_heads * sum(self.q_lens)
 
     @property
     def flops(self):
@@ -71,7 +73,7 @@ class Prompts:
 
 
 def prefill_cases():
-    mixed = {"page_size": 16}
+    mixed, e4m3 = {"page_size": 16}, "float8_e4m3fn"
     uneven = [100, 3000, 500, 1800, 60, 2500, 1000, 700]
     chunk = ([1024] * 4, [4096] * 4)
     drafts = [Prompts(f"B32 4k, {n} tokens", [n] * 32, [4096] * 32, page_size=16) for n in (2, 4, 8, 16)]
@@ -92,5 +94,10 @@ def prefill_cases():
         *drafts,
         Prompts("B1 32k, 16 tokens", [16], [32768], page_size=16),
         Prompts("B1 128 on 128k", [128], [131072], page_size=16),
+        Prompts("B4 1024 on 4096, e4m3", *chunk, page_size=16, dtype=e4m3),
+        Prompts("B4 x 2048, e4m3", [2048] * 4, [2048] * 4, dtype=e4m3),
+        Prompts("B1 x 8192, e4m3", [8192], [8192], dtype=e4m3),
+        Prompts("B1 x 32768, e4m3", [32768], [32768], dtype=e4m3),
+        Prompts("B4 x 2048, D64, e4m3", [2048] * 4, [2048] * 4, head_dim=64, dtype=e4m3),
         Prompts("60 x 1 and 2 x 1024 on 4096", [1] * 60 + [1024] * 2, [4096] * 62, **mixed),
     ]

@@ -21,6 +21,7 @@ import cases
 import reference
 import torch
 
+EIGHT_BIT_SUMS = 2**-9  # what sums of 8-bit products lose, relative to the size of what is summed: see docs/cuda.md
 SAMPLES = 2  # orders of summation tried in PyTorch
 NOT_SEMANTIC = ("out", "max_seqlen_q", "return_softmax_lse", "num_splits", "deterministic", "scheduler_metadata")
 
@@ -41,8 +42,17 @@ def repeated(x, q_heads):
     return x.repeat_interleave(q_heads // max(1, x.shape[1]), 1)
 
 
+def rounded_weights(p, dtype):
+    """Probabilities as operands of a product. In 8 bits those of a row are first scaled to what the dtype holds."""
+    if dtype.itemsize > 1:
+        return p.to(dtype).float()
+    scale = 256 / p.amax(1, keepdim=True).clamp(min=1e-30)
+    return (p * scale).to(dtype).float() / scale
+
+
 class Rounded:
     """The reference's arithmetic as plain PyTorch would do it: scores, softmax in float32, probabilities in q's dtype.
+    Where both products of a kernel are in 8 bits, `weights` is that dtype.
 
     order 0 is the textbook. It leaves in `spreads`, row by row, how far out and lse move, at most, when every score
     moves by the size of the numbers summed in it, and the size of the products summed in out. Every other order is
@@ -50,8 +60,8 @@ class Rounded:
     order.
     """
 
-    def __init__(self, dtype, order):
-        self.dtype, self.sampled, self.spreads = dtype, order > 0, []
+    def __init__(self, dtype, order, weights=None):
+        self.dtype, self.weights, self.sampled, self.spreads = dtype, weights or dtype, order > 0, []
         self.random = random.Random(order)
 
     def number(self, x):
@@ -90,9 +100,9 @@ class Rounded:
             return torch.einsum("kgn,nkd->kgd", weights, values).flatten(0, 1)
 
         if self.sampled:
-            return (average(p.to(self.dtype).float(), value) / total).to(self.dtype).float(), lse
+            return (average(rounded_weights(p, self.weights), value) / total).to(self.dtype).float(), lse
         p = p / total
-        out = average(p.to(self.dtype).float(), value).to(self.dtype).float()
+        out = average(rounded_weights(p, self.weights), value).to(self.dtype).float()
         s = s[:, : self.size.shape[1]]  # without the sink
         moved = p[:, : s.shape[1]] * (s.abs() + self.size).masked_fill(s == -torch.inf, 0.0)
         lse_spread = moved.sum(1, keepdim=True)
@@ -119,14 +129,14 @@ def assert_within(name, actual, expected, bound):
 
 
 @one_thread()
-def assert_result(out, lse, kwargs, k_cache, v_cache, seqlens_new):
-    """The rule above. The caches hold the new tokens."""
+def assert_result(out, lse, kwargs, k_cache, v_cache, seqlens_new, weights=None):
+    """The rule above. The caches hold the new tokens. weights: their dtype in the second product, if not q's."""
     options = {name: x for name, x in kwargs.items() if name not in (*NOT_SEMANTIC, "k", "v", "cu_seqlens_k_new")}
     options |= {"k_cache": k_cache, "v_cache": v_cache, "seqlens_new": seqlens_new}
     expected, expected_lse = reference.attend(**options)
     dtype, cu_seqlens_q = kwargs["q"].dtype, kwargs.get("cu_seqlens_q")
     out_dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype  # 8-bit numbers are bfloat16 numbers
-    arithmetics = [Rounded(out_dtype, order) for order in range(SAMPLES)]
+    arithmetics = [Rounded(out_dtype, order, weights) for order in range(SAMPLES)]
     samples = [reference.attend(**options, arithmetic=arithmetic) for arithmetic in arithmetics]
     out_spread, lse_spread, size = (torch.zeros_like(x) for x in (expected, expected_lse, expected))
     spreads = iter(arithmetics[0].spreads)
@@ -148,6 +158,8 @@ def assert_result(out, lse, kwargs, k_cache, v_cache, seqlens_new):
     # twice that. PyTorch sums in blocks, whose size is another on every processor.
     length = kwargs["q"].shape[-1] + (kwargs["qv"].shape[-1] if "qv" in kwargs else 0)
     score = torch.finfo(torch.float32).eps * max(1.0, length**0.5 / 2)
+    if weights is not None:
+        score = EIGHT_BIT_SUMS
 
     assert out.dtype == out_dtype, f"out is {out.dtype}"
     rounding = torch.finfo(out.dtype)
@@ -216,10 +228,19 @@ def with_tensor_lengths(call):
 def check(paged_attn, case, device="cpu", **overrides):
     """Runs a case and compares everything: output, lse, cache contents, untouched bytes."""
     before, call = cases.build(case), cases.build(case).to(device)
-    judge(*run(paged_attn, call, **overrides), call, before)
+    judge(*run(paged_attn, call, **overrides), call, before, weights_of(paged_attn, call, overrides))
 
 
-def judge(out, lse, call, before):
+def weights_of(paged_attn, call, overrides):
+    """The dtype of the weights where it is not that of q: the route prefill of CUDA multiplies e4m3 as it is."""
+    if not call.kwargs["q"].is_cuda or call.kwargs["q"].dtype != torch.float8_e4m3fn:
+        return None
+    k_cache, v_cache = call.caches()
+    explained = paged_attn.explain(k_cache=k_cache, v_cache=v_cache, **(call.kwargs | overrides))
+    return torch.float8_e4m3fn if explained.route == "prefill" else None
+
+
+def judge(out, lse, call, before, weights=None):
     """The results and the caches of a call, before being the same call not made."""
     case = call.case
     try:
@@ -229,6 +250,6 @@ def judge(out, lse, call, before):
         after = tuple(s.cpu() for s in call.storage)
         assert_caches(case, after, before, kwargs)
         # The attention is judged on the keys as written: a last place of a rotated key is no error of the attention.
-        assert_result(out, lse, kwargs, *before.caches(after), before.seqlens_new)
+        assert_result(out, lse, kwargs, *before.caches(after), before.seqlens_new, weights)
     except AssertionError as error:
         raise AssertionError(f"{case}: {error}") from None

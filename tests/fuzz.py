@@ -79,6 +79,15 @@ def routes(paged_attn, call, arguments):
     return [f"route {paged_attn.explain(**arguments).route}"]
 
 
+def may_be_narrow(arguments, taken):
+    """Whether the weights of a call may be 8-bit: e4m3 throughout, and the route prefill of a Hopper GPU."""
+    tensors = [arguments.get(name) for name in ("q", "k_cache", "k")]
+    given = [x for x in tensors if isinstance(x, torch.Tensor)]
+    if not given or not all(x.is_cuda and x.dtype == torch.float8_e4m3fn for x in given):
+        return False
+    return torch.cuda.get_device_capability() == (9, 0) and taken in ([], ["route prefill"])
+
+
 def run_call(paged_attn, call, device, most_threads=3):
     """Makes the call and judges it: (error in units of what is allowed, routes). Raises fuzz_judge.Wrong."""
     arguments, storage = call.on(device)
@@ -97,13 +106,14 @@ def run_call(paged_attn, call, device, most_threads=3):
         return 0.0, []
     if error is not None:
         raise fuzz_judge.Wrong(f"{type(error).__name__}: {error}") from error
-    worst = fuzz_judge.judge(call, result, arguments, storage)
+    taken = routes(paged_attn, call, arguments)
+    worst = fuzz_judge.judge(call, result, arguments, storage, may_be_narrow(arguments, taken))
     again = call.arguments.get("deterministic") and "k_cache" in call.arguments and "k" not in call.arguments
     if again:
         repeated, _ = invoke(function, given)
         for a, b in zip(as_tuple(result), as_tuple(repeated)):
             fuzz_judge.same_bytes("the same call again, deterministic", b.cpu(), a.cpu())
-    return worst, routes(paged_attn, call, arguments)
+    return worst, taken
 
 
 def as_tuple(result):

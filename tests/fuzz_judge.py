@@ -11,6 +11,7 @@ scores alike adds up as it is. The sum of probabilities has roundings of its own
 import cases
 import reference
 import torch
+from compare import EIGHT_BIT_SUMS
 from fuzz_calls import FP8, MergeCall, locality, place, visible
 
 EPS32 = torch.finfo(torch.float32).eps
@@ -90,7 +91,7 @@ def error_of_the_sum(s, p):
     return EPS32 * (number.sqrt() + 1.5 / STEP * (p * rises).sum(-1, keepdim=True))
 
 
-def attend_request(call, b, request, caches, q, qv, slopes, sinks):
+def attend_request(call, b, request, caches, q, qv, slopes, sinks, narrow):
     """(out, lse, error of out, error of lse) of one request: [tokens, q_heads, head_dim_v] and [tokens, q_heads]."""
     arguments, kv_heads = call.arguments, caches[0].shape[2]
     q_heads, tokens, group = q.shape[1], request.q_len, q.shape[1] // caches[0].shape[2]
@@ -128,7 +129,7 @@ def attend_request(call, b, request, caches, q, qv, slopes, sinks):
     scale = length**-0.5 if scale is None else scale
     s, size = s * scale, size.sqrt() * abs(scale)
     random = size * (6 * EPS32 * max(1.0, length**0.5 / 4))
-    together = 8 * EPS32 * s.abs() + rotated * size
+    together = 8 * EPS32 * s.abs() + rotated * size + (EIGHT_BIT_SUMS * size if narrow else 0.0)
     softcap = arguments.get("softcap", 0.0)
     if softcap > 0:
         s = softcap * torch.tanh(s / softcap)
@@ -156,6 +157,10 @@ def attend_request(call, b, request, caches, q, qv, slopes, sinks):
     lse_error = (pe**2).sum(-1, keepdim=True).sqrt() + shift.sum(-1, keepdim=True) + 4 * EPS32 * size_of_lse
     squares = ((pe**2) @ (value**2)).sqrt() + (shift + 4 * EPS32 * p) @ value.abs()
     squares += (2 * eps if eps > 1e-6 else 0.0) * ((p**2) @ (value**2)).sqrt()  # probabilities in q's dtype
+    if narrow:  # weights in e4m3, the largest of a row 32 or more; sums of them that the matrix unit cuts short
+        squares += 2 * torch.finfo(torch.float8_e4m3fn).eps * ((p**2) @ (value**2)).sqrt()
+        squares += p.amax(-1, keepdim=True) * (2**-15 * value.abs().sum(1, keepdim=True)) if value.shape[1] else 0.0
+        squares += 4 * EIGHT_BIT_SUMS * (p @ value.abs())
     # In float16, in which a kernel may also multiply 8-bit values, they are lost below its smallest number.
     if (arguments["q"].dtype == torch.float16 or caches[1].dtype in FP8) and value.shape[1]:
         squares += 2**-24 * value.abs().sum(1, keepdim=True)
@@ -165,7 +170,7 @@ def attend_request(call, b, request, caches, q, qv, slopes, sinks):
     return by_token(out), by_token(lse)[..., 0], by_token(error), by_token(lse_error)[..., 0]
 
 
-def attend(call, caches):
+def attend(call, caches, narrow=False):
     """(out, lse, error of out, error of lse) of a call, out as it is returned, lse as [..., tokens, q_heads]."""
     arguments = call.arguments
     q, qv, head_dim_v = arguments["q"], arguments.get("qv"), caches[1].shape[-1]
@@ -179,7 +184,7 @@ def attend(call, caches):
             continue
         of = slice(request.q_begin, request.q_begin + request.q_len) if packed else b
         slope = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
-        found = attend_request(call, b, request, caches, q[of], None if qv is None else qv[of], slope, sinks)
+        found = attend_request(call, b, request, caches, q[of], None if qv is None else qv[of], slope, sinks, narrow)
         for into, x in zip((out, lse, out_error, lse_error), found):
             into[of] = x
     return out, lse, out_error, lse_error
@@ -285,8 +290,10 @@ def judge_merge(call, result, arguments):
     return worst
 
 
-def judge(call, result, arguments, storage):
-    """Raises Wrong; returns the largest error in units of what is allowed. arguments, storage: after the call."""
+def judge(call, result, arguments, storage, narrow=False):
+    """Raises Wrong; returns the largest error in units of what is allowed. arguments, storage: after the call.
+    narrow: the weights of the call may be 8-bit.
+    """
     on_cpu = tuple(s.cpu() for s in storage)
     if call.storage:
         check_caches(call, on_cpu)
@@ -305,7 +312,7 @@ def judge(call, result, arguments, storage):
         raise Wrong(f"expected out, got {type(out)}")
     # The attention is judged on the keys as written.
     caches = cases.carve(call.case, on_cpu)
-    expected, expected_lse, bound, lse_bound = attend(call, caches)
+    expected, expected_lse, bound, lse_bound = attend(call, caches, narrow)
     q_dtype = call.arguments["q"].dtype
     dtype = torch.bfloat16 if q_dtype in FP8 else q_dtype
     if out.dtype != dtype:

@@ -65,6 +65,38 @@ FEATURES = {
     "dim_256": {"head_dim": 256},
     "dim_192_128": {"head_dim": 192, "head_dim_v": 128},
     "dim_64_128": {"head_dim": 64, "head_dim_v": 128},
+    **{
+        f"e4m3_{name}": {"dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn"} | options
+        for name, options in {
+            "plain": {},
+            "descales": {"q_descale": "full", "descale": "full"},
+            "not_causal": {"causal": False},
+            "varlen": {"varlen_q": True, "q_len": 90, "q_descale": "full", "descale": "shared"},
+            "long": {"lens": (1500, 1, 129, 128, 700, 40)},
+            "more_q_than_keys": {"q_len": 70, "kv_len": 50},
+            "window": {"window": (60, 20), "causal": False},
+            "window_long": {"window": (200, -1), "lens": (1500, 1, 129, 128, 700, 40)},
+            "chunk": {"chunk": 32},
+            "softcap": {"softcap": 2.5},
+            "scale_negative": {"scale": -0.05},
+            "alibi": {"alibi": "head"},
+            "leftpad": {"leftpad": True},
+            "sink": {"sink": "float32"},
+            "batch_idx": {"batch_idx": True},
+            "contiguous": {"page_size": 0},
+            "page_1": {"page_size": 1},
+            "page_24": {"page_size": 24},
+            "page_256": {"page_size": 256, "lens": (1500, 1, 129, 128, 700, 40)},
+            "heads_first": {"layout": "heads_first"},
+            "append": {"append": 40},
+            "deterministic": {"deterministic": True},
+            "group_5": {"q_heads": 20},
+            "dim_16": {"head_dim": 16},
+            "dim_64": {"head_dim": 64},
+            "dim_80": {"head_dim": 80},
+            "dim_64_128": {"head_dim": 64, "head_dim_v": 128},
+        }.items()
+    },
 }
 
 
@@ -222,7 +254,9 @@ def test_why_not(paged_attn, device):
     for options, reason in (
         ({"q_len": 1}, "rows"),
         ({"num_splits": 20}, "num_splits"),
-        ({"kv_dtype": "float8_e4m3fn"}, "8-bit"),
+        ({"kv_dtype": "float8_e4m3fn"}, "an 8-bit cache"),
+        ({"dtype": "float8_e4m3fn", "kv_dtype": "float8_e5m2"}, "e5m2"),
+        ({"dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn", "head_dim": 144}, "head_dim above 128"),
         ({"batch": 1, "kv_heads": 1}, "too few"),
         ({"dtype": "float32"}, "float32"),
     ):

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import torch
 from blocks import HOST, Case, compile_kernels
 
 
@@ -52,6 +53,20 @@ def test_attends(library, name):
     case = Prompt(q_heads=4, **CASES[name])
     numbers = case.run(library)
     assert numbers.parts == CASES[name].get("num_splits", 1)
+    case.judge()
+
+
+# 8-bit q and cache, whose values are transposed on their way
+E4M3_CASES = [
+    *("one_tile", "two_requests", "edge_inside_a_page", "page_256", "page_3", "page_4", "page_1_window", "leftpad"),
+    *("longer_than_keys", "attention_chunk", "sinks", "three_parts", "parts_of_packed_requests"),
+]
+
+
+@pytest.mark.parametrize("name", E4M3_CASES)
+def test_attends_in_8_bits(library, name):
+    case = Prompt(q_heads=4, dtype=torch.float8_e4m3fn, **CASES[name])
+    case.run(library)
     case.judge()
 
 

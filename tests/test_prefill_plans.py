@@ -26,6 +26,9 @@ PREFILL_REFUSES = {
     "a device of another compute capability than 9.0": {"capability": 100},
     "no more rows than one tile of the decode kernel": {"max_q_len": 4},
     "an 8-bit cache": {"kv_bytes": 1},
+    "8-bit q or cache in e5m2": {"kv_bytes": -1, "q_bytes": 1},
+    "8-bit q with a head_dim above 128": {"kv_bytes": 1, "q_bytes": 1, "head_dim": 144},
+    "8-bit q with a 16-bit cache": {"q_bytes": 1},
     "num_splits above 1 and more rows than it is meant for": {"num_splits": 2, "max_q_len": 20000},
     "float32": {"kv_bytes": 4, "q_bytes": 4},
     "qv": {"qv": 1},
@@ -88,6 +91,19 @@ def test_prefill_plans(library, head_dim, head_dim_v):
     whole = numbers_of(library, PROMPTS, paged=0, page_size=1001, head_dim=head_dim, head_dim_v=head_dim_v)
     assert whole.box_rows == whole.keys
     assert not whole.all_scores and numbers_of(library, PROMPTS, softcap=3).all_scores
+
+
+@pytest.mark.parametrize("head_dim, head_dim_v", [(16, 16), (64, 64), (64, 128), (80, 80), (128, 128)])
+def test_plans_of_8_bits(library, head_dim, head_dim_v):
+    """A warpgroup more than in 16 bits, which transposes; twice as many keys of a head fit into L2."""
+    for page_size in (1, 8, 16, 24, 256):
+        options = {"head_dim": head_dim, "head_dim_v": head_dim_v, "q_bytes": 1, "kv_bytes": 1, "page_size": page_size}
+        assert refusal(library, PROMPTS, **options) == ""
+        n = numbers_of(library, PROMPTS, **options)
+        assert n.rows == 192 and n.threads == 512 and n.shared_bytes <= 232448
+        assert n.keys % max(1, n.box_rows) == 0 and page_size % max(1, n.box_rows) == 0 and n.box_rows % 8 == 0
+        assert (n.box_rows > 0) == (page_size % 8 == 0)
+        assert n.l2_keys == (24 << 20) // (head_dim + head_dim_v)
 
 
 def test_how_keys_are_cut(library):

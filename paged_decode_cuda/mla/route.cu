@@ -28,12 +28,13 @@ MlaCall mla_call(const Problem& p, const MlaPlan& plan) {
   static_cast<Plan&>(call) = plan.work;
   const CacheStrides k = {c.k_stride_page, c.k_stride_slot, c.k_stride_head};
   const CacheStrides v = {c.v_stride_page, c.v_stride_slot, c.v_stride_head};
+  call.narrow = dtype_bytes(c.dtype) == 1;
   // Where they cannot be described, copies go piece by piece.
-  const bool bulk = plan.box_rows > 0 && describe_cache(p, c.k, p.head_dim, k, plan.box_rows, call.rope) &&
-                    describe_cache(p, c.v, p.head_dim_v, v, plan.box_rows, call.latents);
+  const bool bulk = plan.box_rows > 0 &&
+                    describe_cache(p, c.k, p.head_dim, k, plan.box_rows, !call.narrow, call.rope) &&
+                    describe_cache(p, c.v, p.head_dim_v, v, plan.box_rows, !call.narrow, call.latents);
   call.box_rows = bulk ? plan.box_rows : 0;
   call.cluster = plan.cluster;
-  call.narrow = dtype_bytes(c.dtype) == 1;
   call.by_cluster = plan.by_cluster;
   return call;
 }

@@ -7,8 +7,10 @@
 // Blocks stay and take tile of rows after tile of rows; keys go from the last one to the first one.
 #pragma once
 
+#include "e4m3_consumer.cuh"
 #include "loader.cuh"
 #include "parts.cuh"
+#include "transposer.cuh"
 
 namespace paged_attn {
 
@@ -176,19 +178,27 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   __shared__ PrefillControl<Shape> control;
   const uint32_t shared = (shared_address(raw) + kBlockBytes - 1) & ~(kBlockBytes - 1u);
   const bool gathers = plan.box_rows == 0;
+  constexpr bool kTransposes = Shape::kTransposedStages > 0;
   if (threadIdx.x == 0) {
     const int copiers = gathers ? Shape::kGatherers * kWarp : 1;
+    const int loaders = (gathers ? Shape::kGatherers : 2) + kTransposes;
     for (int i = 0; i < Shape::kKeyStages; ++i) {
       barrier_init(shared_address(&control.keys_full[i]), copiers);
       barrier_init(shared_address(&control.keys_empty[i]), Shape::kConsumerWarps);
     }
     for (int i = 0; i < Shape::kValueStages; ++i) {
       barrier_init(shared_address(&control.values_full[i]), copiers);
-      barrier_init(shared_address(&control.values_empty[i]), Shape::kConsumerWarps);
+      barrier_init(shared_address(&control.values_empty[i]), kTransposes ? 1 : Shape::kConsumerWarps);
+    }
+    if constexpr (kTransposes) {
+      for (int i = 0; i < Shape::kTransposedStages; ++i) {
+        barrier_init(shared_address(&control.transposed_full[i]), 1);
+        barrier_init(shared_address(&control.transposed_empty[i]), Shape::kConsumerWarps);
+      }
     }
     for (int i = 0; i < 2; ++i) {
       barrier_init(shared_address(&control.work_full[i]), 1);
-      barrier_init(shared_address(&control.work_empty[i]), Shape::kConsumerWarps + (gathers ? Shape::kGatherers : 2));
+      barrier_init(shared_address(&control.work_empty[i]), Shape::kConsumerWarps + loaders);
     }
     for (int i = 0; i < Shape::kQueryStages; ++i) {
       barrier_init(shared_address(&control.queries_full[i]), 1);
@@ -202,9 +212,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (threadIdx.x < kWarpgroup) {
     give_registers<Shape::kProducerRegisters>();
     const int warp = threadIdx.x / kWarp;
-    constexpr int kDirector = Shape::kGatherers;
+    constexpr int kTransposer = 2, kDirector = 3;
     if (warp == kDirector) {
       direct<Shape>(p, plan, control, shared);
+    } else if (kTransposes && warp == kTransposer) {
+      if constexpr (kTransposes) transpose_values<Shape>(control, shared);
     } else if (gathers) {
       Gatherer<Shape> gatherer;
       gatherer.run(p, plan, control, shared, warp);
@@ -215,7 +227,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     }
   } else {
     take_registers<Shape::kConsumerRegisters>();
-    consume<Shape, kFull>(p, plan, control, shared);
+    if constexpr (kTransposes) {
+      consume_e4m3<Shape, kFull>(p, plan, control, shared);
+    } else {
+      consume<Shape, kFull>(p, plan, control, shared);
+    }
   }
   clear_unclaimed(p);
 #endif

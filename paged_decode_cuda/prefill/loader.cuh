@@ -16,6 +16,7 @@ template <typename Shape, bool kValues>
 struct TileLoader {
   static constexpr int kKeys = Shape::kKeys, kColumns = kValues ? Shape::kColumnsV : Shape::kColumns;
   static constexpr int kBytes = kValues ? Shape::kValueBytes : Shape::kKeyBytes;
+  static constexpr int kPieceDims = 16 / Shape::kElementBytes;
 
   // Up to 32 rows, piece by piece. `place`: of the key of this lane, in pieces of 16 bytes.
   static PD_MEMBER void copy_rows(const Problem& p, uint32_t first_row, int rows, uint32_t place) {
@@ -30,7 +31,8 @@ struct TileLoader {
       const uint32_t target = first_row + (i + row) * kRowBytes + (piece ^ ((i + row) % 8)) * 16;
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
-        copy_piece(target + c * kKeys * kRowBytes, source + c * kRowBytes, found && c * kColumn + piece * 8 < head_dim);
+        copy_piece(target + c * kKeys * kRowBytes, source + c * kRowBytes,
+                   found && c * Shape::kColumnDims + piece * kPieceDims < head_dim);
       }
     }
   }
@@ -47,8 +49,8 @@ struct TileLoader {
 
   static PD_MEMBER void copy_own_box(const PrefillCall& plan, uint32_t stage, uint32_t arrived, int column, int row,
                                      int head, int2 place) {
-    copy_box(stage + (column * kKeys + row) * kRowBytes, kValues ? plan.values : plan.keys, arrived, column * kColumn,
-             place.y, head, place.x);
+    copy_box(stage + (column * kKeys + row) * kRowBytes, kValues ? plan.values : plan.keys, arrived,
+             column * Shape::kColumnDims, place.y, head, place.x);
   }
 
   static PD_MEMBER void run(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control,
@@ -149,7 +151,7 @@ struct Gatherer {
       from[i] = found ? place : KeyPlaces::kNowhere;
     }
     const int row = lane / kCopyLanes, piece = lane % kCopyLanes;
-    const int dims = static_cast<int>(kValues ? p.head_dim_v : p.head_dim) - piece * 8;
+    const int dims = static_cast<int>(kValues ? p.head_dim_v : p.head_dim) - piece * 16 / Shape::kElementBytes;
     const char* const first = static_cast<const char*>(kValues ? p.cache.v : p.cache.k) + piece * 16;
     // The runs of a warp alternate between the two halves of a block of the swizzle.
     const uint32_t start = stage + (first_row + row) * kRowBytes;
@@ -174,7 +176,7 @@ struct Gatherer {
         const uint32_t target = targets[i % 2] + run * kCopyRows * kRowBytes;
 #pragma unroll
         for (int c = 0; c < kColumns; ++c)
-          copy_piece(target + c * kKeys * kRowBytes, source + c * kRowBytes, exists && c * kColumn < dims);
+          copy_piece(target + c * kKeys * kRowBytes, source + c * kRowBytes, exists && c * Shape::kColumnDims < dims);
       }
     }
   }
@@ -231,12 +233,13 @@ PD_DEVICE void copy_queries(const Problem& p, const PrefillCall& plan, const Wor
     const int64_t offset =
         item.b * p.q_stride_batch + (item.q_begin + token) * p.q_stride_token + q_head * p.q_stride_head;
     const bool exists = row < item.rows;
-    const char* const source = static_cast<const char*>(p.q) + (exists ? offset * 2 : 0) + piece * 16;
+    const char* const source =
+        static_cast<const char*>(p.q) + (exists ? offset * Shape::kElementBytes : 0) + piece * 16;
     const uint32_t target = queries + row * kRowBytes + (piece ^ (row % 8)) * 16;
 #pragma unroll
     for (int c = 0; c < Shape::kColumns; ++c) {
       copy_piece(target + c * Shape::kRows * kRowBytes, source + c * kRowBytes,
-                 exists && c * kColumn + piece * 8 < p.head_dim);
+                 exists && c * Shape::kColumnDims + piece * 16 / Shape::kElementBytes < p.head_dim);
     }
   }
 }

@@ -2,6 +2,7 @@
 
 #include "../decode/plan.h"
 #include "../layout.h"
+#include "e4m3_sizes.h"
 
 namespace paged_attn {
 namespace {
@@ -12,7 +13,8 @@ constexpr int64_t kPartKeys = 512;      // fewer are not worth a part
 constexpr int64_t kMostParts = 32;      // that are chosen
 constexpr int64_t kPartTiles = 4;       // times the multiprocessors: tiles of rows whose parts there is memory for
 constexpr int64_t kL2Bytes = 24 << 20;  // of keys and values that all blocks read together
-constexpr int kSwizzledRows = 8;        // a box begins where the swizzle does
+constexpr int64_t kMostE4m3Dims = 128;
+constexpr int kSwizzledRows = 8;  // a box begins where the swizzle does
 
 // Tiles of rows of all requests and kv_heads, at most.
 int64_t most_tiles(const Problem& p, int rows) {
@@ -37,6 +39,16 @@ int64_t parts_of(const Problem& p, int64_t tiles, int rows, int processors) {
   return pd_max(pd_min(pd_min(processors / pd_max(tiles, 1), most_keys(p, rows) / kPartKeys), kMostParts), 1);
 }
 
+// Softcap and ALiBi, which half of the instances do without.
+bool all_scores(const Problem& p) { return p.softcap != 0.f || p.alibi_slopes; }
+
+// 8-bit q with its cache has instances of its own.
+PrefillInstance instance_for(const Problem& p) {
+  if (dtype_bytes(p.cache.dtype) == 1)
+    return find_prefill_e4m3_instance(pd_max(p.head_dim, p.head_dim_v), all_scores(p));
+  return find_prefill_instance(p.head_dim, p.head_dim_v);
+}
+
 int64_t greatest_divisor(int64_t a, int64_t b) { return b == 0 ? a : greatest_divisor(b, a % b); }
 
 }  // namespace
@@ -45,11 +57,14 @@ const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
   if (limits.capability != kCapability) return "a device of another compute capability than 9.0";
   if (has_few_rows(p)) return "no more rows than one tile of the decode kernel";
   if (p.q_dtype == DType::kFloat32) return "float32";
-  if (dtype_bytes(p.cache.dtype) == 1) return "an 8-bit cache";
+  if (dtype_bytes(p.cache.dtype) == 1 && dtype_bytes(p.q_dtype) == 2) return "an 8-bit cache";
+  if (p.q_dtype == DType::kFloat8E5M2 || p.cache.dtype == DType::kFloat8E5M2) return "8-bit q or cache in e5m2";
   const char* const reason = decode_why_not(p, limits);
   if (*reason != '\0') return reason;
   if (p.q_dtype != p.cache.dtype) return "q and the cache differ in dtype";
-  const int rows = find_prefill_instance(p.head_dim, p.head_dim_v).rows;
+  if (dtype_bytes(p.q_dtype) == 1 && pd_max(p.head_dim, p.head_dim_v) > kMostE4m3Dims)
+    return "8-bit q with a head_dim above 128";
+  const int rows = instance_for(p).rows;
   const int64_t tiles = most_tiles(p, rows);
   if (tiles > INT32_MAX / 2) return "there are more tiles of rows than 32 bits count";
   const int64_t parts = parts_of(p, tiles, rows, limits.processors);
@@ -63,8 +78,8 @@ const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
 PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   const Cache& c = p.cache;
   PrefillPlan plan = {};
-  plan.instance = find_prefill_instance(p.head_dim, p.head_dim_v);
-  plan.all_scores = p.softcap != 0.f || p.alibi_slopes;
+  plan.instance = instance_for(p);
+  plan.all_scores = all_scores(p);
   const int64_t tiles = most_tiles(p, plan.instance.rows);
   plan.items = tiles / p.kv_heads;
   plan.parts = parts_of(p, tiles, plan.instance.rows, limits.processors);

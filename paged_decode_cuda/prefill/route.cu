@@ -29,18 +29,12 @@ PrefillCall prefill_call(const Problem& p, const PrefillPlan& plan, const Layout
   call.chunk = FastDivisor(pd_max(p.attention_chunk, 1));
   call.max_keys = static_cast<int32_t>(capacity_of(p));
   call.max_pages = c.block_table ? static_cast<int32_t>(c.max_pages) : 0;
-  constexpr int64_t kPiece = 8;  // elements of 16 bytes
-  call.k_page_pieces = static_cast<uint32_t>(c.k_stride_page / kPiece);
-  call.k_slot_pieces = static_cast<uint32_t>(c.k_stride_slot / kPiece);
-  call.k_head_pieces = static_cast<uint32_t>(c.k_stride_head / kPiece);
-  call.v_page_pieces = static_cast<uint32_t>(c.v_stride_page / kPiece);
-  call.v_slot_pieces = static_cast<uint32_t>(c.v_stride_slot / kPiece);
-  call.v_head_pieces = static_cast<uint32_t>(c.v_stride_head / kPiece);
+  plan_pieces(p, call);
   const CacheStrides k = {c.k_stride_page, c.k_stride_slot, c.k_stride_head};
   const CacheStrides v = {c.v_stride_page, c.v_stride_slot, c.v_stride_head};
   // Where they cannot be described, copies go piece by piece.
-  const bool bulk = plan.box_rows > 0 && describe_cache(p, c.k, p.head_dim, k, plan.box_rows, call.keys) &&
-                    describe_cache(p, c.v, p.head_dim_v, v, plan.box_rows, call.values);
+  const bool bulk = plan.box_rows > 0 && describe_cache(p, c.k, p.head_dim, k, plan.box_rows, true, call.keys) &&
+                    describe_cache(p, c.v, p.head_dim_v, v, plan.box_rows, true, call.values);
   call.box_rows = bulk ? plan.box_rows : 0;
   call.blocks_in_grid = static_cast<int32_t>(plan.blocks);
   call.l2_keys = static_cast<int32_t>(plan.l2_keys);
@@ -69,8 +63,10 @@ void launch_prefill(const Problem& p, const PrefillPlan& plan, const Context& co
   const Workspace workspace(layout.end);
   const PrefillCall call = prefill_call(p, plan, layout, static_cast<char*>(workspace.data()));
   const int head_dim = plan.instance.head_dim;
-  const void* const kernel = p.cache.dtype == DType::kBFloat16 ? prefill_kernel_bf16(head_dim, plan.all_scores)
-                                                               : prefill_kernel_fp16(head_dim, plan.all_scores);
+  const auto kernel_of = p.cache.dtype == DType::kFloat8E4M3 ? prefill_kernel_e4m3
+                         : p.cache.dtype == DType::kBFloat16 ? prefill_kernel_bf16
+                                                             : prefill_kernel_fp16;
+  const void* const kernel = kernel_of(head_dim, plan.all_scores);
   const Grid grid = {plan.blocks, plan.instance.threads, plan.instance.shared_bytes};
   launch(kernel, grid, context, p, call);
   if (plan.parts > 1) {

@@ -35,9 +35,17 @@ struct Work {
   bool exists;
 };
 
+// Barriers of the stages of transposed values, where there are any.
+template <int kStages>
+struct TransposedBarriers {
+  uint64_t transposed_full[kStages], transposed_empty[kStages];
+};
+template <>
+struct TransposedBarriers<0> {};
+
 // Barriers and messages, outside of the dynamic part.
 template <typename Shape>
-struct PrefillControl {
+struct PrefillControl : TransposedBarriers<Shape::kTransposedStages> {
   uint64_t keys_full[Shape::kKeyStages], keys_empty[Shape::kKeyStages];
   uint64_t values_full[Shape::kValueStages], values_empty[Shape::kValueStages];
   uint64_t queries_full[Shape::kQueryStages], queries_empty[Shape::kQueryStages];

@@ -14,6 +14,7 @@ constexpr int kBlockBytes = 1024;  // 8 such rows, the unit of the swizzle
 template <int kDim_, int kDimV_, int kKeys_>
 struct PrefillSizes {
   static constexpr int kDim = kDim_, kDimV = kDimV_, kKeys = kKeys_;
+  static constexpr int kElementBytes = 2, kColumnDims = kColumn;
   static constexpr int kColumns = (kDim + kColumn - 1) / kColumn, kColumnsV = (kDimV + kColumn - 1) / kColumn;
   static constexpr int kConsumers = 2;  // warpgroups, 64 rows each
   static constexpr int kRows = 64 * kConsumers;
@@ -23,7 +24,8 @@ struct PrefillSizes {
   static constexpr int kKeyStages = kDim > 128 ? 2 : 3, kValueStages = kDim > 64 ? 2 : 3;
   static constexpr int kQueryStages = kDim > 128 ? 1 : 2;  // the next rows are there before the last ones are done
 
-  static constexpr bool kTurns = kDim > 128;  // consumers issue products in turns, not as they come
+  static constexpr int kTransposedStages = 0;  // values are used as they are copied
+  static constexpr bool kTurns = kDim > 128;   // consumers issue products in turns, not as they come
 
   // Registers of a thread; all three warpgroups together have 504.
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;

@@ -24,7 +24,7 @@ decltype(&cuTensorMapEncodeTiled) encode_function() {
 }  // namespace
 
 bool describe_cache(const Problem& p, const void* base, int64_t dims, const CacheStrides& strides, int box_rows,
-                    CUtensorMap& map) {
+                    bool swizzled, CUtensorMap& map) {
   const Cache& c = p.cache;
   const auto encode = encode_function();
   if (encode == nullptr) return false;
@@ -32,11 +32,12 @@ bool describe_cache(const Problem& p, const void* base, int64_t dims, const Cach
   const cuuint64_t sizes[4] = {size(dims), size(c.page_size), size(p.kv_heads), size(c.num_pages)};
   const int64_t each = dtype_bytes(c.dtype);
   const cuuint64_t bytes[3] = {size(strides.slot * each), size(strides.head * each), size(strides.page * each)};
-  const cuuint32_t box[4] = {kColumn, static_cast<cuuint32_t>(box_rows), 1, 1}, steps[4] = {1, 1, 1, 1};
+  const cuuint32_t values = swizzled ? static_cast<cuuint32_t>(kRowBytes / each) : kColumn;
+  const cuuint32_t box[4] = {values, static_cast<cuuint32_t>(box_rows), 1, 1}, steps[4] = {1, 1, 1, 1};
   const CUtensorMapDataType of_16_bits =
       c.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const CUtensorMapDataType type = each == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : of_16_bits;
-  const CUtensorMapSwizzle swizzle = each == 1 ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B;
+  const CUtensorMapSwizzle swizzle = swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE;
   return encode(&map, type, 4, const_cast<void*>(base), sizes, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                 swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }

@@ -12,10 +12,9 @@ struct CacheStrides {
   int64_t page, slot, head;
 };
 
-// A map of [page, kv_head, slot, dim] from the slowest to the fastest, whose boxes have `box_rows` slots and 64 values;
-// those of 16 bits are swizzled.
-// False where the tensor cannot be described.
+// A map of [page, kv_head, slot, dim] from the slowest to the fastest, whose boxes have `box_rows` slots and 128 bytes
+// of each, swizzled; or 64 values as they lie. False where the tensor cannot be described.
 bool describe_cache(const Problem& p, const void* base, int64_t dims, const CacheStrides& strides, int box_rows,
-                    CUtensorMap& map);
+                    bool swizzled, CUtensorMap& map);
 
 }  // namespace paged_attn

@@ -11,6 +11,8 @@ namespace paged_attn {
 template <typename Shape, bool kFull>
 struct PrefillRows {
   static constexpr int kKeys = Shape::kKeys;
+  // 8-bit weights have few small values: the largest of a row is 32 to 256, of 448 that there are.
+  static constexpr float kBelow = __is_same(typename Shape::Type, E4m3) ? 5.f : 0.f;
 
   float base[2], l[2];   // reference score in log2 units, and this thread's part of the sum of weights
   int begin[2], end[2];  // keys that the row sees
@@ -88,7 +90,7 @@ struct PrefillRows {
       for (int r = 0; r < 2; ++r) {
         top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
         top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
-        const float moved_base = fmaxf(base[r], top[r] * scale);
+        const float moved_base = fmaxf(base[r], top[r] * scale - kBelow);
         factor[r] = fast_rescale(base[r], moved_base);
         base[r] = moved_base;
         l[r] *= factor[r];

@@ -24,6 +24,12 @@ struct Tile {
   int64_t b, head, first_row, rows, key_begin, key_end, part, first_tile, tiles;
 };
 
+// Of so many bytes; -1: the other one of 8 bits.
+static DType dtype_of(int64_t bytes) {
+  if (bytes == -1) return DType::kFloat8E5M2;
+  return bytes == 4 ? DType::kFloat32 : bytes == 2 ? DType::kBFloat16 : DType::kFloat8E4M3;
+}
+
 static Problem problem_of(const PrefillCase& call) {
   alignas(16) static char somewhere[16];
   Problem p = {};
@@ -35,7 +41,7 @@ static Problem problem_of(const PrefillCase& call) {
   p.head_dim_v = call.head_dim_v;
   p.total_q = call.total_q;
   p.max_q_len = call.max_q_len;
-  p.q_dtype = call.q_bytes == 4 ? DType::kFloat32 : call.q_bytes == 2 ? DType::kBFloat16 : DType::kFloat8E4M3;
+  p.q_dtype = dtype_of(call.q_bytes);
   p.q = p.out = somewhere;
   p.q_stride_head = call.head_dim;
   p.out_stride_head = call.head_dim_v;
@@ -45,7 +51,7 @@ static Problem problem_of(const PrefillCase& call) {
   p.cache_leftpad = {reinterpret_cast<const int32_t*>(call.leftpad), call.leftpad != 0};
   Cache& c = p.cache;
   c.k = c.v = somewhere;
-  c.dtype = call.kv_bytes == 4 ? DType::kFloat32 : call.kv_bytes == 2 ? DType::kBFloat16 : DType::kFloat8E4M3;
+  c.dtype = dtype_of(call.kv_bytes);
   c.page_size = call.page_size;
   c.num_pages = call.batch;
   c.max_pages = 1 << 12;

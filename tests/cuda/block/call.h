@@ -8,7 +8,7 @@ namespace paged_attn {
 // Fields are given by name from Python. An address of 0 leaves a tensor out; strides are in elements.
 struct Call {
   int64_t q, qv, k, v, out, lse, cu_seqlens_q, cache_seqlens, block_table, leftpad, alibi, sinks;
-  int64_t batch, q_heads, kv_heads, head_dim, head_dim_v, total_q, max_q_len, fp16, kv_dtype;
+  int64_t batch, q_heads, kv_heads, head_dim, head_dim_v, total_q, max_q_len, q_dtype, kv_dtype;
   int64_t k_stride_page, k_stride_slot, k_stride_head, v_stride_page, v_stride_slot, v_stride_head;
   int64_t num_pages, page_size, max_pages;
   int64_t window_left, window_right, chunk, num_splits, deterministic, processors, seed;
@@ -25,7 +25,8 @@ inline Problem problem_of(const Call& call) {
   p.head_dim_v = call.head_dim_v;
   p.total_q = call.total_q;
   p.max_q_len = call.max_q_len;
-  p.q_dtype = call.fp16 ? DType::kFloat16 : DType::kBFloat16;
+  constexpr DType kQDTypes[] = {DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3};
+  p.q_dtype = kQDTypes[call.q_dtype];
   const bool packed = call.cu_seqlens_q != 0;
   p.q = reinterpret_cast<const void*>(call.q);
   p.q_stride_head = call.head_dim;

@@ -1,5 +1,6 @@
-// One call of the route prefill on the host, of bf16 and head_dim 128. tests/test_prefill_host.py calls it.
+// One call of the route prefill on the host, of bf16 or e4m3 and head_dim 128. tests/test_prefill_host.py calls it.
 #include "call.h"
+#include "prefill/e4m3_sizes.h"
 #include "prefill/instances.h"
 #include "prefill/kernel.cuh"
 #include "prefill/route.h"
@@ -8,6 +9,9 @@ namespace paged_attn {
 
 const void* prefill_kernel_bf16(int, bool) {
   return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<Bf16, PrefillSizes128>, false>);
+}
+const void* prefill_kernel_e4m3(int, bool) {
+  return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<E4m3, PrefillE4m3Sizes128<false>>, false>);
 }
 const void* prefill_kernel_fp16(int, bool) { fail("no instance of fp16"); }
 

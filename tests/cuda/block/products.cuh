@@ -9,7 +9,8 @@
 struct CUtensorMap {
   const uint8_t* base;
   int64_t sizes[4], bytes[4];  // dim, slot, head, page
-  int box_rows;
+  int box_rows, values;
+  bool swizzled;
 };
 
 namespace paged_attn {
@@ -57,11 +58,10 @@ PD_DEVICE void barrier_wait(uint32_t address, uint32_t phase) {
   wait_until("a barrier in shared memory", [&] { return barrier.phase != phase; });
 }
 
-// 16-bit boxes are swizzled, 8-bit ones are not.
 PD_DEVICE void place_box(const CUtensorMap& map, uint32_t target, int rank, int dim, int slot, int head, int page) {
   const int64_t each = map.bytes[0];
   for (int row = 0; row < map.box_rows; ++row) {
-    for (int i = 0; i < kColumn; ++i) {
+    for (int i = 0; i < map.values; ++i) {
       const int64_t at[4] = {dim + i, slot + row, head, page};
       bool inside = true;
       int64_t offset = 0;
@@ -71,20 +71,20 @@ PD_DEVICE void place_box(const CUtensorMap& map, uint32_t target, int rank, int 
       }
       uint16_t value = 0;
       if (inside) memcpy(&value, map.base + offset, each);
-      const uint32_t to = target + static_cast<uint32_t>((row * kColumn + i) * each);
-      memcpy(shared_at(each == 2 ? swizzled(to) : to, rank), &value, each);
+      const uint32_t to = target + static_cast<uint32_t>((row * map.values + i) * each);
+      memcpy(shared_at(map.swizzled ? swizzled(to) : to, rank), &value, each);
     }
   }
 }
 PD_DEVICE void copy_box_to(uint16_t blocks, uint32_t target, const CUtensorMap& map, uint32_t barrier, int dim,
                            int slot, int head, int page) {
-  if (target % (map.bytes[0] == 2 ? kBlockBytes : 128) != 0) fail("a box that does not begin where it may");
+  if (target % (map.swizzled ? kBlockBytes : 128) != 0) fail("a box that does not begin where it may");
   for (int rank = 0; rank < gridDim.y; ++rank) {
     if (!(blocks >> rank & 1)) continue;
     machine.on_their_way.push_back([=] {
       place_box(map, target, rank, dim, slot, head, page);
       Barrier& full = barrier_of(barrier, rank);
-      full.bytes -= map.box_rows * kColumn * map.bytes[0];
+      full.bytes -= map.box_rows * map.values * map.bytes[0];
       settle_barrier(full);
     });
   }
@@ -202,6 +202,8 @@ struct Matrix {
   uint32_t at(int row, int i) const {
     return swizzled(address + row / 8 * stride + row % 8 * kRowBytes + i / kColumn * leading + i % kColumn * 2);
   }
+  // The same of 8-bit values in one column.
+  uint32_t byte_at(int row, int i) const { return swizzled(address + row / 8 * stride + row % 8 * kRowBytes + i); }
 };
 
 PD_DEVICE void products_begin() {}

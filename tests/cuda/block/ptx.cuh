@@ -33,6 +33,13 @@ struct Bf16 {
 };
 struct E4m3 {};
 struct E5m2 {};
+PD_DEVICE uint32_t __byte_perm(uint32_t a, uint32_t b, unsigned selector) {
+  const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+  uint32_t word = 0;
+  for (int i = 0; i < 4; ++i) word |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return word;
+}
+
 template <typename Kv>
 struct IsBf16 {
   static constexpr bool value = false;
@@ -85,6 +92,20 @@ PD_DEVICE float narrow_value(uint8_t bits) {
                                    : ldexpf(static_cast<float>(8 + mantissa), exponent - 10);
   return bits & 128 ? -size : size;
 }
+// The nearest e4m3, the even one of two; beyond the largest finite value it is that.
+PD_DEVICE uint32_t narrow_e4m3(float x) {
+  if (isnan(x)) return 0x7f;
+  const float size = fabsf(x);
+  uint32_t bits = 0;  // the largest that is not above it
+  while (bits < 0x7e && narrow_value<E4m3>(static_cast<uint8_t>(bits + 1)) <= size) ++bits;
+  if (bits < 0x7e) {
+    const float below = size - narrow_value<E4m3>(static_cast<uint8_t>(bits));
+    const float above = narrow_value<E4m3>(static_cast<uint8_t>(bits + 1)) - size;
+    if (above < below || (above == below && bits % 2 == 1)) ++bits;
+  }
+  return bits | (x < 0.f ? 0x80u : 0u);
+}
+
 template <typename Kv, bool kHigh>
 PD_DEVICE uint32_t fp8_pair_to_fp16(uint32_t word) {
   const uint32_t pair = kHigh ? word >> 16 : word;

@@ -1,0 +1,74 @@
+// The instructions of paged_decode_cuda/prefill/e4m3_products.cuh on the host, as the PTX manual describes them.
+#pragma once
+
+#include "products.cuh"
+
+namespace paged_attn {
+
+PD_DEVICE uint32_t row_of_lane(uint32_t row, int from) {
+  const uint32_t place = __shfl_sync(~0u, row, from);
+  if (place % 16 != 0) fail("a row of a matrix that is not aligned");
+  return place;
+}
+PD_DEVICE void load_matrices(uint32_t row, uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
+  uint32_t* const words[4] = {&a, &b, &c, &d};
+  for (int m = 0; m < 4; ++m) memcpy(words[m], shared_at(row_of_lane(row, 8 * m + lane() / 4) + lane() % 4 * 4), 4);
+  __syncwarp();
+}
+PD_DEVICE void load_transposed(uint32_t row, uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
+  uint32_t* const words[4] = {&a, &b, &c, &d};
+  for (int m = 0; m < 4; ++m) {
+    uint16_t pairs[2];
+    for (int e = 0; e < 2; ++e)
+      memcpy(&pairs[e], shared_at(row_of_lane(row, 8 * m + 2 * (lane() % 4) + e) + lane() / 4 * 2), 2);
+    *words[m] = static_cast<uint32_t>(pairs[1]) << 16 | pairs[0];
+  }
+  __syncwarp();
+}
+PD_DEVICE void store_matrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  const uint32_t words[4] = {a, b, c, d};
+  for (int m = 0; m < 4; ++m) memcpy(shared_at(row_of_lane(row, 8 * m + lane() / 4) + lane() % 4 * 4), &words[m], 4);
+  __syncwarp();
+}
+PD_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
+  return narrow_e4m3(a) | narrow_e4m3(b) << 8 | narrow_e4m3(c) << 16 | narrow_e4m3(d) << 24;
+}
+
+PD_DEVICE void load_sums(uint32_t place, float4& x) { memcpy(&x, shared_at(place), 16); }
+PD_DEVICE void store_sums(uint32_t place, float x, float y, float z, float w) {
+  const float sums[4] = {x, y, z, w};
+  memcpy(shared_at(place), sums, 16);
+}
+
+// Terms 4 (lane % 4) ... + 3 of rows g and g + 8 are in a0 and a1; those 16 further in a2 and a3. The columns of d are
+// rows of the other matrix.
+template <int kCount>
+PD_DEVICE void multiply_e4m3(float (&d)[kCount], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t matrix,
+                             int keep) {
+  const uint32_t own[4] = {a0, a1, a2, a3};
+  struct Terms {
+    float x[2][32];
+  } all;
+  for (int i = 0; i < 4; ++i) {
+    for (int t = 0; t < 4; ++t) {
+      const uint32_t word = __shfl_sync(~0u, own[i], lane() / 4 * 4 + t);
+      for (int e = 0; e < 4; ++e)
+        all.x[i % 2][i / 2 * 16 + t * 4 + e] = narrow_value<E4m3>(static_cast<uint8_t>(word >> 8 * e));
+    }
+  }
+  const int column = threadIdx.x % 4 * 2;
+  float* const sums = d;
+  uint8_t* const memory = shared_at(0);
+  issue_product([=] {
+    const Matrix b(matrix);
+    for (int i = 0; i < kCount; ++i) {
+      double sum = keep ? sums[i] : 0.;
+      for (int t = 0; t < 32; ++t) {
+        sum += double(all.x[i / 2 % 2][t]) * narrow_value<E4m3>(memory[b.byte_at(i / 4 * 8 + column + i % 2, t)]);
+      }
+      sums[i] = static_cast<float>(sum);
+    }
+  });
+}
+
+}  // namespace paged_attn
