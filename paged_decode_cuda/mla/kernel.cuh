@@ -25,8 +25,8 @@
 //   edge           1: loader 0, and 73728 bytes               loaders, where a tile has rows that nobody sees
 //   kMeet          256 threads of the consumers               themselves: queries are there; a finished row's (base,
 //                                                             sum) is there, and nobody reads its queries any more
-//   kReady         256: warpgroup 1 arrives, 2 waits          weights are in shared memory
-//   kTaken         256: warpgroup 2 arrives, 1 waits          they may be replaced
+//   ready          128 threads of the consumer that has       the other one
+//                  weighed a tile
 #pragma once
 
 #include "../prefill/weights.cuh"
@@ -262,8 +262,7 @@ struct MlaTiles {
         control.base[own.row + 8 * r] = rows.base[r];
       }
     }
-    __syncwarp();
-    if (own.lane == 0) barrier_arrive(shared_address(&control.ready[own.half]));
+    barrier_arrive(shared_address(&control.ready[own.half]));
     if (moved) scale_sums(acc, factor);
   }
 
@@ -349,7 +348,7 @@ PD_DEVICE void init_mla_barriers(const MlaCall& call, MlaControl& control) {
     }
   }
   for (int i = 0; i < 2; ++i) {
-    barrier_init(shared_address(&control.ready[i]), MlaSizes::kConsumerWarps / 2);
+    barrier_init(shared_address(&control.ready[i]), kWarpgroup);
     barrier_init(shared_address(&control.work_full[i]), 1);
     barrier_init(shared_address(&control.work_empty[i]), MlaSizes::kLoaders + MlaSizes::kConsumerWarps);
   }
