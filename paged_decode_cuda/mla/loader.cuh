@@ -226,14 +226,15 @@ struct MlaLoader {
   }
 
   // A pair of 8-bit values of a word in q's dtype.
-  template <bool kHigh>
-  static PD_MEMBER uint32_t widen(uint32_t word, bool e4m3) {
-    const uint32_t pair = e4m3 ? fp8_pair_to_fp16<E4m3, kHigh>(word) : fp8_pair_to_fp16<E5m2, kHigh>(word);
+  template <typename Kv, bool kHigh>
+  static PD_MEMBER uint32_t widen(uint32_t word) {
+    const uint32_t pair = fp8_pair_to_fp16<Kv, kHigh>(word);
     return kBf16 ? fp16_pair_to_bf16(pair) : pair;
   }
 
   // Widens one half of a stage in place; zeros where nobody sees a key.
-  PD_MEMBER void widen_half(const KeyPlaces& places, uint32_t stage, int key, int half, bool e4m3) const {
+  template <typename Kv>
+  PD_MEMBER void widen_half(const KeyPlaces& places, uint32_t stage, int key, int half) const {
     constexpr int kPieces = kNarrowColumn / 16, kStep = Sizes::kLoaders * kWarp;
     constexpr int kOwn = (kPieces + kStep - 1) / kStep;
     const int own = loader * kWarp + lane;
@@ -257,8 +258,8 @@ struct MlaLoader {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const uint32_t low = words[i][2 * e], high = words[i][2 * e + 1];
-          store_piece(target + ((piece % 4 * 2 + e) ^ row % 8) * 16, widen<false>(low, e4m3), widen<true>(low, e4m3),
-                      widen<false>(high, e4m3), widen<true>(high, e4m3));
+          store_piece(target + ((piece % 4 * 2 + e) ^ row % 8) * 16, widen<Kv, false>(low), widen<Kv, true>(low),
+                      widen<Kv, false>(high), widen<Kv, true>(high));
         }
       }
     }
@@ -275,8 +276,13 @@ struct MlaLoader {
       await_batches<kBehind>();
       named_barrier_sync(kWidening, Sizes::kLoaders * kWarp);
     }
-    widen_half(places, shared + Sizes::kKeysAt + stage * Sizes::kKeyBytes, gathered_key, half,
-               p.cache.dtype == DType::kFloat8E4M3);
+    const uint32_t target = shared + Sizes::kKeysAt + stage * Sizes::kKeyBytes;
+    // Chosen for a half, not for each pair: the time of the widening is that of its instructions.
+    if (p.cache.dtype == DType::kFloat8E4M3) {
+      widen_half<E4m3>(places, target, gathered_key, half);
+    } else {
+      widen_half<E5m2>(places, target, gathered_key, half);
+    }
     gathered = shared_address(&control.keys_full[stage][half]);
     announce();
   }
