@@ -58,7 +58,9 @@ void append_tokens(const Problem& p, bool rotates, void* rotated_q, const Contex
     plan.pairs_v = FastDivisor(pd_max(pairs_v, 1));
     const int64_t pairs = pd_max(p.kv_heads * (pairs_k + pairs_v), rotates ? p.q_heads * pairs_k : 0);
     plan.parts = FastDivisor(pd_max(pd_ceil_div(pairs, kAppendThreads), 1));
-    launch(append_kernel_of(p.append.dtype), {tokens * plan.parts.divisor, kAppendThreads, 0}, context, p, plan);
+    const int64_t blocks = tokens * plan.parts.divisor;
+    plan.early_successor = blocks <= context.limits.processors;
+    launch(append_kernel_of(p.append.dtype), {blocks, kAppendThreads, 0}, context, p, plan);
     return;
   }
   const int64_t bytes = dtype_bytes(p.append.dtype);

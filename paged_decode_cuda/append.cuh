@@ -90,8 +90,9 @@ struct AppendPlan {
   FastDivisor pairs_k, pairs_v;      // pairs of elements of a row in append_kernel
   FastDivisor parts;                 // blocks of a token
   int64_t total_new;
-  bool moving_queries;  // rotated at their own positions, else all at the first one
-  void* rotated_q;      // [total_q, q_heads, head_dim]
+  bool early_successor;  // may begin before this kernel ends
+  bool moving_queries;   // rotated at their own positions, else all at the first one
+  void* rotated_q;       // [total_q, q_heads, head_dim]
 };
 
 // Element offset of new token `index` in append.k or append.v.
@@ -355,14 +356,15 @@ PD_DEVICE void write_token(const Problem& p, const AppendPlan& plan, int64_t ind
 // Grid: plan.parts blocks for each new token, then for each token of q when there is a rotation; a thread moves a pair.
 // T: of the new tokens, the queries and the tables. 8-bit tokens are bytes, which nothing turns.
 //
-// The successor does not start early: between these blocks some of its blocks would find room, others not, and a decode
-// step of 64 requests of 4k took 289 us instead of 250.
+// With a block on every multiprocessor the successor does not start early: some of its blocks would find room between
+// these, others not, and a decode step of 64 requests of 4k took 289 us instead of 245.
 template <typename T>
 __global__ void __launch_bounds__(kAppendThreads)
     append_kernel(const __grid_constant__ Problem p, const __grid_constant__ AppendPlan plan) {
   touch(p);
   touch(plan);
   wait_for_predecessor();
+  if (plan.early_successor) let_successor_start();
   const int block = static_cast<int>(blockIdx.x), index = plan.parts.divide(block);
   const int part = block - index * static_cast<int>(plan.parts.divisor);
   const int i = part * kAppendThreads + static_cast<int>(threadIdx.x);
