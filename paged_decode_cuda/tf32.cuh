@@ -46,12 +46,26 @@ PD_DEVICE void add_product(float (&sum)[4], float (&rest)[4], const Tf32Pair<4>&
 
 // Several products of the same `a`. One that adds to the sum of another waits for it, so those stand apart.
 template <int kCount>
+PD_DEVICE void add_small_products(float (&sum)[kCount][4], const Tf32Pair<4>& a, const Tf32Pair<2> (&b)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) mma_16x8x8(sum[i], a.small, b[i].big);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) mma_16x8x8(sum[i], a.big, b[i].small);
+}
+
+template <int kCount>
+PD_DEVICE void add_big_products(float (&sum)[kCount][4], const Tf32Pair<4>& a, const Tf32Pair<2> (&b)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) mma_16x8x8(sum[i], a.big, b[i].big);
+}
+
+// Both, the small ones aside.
+template <int kCount>
 PD_DEVICE void add_products(float (&sum)[kCount][4], float (&rest)[kCount][4], const Tf32Pair<4>& a,
                             const Tf32Pair<2> (&b)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) mma_16x8x8(rest[i], a.small, b[i].big);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) mma_16x8x8(sum[i], a.big, b[i].big);
+  add_big_products(sum, a, b);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) mma_16x8x8(rest[i], a.big, b[i].small);
 }

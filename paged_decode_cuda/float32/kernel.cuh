@@ -28,6 +28,7 @@ struct Work {
   KeySource source;
   Partials partials;  // of other blocks, to be added
   float scale;        // of q.k
+  bool infinite;      // values may be infinite
   uint2 places[Float32Sizes<kHeadDim>::kTileKeys];
   float2 sums[Float32Sizes<kHeadDim>::kRows];  // (m, l)
 };
@@ -46,6 +47,7 @@ PD_DEVICE bool find_work(const Problem& p, const Plan& plan, Work<kHeadDim>& wor
     work.segment = segment;
     work.source = find_source(p, item, segment.head);
     work.scale = score_scale(p, item.b, segment.head);
+    work.infinite = false;
     work.partials = {segment.first ? partials_behind(item, segment, dealing) : 0, 1};
   }
   __syncthreads();
@@ -98,34 +100,47 @@ __global__ void __launch_bounds__(Float32Sizes<kHeadDim>::kThreads, Float32Sizes
   const int head = work.segment.head;
 
   Float32Loader<kHeadDim> loader = {work.places};
-  loader.find(p, plan, work.source, work.segment.tile);
   loader.copy_queries(p, plan, item, head, address);
-  loader.copy_keys(p, keys_at);
-  copy_commit();
-  loader.copy_values(p, values_at);
-  copy_commit();
-
   Float32Rows<kHeadDim> rows;
   rows.sums = work.sums;
-  rows.start();
   const auto works = [&] { return static_cast<int>(threadIdx.x) / kWarp * Shape::kWarpRows < item.rows; };
+  // Once more, with more care, where a sum is no finite number in the end.
 #pragma unroll 1
-  for (int tile = work.segment.tile; tile < work.segment.tile_end; ++tile) {
-    copy_wait<1>();
-    __syncthreads();
-    if (tile + 1 < work.segment.tile_end) loader.find(p, plan, work.source, tile + 1);
-    typename Float32Rows<kHeadDim>::Scores s;
-    if (works()) rows.score_keys(queries, keys, static_cast<int>(p.head_dim), s);
-    __syncthreads();
-    if (tile + 1 < work.segment.tile_end) loader.copy_keys(p, keys_at);
+  while (true) {
+    rows.start();
+    loader.find(p, plan, work.source, work.segment.tile);
+    loader.copy_keys(p, keys_at);
     copy_commit();
-    if (works()) rows.weigh(p, plan, item, work.segment.head, work.scale, tile, s);
-    copy_wait<1>();
-    __syncthreads();
-    if (works()) rows.add_values(values, static_cast<int>(p.head_dim_v), s);
-    __syncthreads();
-    if (tile + 1 < work.segment.tile_end) loader.copy_values(p, values_at);
+    loader.copy_values(p, values_at);
     copy_commit();
+#pragma unroll 1
+    for (int tile = work.segment.tile; tile < work.segment.tile_end; ++tile) {
+      copy_wait<1>();
+      __syncthreads();
+      if (tile + 1 < work.segment.tile_end) loader.find(p, plan, work.source, tile + 1);
+      typename Float32Rows<kHeadDim>::Scores s;
+      if (works()) rows.score_keys(queries, keys, static_cast<int>(p.head_dim), s);
+      __syncthreads();
+      if (tile + 1 < work.segment.tile_end) loader.copy_keys(p, keys_at);
+      copy_commit();
+      if (works()) rows.weigh(p, plan, item, work.segment.head, work.scale, tile, s);
+      copy_wait<1>();
+      __syncthreads();
+      if (works()) {
+        if (work.infinite) {
+          rows.template add_values<true>(values, static_cast<int>(p.head_dim_v), s);
+        } else {
+          rows.template add_values<false>(values, static_cast<int>(p.head_dim_v), s);
+        }
+      }
+      __syncthreads();
+      if (tile + 1 < work.segment.tile_end) loader.copy_values(p, values_at);
+      copy_commit();
+    }
+    const bool again = __syncthreads_or(works() && !work.infinite && rows.any_infinite());
+    if (!again) break;
+    if (threadIdx.x == 0) work.infinite = true;
+    __syncthreads();
   }
   if (works()) finish_rows(p, plan, work, rows, queries);
 }

@@ -161,11 +161,14 @@ struct Float32Rows {
     }
   }
 
-  // Adds the values of a tile, each times its weight. The sums of 16 keys are added in float32, see tf32.cuh.
+  // Adds the values of a tile, each times its weight. The sums of 16 keys are added in float32, see tf32.cuh: small
+  // products first, so that they are not cut off where the big ones join them. kInfinite: values may be infinite, so
+  // the two stay apart.
+  template <bool kInfinite>
   PD_MEMBER void add_values(const char* values, int head_dim_v, const Scores& s) {
     const int thread = this_thread(), g = thread % kWarp / 4, t = thread % 4;
     // The compiler orders loads and products between two of these questions, and would load too much ahead without.
-    constexpr int kOrdered = kHeadDim > 64 ? 2 : 1;
+    constexpr int kOrdered = kHeadDim > 128 ? 2 : 1;
     values += t * 2 * Shape::kPieces * 16;
 #pragma unroll
     for (int pair = 0; pair < kSubTiles; pair += 2) {
@@ -183,21 +186,46 @@ struct Float32Rows {
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          float sum[2][4] = {}, rest[2][4] = {};
+          float sum[2][4] = {};
+          Tf32Pair<2> keys[2][2];  // [sub][i]
 #pragma unroll
           for (int sub = 0; sub < 2; ++sub) {
             const uint4 &x = first[sub], &y = second[sub];
-            const Tf32Pair<2> keys[2] = {Tf32Pair<2>({half ? x.z : x.x, half ? y.z : y.x}),
-                                         Tf32Pair<2>({half ? x.w : x.y, half ? y.w : y.y})};
-            add_products(sum, rest, weights[sub], keys);
+            keys[sub][0] = Tf32Pair<2>({half ? x.z : x.x, half ? y.z : y.x});
+            keys[sub][1] = Tf32Pair<2>({half ? x.w : x.y, half ? y.w : y.y});
+            add_small_products(sum, weights[sub], keys[sub]);
+          }
+          if constexpr (kInfinite) {
+            float big[2][4] = {};
+#pragma unroll
+            for (int sub = 0; sub < 2; ++sub) add_big_products(big, weights[sub], keys[sub]);
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+              for (int r = 0; r < 4; ++r) sum[i][r] = with_rest(big[i][r], sum[i][r]);
+          } else {
+#pragma unroll
+            for (int sub = 0; sub < 2; ++sub) add_big_products(sum, weights[sub], keys[sub]);
           }
 #pragma unroll
           for (int i = 0; i < 2; ++i)
 #pragma unroll
-            for (int r = 0; r < 4; ++r) acc[chunk][2 * half + i][r] += with_rest(sum[i][r], rest[i][r]);
+            for (int r = 0; r < 4; ++r) acc[chunk][2 * half + i][r] += sum[i][r];
         }
       }
     }
+  }
+
+  // Whether a sum is no finite number, as an infinite value leaves it without kInfinite.
+  PD_MEMBER bool any_infinite() const {
+    float all = 0.f;
+#pragma unroll
+    for (int c = 0; c < Shape::kValueChunks; ++c)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) all += acc[c][i][r] - acc[c][i][r];
+    return isnan(all);
   }
 
   // Of 8 keys: terms t and t + 4 of the product are keys 2t and 2t + 1.
