@@ -15,7 +15,7 @@ CALL = [
     *("batch", "q_heads", "kv_heads", "head_dim", "head_dim_v", "total_q", "max_q_len", "q_dtype", "kv_dtype"),
     *("k_stride_page", "k_stride_slot", "k_stride_head", "v_stride_page", "v_stride_slot", "v_stride_head"),
     *("num_pages", "page_size", "max_pages"),
-    *("window_left", "window_right", "chunk", "num_splits", "deterministic", "processors", "seed"),
+    *("window_left", "window_right", "chunk", "num_splits", "deterministic", "processors", "seed", "little_shared"),
 ]
 
 
@@ -39,7 +39,8 @@ def compile_kernels(root, sources, in_shared_memory):
         pytest.skip("needs g++")
     cuda = root / "paged_decode_cuda"
     shutil.copytree(REPOSITORY / "paged_decode_cuda", cuda)
-    for name in ("ptx.cuh", "runtime.h", "prefill/products.cuh", "prefill/e4m3_products.cuh", "prefill/tensor_map.h"):
+    own = ("prefill/products.cuh", "prefill/e4m3_products.cuh", "prefill/tensor_map.h", "prefill_mma/matrices.cuh")
+    for name in ("ptx.cuh", "runtime.h", *own):
         shutil.copy(HOST / Path(name).name, cuda / name)
     for path, declared, instead in in_shared_memory:
         source = (cuda / path).read_text()
@@ -126,7 +127,8 @@ class Case:
             "num_pages": self.num_pages, "page_size": self.page_size, "max_pages": self.max_pages,
             "window_left": self.window[0], "window_right": self.window[1], "chunk": o.get("chunk", 0),
             "num_splits": o.get("num_splits", 0), "deterministic": o.get("deterministic", 0),
-            "processors": o.get("processors", 4), "seed": self.seed, "scale": self.scale,
+            "processors": o.get("processors", 4), "seed": self.seed, "little_shared": o.get("little_shared", 0),
+            "scale": self.scale,
             "softcap": o.get("softcap", 0.0),
         }.items():  # fmt: skip
             setattr(call, name, value)

@@ -1,4 +1,7 @@
-"""Many rows on a Hopper GPU: every feature on the route "prefill", every page size, and tiles at their edges."""
+"""Many rows on a GPU: every feature on its route for long queries, every page size, and tiles at their edges.
+
+That route is `prefill` on Hopper and `prefill_mma` on other GPUs.
+"""
 
 import dataclasses
 import random
@@ -11,9 +14,15 @@ from compare import check, judge, run
 
 
 @pytest.fixture(autouse=True)
-def only_on_hopper(device):
-    if torch.device(device).type != "cuda" or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the route needs compute capability 9.0")
+def only_on_a_gpu(device):
+    if torch.device(device).type != "cuda":
+        pytest.skip("these routes are CUDA's")
+
+
+@pytest.fixture(scope="module")
+def long_route(paged_attn, device):
+    """The route for long queries of this GPU."""
+    return explained_call(paged_attn, BASE, device).route
 
 
 # Enough tiles of rows for the route: 6 requests, 4 kv_heads, 160 rows of each.
@@ -100,28 +109,66 @@ FEATURES = {
 }
 
 
-def on_the_route(paged_attn, case, device):
-    """Checks the case after making sure that it is the prefill kernel that runs."""
+def explained_call(paged_attn, case, device):
     call = cases.build(case).to(device)
     k_cache, v_cache = call.caches()
-    explained = paged_attn.explain(k_cache=k_cache, v_cache=v_cache, **call.kwargs)
-    assert explained.route == "prefill", explained
+    return paged_attn.explain(k_cache=k_cache, v_cache=v_cache, **call.kwargs)
+
+
+def on_the_route(paged_attn, case, device, route):
+    """Checks the case after making sure that it is the kernel for long queries that runs."""
+    assert route in ("prefill", "prefill_mma")
+    explained = explained_call(paged_attn, case, device)
+    assert explained.route == route, explained
     check(paged_attn, case, device)
     return explained
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_feature(paged_attn, device, feature):
-    on_the_route(paged_attn, dataclasses.replace(BASE, **FEATURES[feature]), device)
+def test_feature(paged_attn, device, long_route, feature):
+    case = dataclasses.replace(BASE, **FEATURES[feature])
+    if long_route != "prefill" and case.dtype == "float8_e4m3fn":  # 8-bit q is prefill's alone
+        check(paged_attn, case, device)
+    else:
+        on_the_route(paged_attn, case, device, long_route)
+
+
+EIGHT_BIT = {
+    "plain": {},
+    "e5m2": {"kv_dtype": "float8_e5m2"},
+    "fp16": {"dtype": "float16"},
+    "descales": {"descale": "full"},
+    "window_leftpad": {"window": (60, -1), "leftpad": True},
+    "append": {"append": 40},
+    "page_1": {"page_size": 1},
+    "contiguous": {"page_size": 0},
+    "more_q_than_keys": {"q_len": 70, "kv_len": 50},
+    "sink": {"sink": "float32"},
+    "dim_64": {"head_dim": 64},
+    "dim_96": {"head_dim": 96},
+    "dim_256": {"head_dim": 256},
+    "dim_192_128": {"head_dim": 192, "head_dim_v": 128},
+}
+
+
+@pytest.mark.parametrize("feature", EIGHT_BIT)
+def test_8_bit_cache(paged_attn, device, long_route, feature):
+    """Widened on the route prefill_mma, if shared memory holds that; prefill leaves it to the decode kernel."""
+    case = dataclasses.replace(BASE, **({"kv_dtype": "float8_e4m3fn"} | EIGHT_BIT[feature]))
+    explained = explained_call(paged_attn, case, device)
+    if long_route == "prefill_mma" and explained.route != long_route:
+        assert case.head_dim > 128 and "shared memory" in explained.why_not[long_route], explained
+    check(paged_attn, case, device)
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 8, 16, 24, 48, 64, 128, 256, 0])
 @pytest.mark.parametrize("options", [{}, {"causal": False, "dtype": "float16"}, {"head_dim": 256}], ids=str)
-def test_page_size(paged_attn, device, page_size, options):
+def test_page_size(paged_attn, device, long_route, page_size, options):
     """Bulk copies where a page holds whole boxes, piece by piece elsewhere."""
     case = dataclasses.replace(BASE, page_size=page_size, lens=(700, 0, 257, 256, 64, 511), **options)
-    explained = on_the_route(paged_attn, case, device)
-    assert (explained.plan["box_rows"] > 0) == (page_size % 8 == 0)
+    explained = on_the_route(paged_attn, case, device, long_route)
+    if long_route == "prefill":
+        assert (explained.plan["box_rows"] > 0) == (page_size % 8 == 0)
 
 
 PARTS = {
@@ -141,10 +188,13 @@ PARTS = {
 
 
 @pytest.mark.parametrize("parts", PARTS)
-def test_keys_in_parts(paged_attn, device, parts):
+def test_keys_in_parts(paged_attn, device, long_route, parts):
     """As many as are asked for; for few rows over many keys more than one without being asked."""
     case = dataclasses.replace(BASE, **({"kv_len": 5000} | PARTS[parts]))
-    explained = on_the_route(paged_attn, case, device)
+    if long_route != "prefill":
+        check(paged_attn, case, device)
+        return
+    explained = on_the_route(paged_attn, case, device, long_route)
     assert explained.plan["splits"] == PARTS[parts].get("num_splits", explained.plan["splits"]) > 1
 
 
@@ -168,8 +218,8 @@ def random_case(rng):
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_features_together(paged_attn, device, seed):
-    on_the_route(paged_attn, random_case(random.Random(seed)), device)
+def test_features_together(paged_attn, device, long_route, seed):
+    on_the_route(paged_attn, random_case(random.Random(seed)), device, long_route)
 
 
 def packed(paged_attn, device, q_lens, k_lens, total_q=None, **options):
@@ -249,18 +299,23 @@ def test_streams_do_not_disturb_each_other(paged_attn, device):
         assert torch.equal(out, expected[i % 6][0]) and torch.equal(lse, expected[i % 6][1])
 
 
-def test_why_not(paged_attn, device):
+E4M3 = {"dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn"}
+ONLY_PREFILL = [
+    ({"kv_dtype": "float8_e4m3fn"}, "an 8-bit cache"),
+    (E4M3 | {"kv_dtype": "float8_e5m2"}, "e5m2"),
+    (E4M3 | {"head_dim": 144}, "head_dim above 128"),
+    ({"dtype": "float32"}, "float32"),
+]
+ONLY_PREFILL_MMA = [(E4M3, "8-bit q")]
+
+
+def test_why_not(paged_attn, device, long_route):
     """What keeps a call from the route is said."""
     for options, reason in (
         ({"q_len": 1}, "rows"),
         ({"num_splits": 20}, "num_splits"),
-        ({"kv_dtype": "float8_e4m3fn"}, "an 8-bit cache"),
-        ({"dtype": "float8_e4m3fn", "kv_dtype": "float8_e5m2"}, "e5m2"),
-        ({"dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn", "head_dim": 144}, "head_dim above 128"),
         ({"batch": 1, "kv_heads": 1}, "too few"),
-        ({"dtype": "float32"}, "float32"),
+        *(ONLY_PREFILL if long_route == "prefill" else ONLY_PREFILL_MMA),
     ):
-        call = cases.build(dataclasses.replace(BASE, **options)).to(device)
-        k_cache, v_cache = call.caches()
-        explained = paged_attn.explain(k_cache=k_cache, v_cache=v_cache, **call.kwargs)
-        assert explained.route != "prefill" and reason in explained.why_not["prefill"], explained
+        explained = explained_call(paged_attn, dataclasses.replace(BASE, **options), device)
+        assert explained.route != long_route and reason in explained.why_not[long_route], explained

@@ -1,4 +1,4 @@
-"""The prefill route of CUDA without a GPU: what it takes, what it plans, and the order of its tiles."""
+"""CUDA's routes for long queries without a GPU: what they take, what they plan, and the order of their tiles."""
 
 import itertools
 import random
@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_cuda_plans import visible
+from test_cuda_plans import BLOCK_COST, visible
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "cuda"))
 import planner
 import prefill_planner
-from prefill_planner import call_of, numbers_of, order_of, refusal
+from prefill_planner import call_of, mma_numbers_of, mma_refusal, numbers_of, order_of, refusal
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +148,75 @@ def test_parts_hold_every_tile_of_keys_once(library, parts):
             end += own
         last = max(0, lens[b] - q_lens[b] + min(first_row // 4 + 32, q_lens[b]))
         assert (begin, end) == (0, -(-last // 128)), (b, first_row)
+
+
+def gpu(name):
+    """Options of a GPU of planner.GPUS without wgmma; 8.6 stands for all of its limits."""
+    processors, of_block, of_processor = planner.GPUS[name]
+    capability = {"sm_80": 80, "sm_86, sm_89, sm_120": 86}[name]
+    return {"capability": capability, "processors": processors, "shared_per_block": of_block,
+            "shared_per_processor": of_processor}  # fmt: skip
+
+
+OTHER_GPUS = [name for name in planner.GPUS if name != "sm_90"]
+MMA_REFUSES = {
+    "a device of compute capability 9.0, which has the route prefill": {"capability": 90},
+    "8-bit q": {"q_bytes": 1, "kv_bytes": 1},
+    "q and the cache differ in dtype": {"q_bytes": 1},
+    "softcap or alibi_slopes over an 8-bit cache": {"kv_bytes": 1, "softcap": 3},
+    "num_splits above 1": {"num_splits": 2},
+    **{
+        reason: PREFILL_REFUSES[reason]
+        for reason in (
+            "no more rows than one tile of the decode kernel",
+            "float32",
+            "qv",
+            "head_dim or head_dim_v above 256",
+            "rows of the cache are not whole pieces of 16 bytes",
+            "there are more tiles of rows than 32 bits count",
+        )
+    },
+    "too few tiles of rows to fill the device": {"max_q_len": 20, "kv_heads": 1},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_GPUS)
+@pytest.mark.parametrize("reason", MMA_REFUSES)
+def test_why_not_prefill_mma(library, name, reason):
+    assert mma_refusal(library, PROMPTS, **gpu(name)) == ""
+    assert mma_refusal(library, PROMPTS, kv_bytes=1, **gpu(name)) == ""
+    assert mma_refusal(library, PROMPTS, **(gpu(name) | MMA_REFUSES[reason])) == reason
+
+
+@pytest.mark.parametrize("name", OTHER_GPUS)
+@pytest.mark.parametrize("kv_bytes", [1, 2])
+def test_prefill_mma_plans(library, name, kv_bytes):
+    """Every instance holds the dimensions and fits the GPU, as many blocks beside each other as the plan says."""
+    limits, seen, refused = gpu(name), set(), set()
+    for dims in ((16, 16), (64, 64), (96, 80), (64, 128), (128, 128), (192, 128), (192, 192), (256, 256)):
+        for kv_heads, q_len in ((1, 2000), (8, 100), (2, 129)):
+            options = {"head_dim": dims[0], "head_dim_v": dims[1], "kv_heads": kv_heads, "max_q_len": q_len}
+            reason = mma_refusal(library, PROMPTS, kv_bytes=kv_bytes, **options, **limits)
+            if reason:
+                assert reason == "tiles larger than the shared memory of a block"
+                refused.add(dims)
+                continue
+            n = mma_numbers_of(library, PROMPTS, kv_bytes=kv_bytes, **options, **limits)
+            seen.add((n.head_dim, n.keys))
+            assert n.head_dim >= dims[0] and n.widens == (kv_bytes == 1) and n.keys % 16 == 0
+            assert (n.rows, n.threads) == (128, 256 if n.head_dim == 256 else 128)
+            assert n.shared_bytes <= limits["shared_per_block"]
+            assert n.blocks_per_processor * (n.shared_bytes + BLOCK_COST) <= limits["shared_per_processor"]
+            tiles = len(PROMPTS) * -(-q_len * 4 // n.rows) * kv_heads
+            assert n.items * kv_heads == tiles
+            assert n.blocks == min(tiles, limits["processors"] * n.blocks_per_processor)
+            assert n.l2_keys * sum(dims) * kv_bytes <= 24 << 20
+            # A block of 128 threads is not alone where that can be.
+            if n.head_dim <= 128 and kv_bytes == 2:
+                assert n.blocks_per_processor == 2
+    small = limits["capability"] == 86
+    assert refused == ({(192, 128), (192, 192), (256, 256)} if small and kv_bytes == 1 else set())
+    assert len(seen) == (5 if kv_bytes == 2 else 2 if small else 3)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -7,22 +7,12 @@
 namespace paged_attn {
 namespace {
 
-constexpr int kCapability = 90;         // wgmma and its registers exist on this one only
-constexpr int64_t kFewTiles = 6;        // times the tiles of rows that leave more idle than the decode kernel costs
-constexpr int64_t kPartKeys = 512;      // fewer are not worth a part
-constexpr int64_t kMostParts = 32;      // that are chosen
-constexpr int64_t kPartTiles = 4;       // times the multiprocessors: tiles of rows whose parts there is memory for
-constexpr int64_t kL2Bytes = 24 << 20;  // of keys and values that all blocks read together
+constexpr int kCapability = 90;     // wgmma and its registers exist on this one only
+constexpr int64_t kPartKeys = 512;  // fewer are not worth a part
+constexpr int64_t kMostParts = 32;  // that are chosen
+constexpr int64_t kPartTiles = 4;   // times the multiprocessors: tiles of rows whose parts there is memory for
 constexpr int64_t kMostE4m3Dims = 128;
 constexpr int kSwizzledRows = 8;  // a box begins where the swizzle does
-
-// Tiles of rows of all requests and kv_heads, at most.
-int64_t most_tiles(const Problem& p, int rows) {
-  if (!p.cu_seqlens_q) return p.batch * pd_ceil_div(p.max_q_len * p.group, rows) * p.kv_heads;
-  // The last tile of every request has a row at least.
-  const int64_t unused = pd_min(p.batch, p.total_q) * (rows - 1);
-  return (p.total_q * p.group + unused) / rows * p.kv_heads;
-}
 
 // Keys that a tile of rows may see.
 int64_t most_keys(const Problem& p, int rows) {
@@ -39,9 +29,6 @@ int64_t parts_of(const Problem& p, int64_t tiles, int rows, int processors) {
   return pd_max(pd_min(pd_min(processors / pd_max(tiles, 1), most_keys(p, rows) / kPartKeys), kMostParts), 1);
 }
 
-// Softcap and ALiBi, which half of the instances do without.
-bool all_scores(const Problem& p) { return p.softcap != 0.f || p.alibi_slopes; }
-
 // 8-bit q with its cache has instances of its own.
 PrefillInstance instance_for(const Problem& p) {
   if (dtype_bytes(p.cache.dtype) == 1)
@@ -52,6 +39,13 @@ PrefillInstance instance_for(const Problem& p) {
 int64_t greatest_divisor(int64_t a, int64_t b) { return b == 0 ? a : greatest_divisor(b, a % b); }
 
 }  // namespace
+
+int64_t most_tiles(const Problem& p, int rows) {
+  if (!p.cu_seqlens_q) return p.batch * pd_ceil_div(p.max_q_len * p.group, rows) * p.kv_heads;
+  // The last tile of every request has a row at least.
+  const int64_t unused = pd_min(p.batch, p.total_q) * (rows - 1);
+  return (p.total_q * p.group + unused) / rows * p.kv_heads;
+}
 
 const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
   if (limits.capability != kCapability) return "a device of another compute capability than 9.0";

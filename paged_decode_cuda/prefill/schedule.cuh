@@ -22,12 +22,19 @@ PD_DEVICE void open_tickets(unsigned long long* tickets) {
   store_relaxed(tickets, word);
 }
 
-PD_DEVICE unsigned take_ticket(unsigned long long* tickets) {
+PD_DEVICE void await_tickets(const unsigned long long* tickets) {
   unsigned long long word;
   do {
     word = load_relaxed(tickets);
   } while (static_cast<unsigned>(word >> 32) != ticket_tag());
-  return static_cast<unsigned>(atomicAdd(tickets, 1ull));
+}
+
+// Once they are open.
+PD_DEVICE unsigned next_ticket(unsigned long long* tickets) { return static_cast<unsigned>(atomicAdd(tickets, 1ull)); }
+
+PD_DEVICE unsigned take_ticket(unsigned long long* tickets) {
+  await_tickets(tickets);
+  return next_ticket(tickets);
 }
 
 // Rows [tile * Shape::kRows, ...) of a request.
@@ -67,7 +74,7 @@ struct RequestTiles {
 };
 
 template <typename Shape>
-PD_DEVICE RequestTiles request_tiles(const Problem& p, const PrefillCall& plan, int b) {
+PD_DEVICE RequestTiles request_tiles(const Problem& p, const Plan& plan, int b) {
   RequestTiles r;
   const int q_rows = query_length(p, b) * static_cast<int>(p.group);
   r.rows = max(0, (q_rows + Shape::kRows - 1) / Shape::kRows);
@@ -97,7 +104,7 @@ PD_DEVICE int tiles_below(const Problem& p, const RequestTiles& r, int longest, 
 
 PD_DEVICE void close_tickets(unsigned long long* tickets) { store_relaxed(tickets, 0); }
 
-// Walks through all tiles in their order. The lanes of one warp call everything together.
+// Walks through all tiles in their order. The lanes of one warp call everything together. Call: of the kernel.
 template <typename Shape>
 struct Scheduler {
   int longest;         // tiles of keys of the longest row tile
@@ -107,7 +114,8 @@ struct Scheduler {
   int own_len;
   int ends;  // tiles up to this lane's request, inclusive
 
-  PD_MEMBER void start(const Problem& p, const PrefillCall& plan) {
+  template <typename Call>
+  PD_MEMBER void start(const Problem& p, const Call& plan) {
     const int lane = threadIdx.x % kWarp;
     int most = 1;
     for (int b = lane; b < p.batch; b += kWarp) most = max(most, request_tiles<Shape>(p, plan, b).most);
@@ -118,7 +126,8 @@ struct Scheduler {
     count(p, plan);
   }
 
-  PD_MEMBER void count(const Problem& p, const PrefillCall& plan) {
+  template <typename Call>
+  PD_MEMBER void count(const Problem& p, const Call& plan) {
     const int lane = threadIdx.x % kWarp, b = first + lane;
     own = own_below = own_len = 0;
     if (b < p.batch) {
@@ -136,7 +145,8 @@ struct Scheduler {
   }
 
   // The work of tile `index`, which never falls from call to call; false past the end.
-  PD_MEMBER bool find(const Problem& p, const PrefillCall& plan, int index, Work& work) {
+  template <typename Call>
+  PD_MEMBER bool find(const Problem& p, const Call& plan, int index, Work& work) {
     while (index >= before + __shfl_sync(~0u, ends, kWarp - 1)) {
       before += __shfl_sync(~0u, ends, kWarp - 1);
       first += kWarp;

@@ -1,8 +1,9 @@
-// The planner of the prefill route and its order of tiles, compiled for the host. test_cuda_plans.py makes
+// The planners of the routes for long queries and their order of tiles, compiled for the host. test_cuda_plans.py makes
 // prefill_host.h from the files themselves, without what only a GPU has.
 #include "prefill/plan.h"
 
 #include "prefill_host.h"
+#include "prefill_mma/plan.h"
 
 using namespace paged_attn;
 
@@ -10,7 +11,7 @@ extern "C" {
 
 // Fields are given by name from Python, all of 64 bits. An address of 0 leaves a tensor out.
 struct PrefillCase {
-  int64_t capability, processors;
+  int64_t capability, processors, shared_per_block, shared_per_processor;
   int64_t batch, kv_heads, group, head_dim, head_dim_v, q_bytes, kv_bytes, total_q, max_q_len, page_size, paged, qv;
   int64_t window_left, window_right, chunk, softcap, num_splits, deterministic, l2_keys, parts;
   int64_t cu_seqlens_q, cache_seqlens, leftpad;
@@ -75,7 +76,8 @@ static Problem problem_of(const PrefillCase& call) {
 }
 
 static DeviceLimits limits_of(const PrefillCase& call) {
-  return {static_cast<int>(call.processors), 232448, 233472, static_cast<int>(call.capability)};
+  return {static_cast<int>(call.processors), static_cast<int>(call.shared_per_block),
+          static_cast<int>(call.shared_per_processor), static_cast<int>(call.capability)};
 }
 
 const char* prefill_refusal(const PrefillCase* call) { return prefill_why_not(problem_of(*call), limits_of(*call)); }
@@ -85,6 +87,23 @@ void prefill_numbers(const PrefillCase* call, PrefillNumbers* numbers) {
   const PrefillInstance& i = plan.instance;
   *numbers = {i.rows,        i.keys,     i.threads,   i.shared_bytes, plan.all_scores,
               plan.box_rows, plan.items, plan.blocks, plan.l2_keys,   plan.parts};
+}
+
+struct PrefillMmaNumbers {
+  int64_t head_dim, keys, widens, rows, threads, shared_bytes, items, blocks, blocks_per_processor, l2_keys;
+};
+
+const char* prefill_mma_refusal(const PrefillCase* call) {
+  return prefill_mma_why_not(problem_of(*call), limits_of(*call));
+}
+
+void prefill_mma_numbers(const PrefillCase* call, PrefillMmaNumbers* numbers) {
+  const PrefillMmaPlan plan = plan_prefill_mma(problem_of(*call), limits_of(*call));
+  const PrefillMmaInstance& i = plan.instance;
+  *numbers = {i.head_dim,  i.keys,      i.widens,
+              i.rows,      i.threads,   i.shared_bytes,
+              plan.items,  plan.blocks, plan.blocks_per_processor,
+              plan.l2_keys};
 }
 
 // All tiles in their order, as the warp of one block would find them that takes every ticket; how many there are.

@@ -1,5 +1,5 @@
-"""The planner of the prefill route and its order of tiles for Python, without a GPU: prefill.cpp, compiled for the host
-and called through ctypes.
+"""The planners of the routes for long queries and their order of tiles for Python, without a GPU: prefill.cpp, compiled
+for the host and called through ctypes.
 """
 
 import ctypes
@@ -11,17 +11,21 @@ from planner import FLAGS, FOLDERS, REPOSITORY, compiler, structure
 
 SOURCES = (
     "tests/cuda/prefill.cpp",
-    *(f"paged_decode_cuda/{name}.cpp" for name in ("plan", "decode/plan", "prefill/plan")),
+    *(f"paged_decode_cuda/{name}.cpp" for name in ("plan", "decode/plan", "prefill/plan", "prefill_mma/plan")),
 )
 CALL = [
-    *("capability", "processors"),
+    *("capability", "processors", "shared_per_block", "shared_per_processor"),
     *("batch", "kv_heads", "group", "head_dim", "head_dim_v", "q_bytes", "kv_bytes", "total_q", "max_q_len"),
     *("page_size", "paged", "qv", "window_left", "window_right", "chunk", "softcap", "num_splits", "deterministic"),
     *("l2_keys", "parts", "cu_seqlens_q", "cache_seqlens", "leftpad"),
 ]
 NUMBERS = ["rows", "keys", "threads", "shared_bytes", "all_scores", "box_rows", "items", "blocks", "l2_keys", "parts"]
+MMA_NUMBERS = [
+    *("head_dim", "keys", "widens", "rows", "threads", "shared_bytes"),
+    *("items", "blocks", "blocks_per_processor", "l2_keys"),
+]
 TILE = ["b", "head", "first_row", "rows", "key_begin", "key_end", "part", "first_tile", "tiles"]
-Call, Numbers, Tile = map(structure, (CALL, NUMBERS, TILE))
+Call, Numbers, MmaNumbers, Tile = map(structure, (CALL, NUMBERS, MMA_NUMBERS, TILE))
 
 
 def part_of(path, begin, end):
@@ -65,15 +69,16 @@ def load() -> ctypes.CDLL:
         os.replace(fresh, target)
     library = ctypes.CDLL(str(target))
     library.prefill_order.restype = ctypes.c_int64
-    library.prefill_refusal.restype = ctypes.c_char_p
+    library.prefill_refusal.restype = library.prefill_mma_refusal.restype = ctypes.c_char_p
     return library
 
 
 def call_of(lens, q_lens=None, leftpads=None, **options):
     """The call, and what keeps its tables alive. Prompts of a Hopper GPU unless said otherwise."""
     defaults = {
-        "capability": 90, "processors": 132, "kv_heads": 4, "group": 4, "head_dim": 128, "q_bytes": 2, "kv_bytes": 2,
-        "page_size": 16, "paged": 1, "window_left": -1, "l2_keys": 1 << 20, "parts": 1, "batch": len(lens),
+        "capability": 90, "processors": 132, "shared_per_block": 232448, "shared_per_processor": 233472,
+        "kv_heads": 4, "group": 4, "head_dim": 128, "q_bytes": 2, "kv_bytes": 2, "page_size": 16, "paged": 1,
+        "window_left": -1, "l2_keys": 1 << 20, "parts": 1, "batch": len(lens),
     }  # fmt: skip
     options = defaults | options
     options.setdefault("head_dim_v", options["head_dim"])
@@ -104,6 +109,18 @@ def numbers_of(library, *arguments, **options):
     call, _keep = call_of(*arguments, **options)
     numbers = Numbers()
     library.prefill_numbers(ctypes.byref(call), ctypes.byref(numbers))
+    return numbers
+
+
+def mma_refusal(library, *arguments, **options):
+    call, _keep = call_of(*arguments, **options)
+    return library.prefill_mma_refusal(ctypes.byref(call)).decode()
+
+
+def mma_numbers_of(library, *arguments, **options):
+    call, _keep = call_of(*arguments, **options)
+    numbers = MmaNumbers()
+    library.prefill_mma_numbers(ctypes.byref(call), ctypes.byref(numbers))
     return numbers
 
 

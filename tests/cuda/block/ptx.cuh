@@ -3,6 +3,8 @@
 
 #include <math.h>
 
+#include <type_traits>
+
 #include "decode/sizes.h"
 #include "lanes.h"
 #include "plan.h"
@@ -115,6 +117,39 @@ PD_DEVICE uint32_t fp8_pair_to_fp16(uint32_t word) {
 PD_DEVICE uint32_t fp16_pair_to_bf16(uint32_t pair) {
   const uint16_t halves[2] = {static_cast<uint16_t>(pair), static_cast<uint16_t>(pair >> 16)};
   return pack_pair<true>(value_at<Fp16>(&halves[0]), value_at<Fp16>(&halves[1]));
+}
+
+// d += a * b on a 16x8 tile with 16 terms. A lane (g, t) has of a terms 2t and 2t + 1 of rows g and g + 8, then of the
+// same rows those 8 further; of b the same terms of column g; of d columns 2t and 2t + 1 of both rows.
+template <bool kBf16>
+PD_DEVICE void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, const uint32_t (&b)[2]) {
+  using Type = std::conditional_t<kBf16, Bf16, Fp16>;
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const uint64_t pairs[3] = {a0 | uint64_t{a1} << 32, a2 | uint64_t{a3} << 32, b[0] | uint64_t{b[1]} << 32};
+  float a[2][16], terms[2][16];
+  for (int i = 0; i < 3; ++i) {
+    const int64_t* const all = exchange(static_cast<int64_t>(pairs[i]));
+    for (int from = 0; from < 4; ++from) {
+      for (int e = 0; e < 4; ++e) {
+        const int term = from * 2 + e % 2;
+        const auto half = [&](int lane) {
+          const uint16_t bits = static_cast<uint16_t>(static_cast<uint64_t>(all[lane]) >> 16 * e);
+          return value_at<Type>(&bits);
+        };
+        if (i < 2) {
+          a[e / 2][i * 8 + term] = half(g * 4 + from);
+        } else {
+          for (int column = 0; column < 2; ++column)
+            terms[column][e / 2 * 8 + term] = half((2 * t + column) * 4 + from);
+        }
+      }
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    double sum = d[i];
+    for (int term = 0; term < 16; ++term) sum += double(a[i / 2][term]) * terms[i % 2][term];
+    d[i] = static_cast<float>(sum);
+  }
 }
 
 PD_DEVICE float load_float(const void* base, DType dtype, int64_t index) {

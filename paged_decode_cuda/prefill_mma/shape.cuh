@@ -1,0 +1,74 @@
+// Where things lie in shared memory, and what the kernel is told.
+//
+// Queries, keys and values are rows of 16-byte pieces. The matrix unit's loads take one piece of 8 rows at a time,
+// which must lie in different banks. So pieces trade places: piece i of row r is at i ^ (r % 8) where rows are a
+// multiple of 128 bytes long, and at i ^ (r / 2 % 4) where rows are an odd multiple of 64.
+//
+//     rows of 128 bytes          0 1 2 3 4 5 6 7        rows of 192 bytes      0 1 2 3 4 5 6 7 8 9 ...
+//                                1 0 3 2 5 4 7 6                               0 1 2 3 4 5 6 7 8 9
+//                                2 3 0 1 6 7 4 5                               1 0 3 2 5 4 7 6 9 8
+#pragma once
+
+#include "../prefill/places.cuh"
+#include "../prefill/schedule.cuh"
+#include "../rows.cuh"
+#include "sizes.h"
+
+namespace paged_attn {
+
+// Type_: of q and of the cache.
+template <typename Type_, typename Sizes>
+struct PrefillMmaShape : Sizes {
+  using Type = Type_;
+  using Sizes::kTurned;
+
+  static PD_MEMBER int turn(int row) { return kTurned == 8 ? row % 8 : row / 2 % 4; }
+
+  // Address of the piece `step` steps of 2 pieces after one whose address is given.
+  static PD_MEMBER uint32_t step_pieces(uint32_t address, int step) {
+    constexpr int kTurnedBytes = kTurned * 16;
+    return (address ^ (step * 32 % kTurnedBytes)) + step * 32 / kTurnedBytes * kTurnedBytes;
+  }
+};
+
+// What the kernel reads beside the problem.
+struct PrefillMmaCall : Plan {
+  static constexpr int32_t parts = 1;  // keys of a tile of rows are not cut
+  int32_t blocks_in_grid;
+  int32_t l2_keys;              // of one head, that L2 keeps
+  unsigned long long* tickets;  // one word
+};
+
+// What the warps tell each other.
+template <typename Shape>
+struct PrefillMmaControl {
+  Work work[2];         // this one and the next
+  KeyPlaces places[2];  // of their keys
+  // Where the walk through the tiles of rows is; in registers it would be in everybody's way.
+  int longest, bucket, first, before;
+  int own[kWarp], own_below[kWarp], own_len[kWarp], ends[kWarp];
+
+  PD_MEMBER Scheduler<Shape> scheduler() const {
+    const int lane = threadIdx.x % kWarp;
+    return {longest, bucket, first, before, own[lane], own_below[lane], own_len[lane], ends[lane]};
+  }
+
+  PD_MEMBER void leave(const Problem& p, const Scheduler<Shape>& scheduler, const Work& found, int slot) {
+    const int lane = threadIdx.x % kWarp;
+    own[lane] = scheduler.own;
+    own_below[lane] = scheduler.own_below;
+    own_len[lane] = scheduler.own_len;
+    ends[lane] = scheduler.ends;
+    if (lane == 0) {
+      longest = scheduler.longest;
+      bucket = scheduler.bucket;
+      first = scheduler.first;
+      before = scheduler.before;
+      work[slot] = found;
+      if (found.exists) places[slot].start(p, found.item);
+    }
+    __syncwarp();
+  }
+};
+
+}  // namespace paged_attn

@@ -1,0 +1,108 @@
+"""The kernel of the route prefill_mma on the host; see tests/blocks.py."""
+
+import random
+
+import pytest
+import torch
+from blocks import HOST, Case, compile_kernels
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    root = tmp_path_factory.mktemp("prefill_mma")
+    cuda = root / "paged_decode_cuda"
+    kernel = "prefill_mma/kernel.cuh"
+    # Aligned as the declaration asks for.
+    in_shared_memory = (
+        (kernel, "extern __shared__ __align__(128) uint8_t raw[];", "uint8_t* const raw = block_raw() + 128 - kSkew;"),
+    )
+    sources = ["prefill/plan.cpp", "prefill_mma/route.cu", "prefill_mma/plan.cpp", "decode/plan.cpp", "plan.cpp"]
+    return compile_kernels(root, [*(cuda / name for name in sources), HOST / "prefill_mma.cpp"], in_shared_memory)
+
+
+def prompt(head_dim, head_dim_v=None):
+    """Keys and values side by side in a row of the cache."""
+    end = head_dim + (head_dim_v or head_dim)
+    places = {"DIMS": end, "KEYS": slice(0, head_dim), "VALUES": slice(head_dim, end), "NUMBERS": ("blocks", "keys")}
+    return type("Prompt", (Case,), places)
+
+
+CASES = {
+    "one_tile": {"lens": [100], "q_lens": 20},
+    "chunk": {"lens": [400], "q_lens": 50},
+    "two_requests": {"lens": [300, 200], "q_lens": [70, 33]},
+    "page_256": {"lens": [600], "q_lens": 40, "page_size": 256},
+    "page_1": {"lens": [300, 140], "q_lens": [70, 40], "page_size": 1},
+    "page_3": {"lens": [500], "q_lens": 33, "page_size": 3},
+    "page_4": {"lens": [130, 1, 90], "q_lens": [40, 1, 5], "page_size": 4},
+    "not_causal": {"lens": [300], "q_lens": 20, "page_size": 1, "window": (-1, -1)},
+    "window": {"lens": [500], "q_lens": 40, "page_size": 16, "window": (150, 0)},
+    "leftpad": {"lens": [500, 260], "q_lens": 40, "page_size": 16, "leftpads": [137, 3]},
+    "longer_than_keys": {"lens": [10, 260], "q_lens": 40, "page_size": 8},
+    "attention_chunk": {"lens": [300], "q_lens": 70, "chunk": 100},
+    "sinks": {"lens": [300], "q_lens": 33, "sinks": True},
+    "softcap": {"lens": [300], "q_lens": 33, "softcap": 2.0},
+    "alibi": {"lens": [300], "q_lens": 33, "alibi": True},
+    "negative_scale": {"lens": [300], "q_lens": 33, "scale": -0.05},
+    "fp16": {"lens": [300], "q_lens": 33, "dtype": torch.float16},
+    "little_shared": {"lens": [300, 77], "q_lens": [50, 60], "little_shared": 1},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attends(library, name):
+    case = prompt(128)(q_heads=4, **CASES[name])
+    case.run(library)
+    case.judge()
+
+
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v", [(64, 64), (40, 64), (96, 96), (72, 80), (192, 128), (256, 256), (160, 200)]
+)
+def test_head_dim(library, head_dim, head_dim_v):
+    case = prompt(head_dim, head_dim_v)(q_heads=8, kv_heads=2, lens=[200, 30], q_lens=[40, 30], page_size=16)
+    case.run(library)
+    case.judge()
+
+
+EIGHT_BIT = {
+    "e4m3": {"lens": [300, 200], "q_lens": [70, 33]},
+    "e5m2": {"lens": [300, 64], "q_lens": [40, 20], "kv_dtype": torch.float8_e5m2, "page_size": 16},
+    "e4m3_fp16": {"lens": [300], "q_lens": 40, "dtype": torch.float16, "page_size": 3},
+    "longer_than_keys": {"lens": [10, 260], "q_lens": 40, "page_size": 8},
+    "window": {"lens": [500], "q_lens": 40, "page_size": 16, "window": (150, 0)},
+}
+
+
+@pytest.mark.parametrize("name", EIGHT_BIT)
+def test_attends_to_8_bits(library, name):
+    case = prompt(128)(q_heads=4, **({"kv_dtype": torch.float8_e4m3fn} | EIGHT_BIT[name]))
+    case.run(library)
+    case.judge()
+
+
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (96, 96), (192, 128), (256, 256), (144, 208)])
+def test_head_dim_of_8_bits(library, head_dim, head_dim_v):
+    case = prompt(head_dim, head_dim_v)(
+        q_heads=8, kv_heads=2, lens=[200, 30], q_lens=[40, 30], page_size=16, kv_dtype=torch.float8_e4m3fn
+    )
+    case.run(library)
+    case.judge()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_attends_some_call(library, seed):
+    rng = random.Random(seed)
+    lens = [rng.choice([0, 128, rng.randint(1, 400)]) for _ in range(rng.randint(1, 3))]
+    case = prompt(rng.choice([64, 80, 128]))(
+        lens=lens,
+        q_lens=[rng.randint(0, 60) for _ in lens[1:]] + [rng.randint(40, 60)],
+        q_heads=rng.choice([4, 6]),
+        kv_heads=2,
+        page_size=rng.choice([1, 2, 8, 16, 128]),
+        processors=rng.choice([1, 3]),
+        little_shared=rng.choice([0, 1]),
+        seed=seed,
+    )
+    case.run(library)
+    case.judge()
