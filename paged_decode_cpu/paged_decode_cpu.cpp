@@ -35,7 +35,14 @@ constexpr int64_t kResidentBytes = int64_t(8) << 20;
 constexpr int64_t kSplitAlign = 16;            // keys; splits begin at multiples of it
 constexpr int64_t kMinSplitKeys = 256;         // a shorter split costs more to merge than it saves
 constexpr int64_t kDeterministicSplit = 1024;  // keys
-constexpr int64_t kMaxTasksPerThread = 3;
+
+// Tasks from memory: each begins with keys that nothing has fetched, so they are few and read many bytes. The more
+// threads there are, the likelier one of them is late or slow: where reading bounds a call, for its rows are few, tasks
+// are smaller then.
+constexpr int64_t kManyThreads = 8, kFewRows = 16;
+constexpr int64_t kTaskBytes = int64_t(8) << 20, kTaskBytesOfMany = int64_t(1) << 20;
+constexpr int64_t kMaxTasksPerThread = 3, kMaxTasksPerThreadOfMany = 8;
+constexpr int64_t kMaxSplitsPerThread = 4;  // of one item: one thread merges them all
 
 // Items of many rows are made smaller, down to kFewestItemRows, for a thread to get kItemsPerThread of them: with one
 // or two the slowest core holds up the call.
@@ -125,12 +132,23 @@ int64_t useful_threads(const Problem& p, int64_t threads) {
   return pd_max(1, pd_min(threads, work / kThreadWork));
 }
 
-int64_t choose_splits(const Problem& p, const Item& item, int64_t task_cost) {
+// kv_heads that share a walk: all of them, unless their keys cannot be cut into a task for every thread.
+int64_t most_heads(const Problem& p, int64_t threads, bool small) {
+  if (small) return pd_ceil_div(p.batch * p.kv_heads, threads);
+  if (p.deterministic || threads == 1) return p.kv_heads;
+  int64_t splits = 0;
+  for (int64_t b = 0; b < p.batch && splits < threads; ++b)
+    splits += pd_max(1, request_of(p, b).kv_len / kMinSplitKeys);
+  return pd_max(1, p.kv_heads / pd_ceil_div(threads, pd_max(1, splits)));
+}
+
+int64_t choose_splits(const Problem& p, const Item& item, int64_t task_cost, int64_t threads) {
   const int64_t keys = item.keys.end - item.keys.begin;
   // Splits beyond one per kSplitAlign keys would be empty.
   if (p.num_splits > 0) return pd_max(1, pd_min(p.num_splits, pd_ceil_div(keys, kSplitAlign)));
   if (p.deterministic) return pd_max(1, pd_ceil_div(keys, kDeterministicSplit));
-  return pd_max(1, pd_min(pd_ceil_div(cost_of(item), pd_max(task_cost, 1)), keys / kMinSplitKeys));
+  const int64_t most = pd_min(keys / kMinSplitKeys, kMaxSplitsPerThread * threads);
+  return pd_max(1, pd_min(pd_ceil_div(cost_of(item), pd_max(task_cost, 1)), most));
 }
 
 // With `threads` threads at most.
@@ -139,17 +157,19 @@ Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
   plan.threads = threads = useful_threads(p, threads);
   const int64_t bytes = cached_bytes(p);
   const bool small = !p.deterministic && bytes < kResidentBytes;
-  const int64_t max_heads = small ? pd_ceil_div(p.batch * p.kv_heads, threads) : p.kv_heads;
+  const int64_t max_heads = most_heads(p, threads, small);
   const ItemRows most = rows_of_items(p, kernel.products(p), threads);
   for (int64_t b = 0; b < p.batch; ++b) add_items(p, most, b, max_heads, small, plan.works);
   int64_t total = 0;
   for (const Work& work : plan.works) total += cost_of(work.item);
-  // Every task starts with keys that nothing has fetched: small ones are few.
-  const int64_t tasks_per_thread = pd_max(1, pd_min(kMaxTasksPerThread, bytes / (threads * kResidentBytes)));
+  const auto few_rows = [](const Work& work) { return work.item.rows() <= kFewRows; };
+  const bool many = threads >= kManyThreads && std::all_of(plan.works.begin(), plan.works.end(), few_rows);
+  const int64_t tasks_per_thread = pd_max(1, pd_min(many ? kMaxTasksPerThreadOfMany : kMaxTasksPerThread,
+                                                    bytes / (threads * (many ? kTaskBytesOfMany : kTaskBytes))));
   const int64_t task_cost = threads > 1 ? pd_ceil_div(total, threads * tasks_per_thread) : total;
   for (size_t w = 0; w < plan.works.size(); ++w) {
     Work& work = plan.works[w];
-    work.num_splits = choose_splits(p, work.item, task_cost);
+    work.num_splits = choose_splits(p, work.item, task_cost, threads);
     work.partial_offset = plan.partial_floats;
     if (work.num_splits > 1) plan.partial_floats += work.num_splits * partial_floats(work.item, p.head_dim_v);
     plan.scratch_bytes = pd_max(plan.scratch_bytes, kernel.scratch_bytes(p, work.item));

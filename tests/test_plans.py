@@ -88,6 +88,16 @@ def test_cpu_keeps_all_threads_busy(native, threads):
     assert native.cpu.plan(many, threads)["partial_floats"] == 0
 
 
+def test_cpu_cuts_heads_where_keys_are_few(native):
+    """Every thread that pays gets a task, also where the keys alone are too few to be cut for all."""
+    for keys, batch, threads in itertools.product((700, 1024, 2048, 4096, 16384), (1, 2, 5), (2, 4, 8, 16, 32)):
+        call = {"batch": batch, "cache_seqlens": [keys] * batch, "page_size": 16384, "group": 4, "kv_heads": 8}
+        plan = native.cpu.plan(call | {"head_dim": 128}, threads)
+        assert len(plan["tasks"]) >= min(plan["threads"], 8 * batch * (keys // 256))
+        if batch * keys >= 16384:
+            assert all(work["heads"] == (0, 8) for work in plan["works"]), "the keys can be cut for all"
+
+
 def test_cpu_short_calls_take_few_threads(native):
     """A call of a few keys has nothing to share out; the longer a call is, the more threads it takes."""
     taken = []

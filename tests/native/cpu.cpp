@@ -26,7 +26,7 @@ using namespace paged_attn;
 
 void bind_cpu(py::module_& m) {
   m.attr("split_align") = kSplitAlign;
-  m.attr("max_tasks_per_thread") = kMaxTasksPerThread;
+  m.attr("max_tasks_per_thread") = kMaxTasksPerThreadOfMany;
   m.attr("min_split_keys") = kMinSplitKeys;
   m.def("plan", [](const py::dict& d, int64_t threads) {
     Made made;
