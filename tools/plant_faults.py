@@ -132,7 +132,7 @@ FAULTS = [
         "always one split",
         "native",
         CPU,
-        "return pd_max(1, pd_min(pd_ceil_div(cost_of(item), pd_max(task_cost, 1)), keys / kMinSplitKeys));",
+        "return pd_max(1, pd_min(pd_ceil_div(cost_of(item), pd_max(task_cost, 1)), most));",
         "return 1;",
         "test_plans.py",
     ),
