@@ -39,7 +39,7 @@ SIZE = {"page_size": PAGE_SIZE, "auto_switch_to_flash": False}
 if not hasattr(ContinuousBatchingConfig, "page_size"):  # transformers 5.17
     SIZE = {"block_size": PAGE_SIZE}
 PROFILED = 6  # steps
-MOST_CACHE_BYTES = 80 << 30
+MOST_CACHE_BYTES = 64 << 30
 
 
 def make_model(layers):

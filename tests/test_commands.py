@@ -70,6 +70,7 @@ ELSEWHERE = {
     "python benchmarks/compare_float32.py --rounds 3": "a GPU",
     "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_prefill.py": "a GPU",
     "python benchmarks/compare_transformers.py": "a GPU",
+    "python benchmarks/compare_transformers.py --contexts 4096 --samples 10 100 --new-tokens 20 --graphs yes": "a GPU",
     "python benchmarks/engine_steps.py --rounds 1 --step-tokens 8192 16384": "a GPU",
     "METAL_VARIANT=count OMP_NUM_THREADS=1 python benchmarks/count_metal.py": "minutes",
     "LOCAL_KERNELS=org/paged-attn=<variant> PAGED_ATTN_TEST_DEVICE=cuda python -m pytest tests": "a GPU",
