@@ -36,7 +36,8 @@ NINJA = Path(ninja.BIN_DIR) / "ninja"
 COMMON_FLAGS = "-std=c++20 -O3 -DNDEBUG -g1 -fPIC -Wall -Wextra -DPy_LIMITED_API=0x03090000"
 # No -Werror for ptxas: the object keeps ptxas' options for the driver that compiles its PTX for a newer GPU, and that
 # one would refuse the whole object where its registers do not suffice.
-CUDA_FLAGS = "-std=c++20 -O3 -DNDEBUG -lineinfo -Xcompiler=-fPIC,-Wall -Xptxas=--warn-on-spills"
+# Compressed, the extension has a fifth of its size.
+CUDA_FLAGS = "-std=c++20 -O3 -DNDEBUG -lineinfo --compress-mode=size -Xcompiler=-fPIC,-Wall -Xptxas=--warn-on-spills"
 # As kernel-builder compiles: with fast math, Metal's default.
 METAL_FLAGS = "-std=metal4.0 -O2"
 # The oldest `kernels` that the package was loaded with.
