@@ -46,8 +46,7 @@ def rounded_weights(p, dtype):
     """Probabilities as operands of a product. In 8 bits those of a row are first scaled to what the dtype holds."""
     if dtype.itemsize > 1:
         return p.to(dtype).float()
-    largest = torch.nn.functional.pad(p, (0, 1)).amax(1, keepdim=True)  # there may be no key
-    scale = 256 / largest.clamp(min=1e-30)
+    scale = 256 / p.amax(1, keepdim=True).clamp(min=1e-30)
     return (p * scale).to(dtype).float() / scale
 
 

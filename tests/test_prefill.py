@@ -184,20 +184,6 @@ PARTS = {
     "dim_80_page_1": {"num_splits": 2, "head_dim": 80, "page_size": 1, "leftpad": True},
     "contiguous": {"num_splits": 5, "page_size": 0, "batch_idx": True},
     "drafts": {"batch": 3, "q_len": 8, "num_splits": 6},
-    "e4m3": {
-        "num_splits": 3,
-        "dtype": "float8_e4m3fn",
-        "kv_dtype": "float8_e4m3fn",
-        "q_descale": "full",
-        "sink": "float32",
-    },
-    "e4m3_page_1": {
-        "num_splits": 2,
-        "dtype": "float8_e4m3fn",
-        "kv_dtype": "float8_e4m3fn",
-        "page_size": 1,
-        "head_dim": 80,
-    },
 }
 
 
@@ -210,20 +196,6 @@ def test_keys_in_parts(paged_attn, device, long_route, parts):
         return
     explained = on_the_route(paged_attn, case, device, long_route)
     assert explained.plan["splits"] == PARTS[parts].get("num_splits", explained.plan["splits"]) > 1
-
-
-def test_sums_of_many_8_bit_products(paged_attn, device):
-    """The matrix unit cuts off what its 8-bit sums cannot hold. Sums over many values of one sign must not shrink."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, n, heads, 128, device=device) for n, heads in ((512, 8), (8192, 2), (8192, 2)))
-    q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v + 1))
-    options = {"cache_seqlens": torch.full((1,), 8192, dtype=torch.int32, device=device), "num_splits": 1}
-    assert paged_attn.explain(q, k, v, **options).route == "prefill"
-    out = paged_attn.flash_attn_with_kvcache(q, k, v, **options)[0].double()
-    k, v = (x[0].double().repeat_interleave(4, 1) for x in (k, v))
-    weights = torch.softmax(torch.einsum("qhd,khd->hqk", q[0].double(), k) * 128**-0.5, -1)
-    expected = torch.einsum("hqk,khd->qhd", weights, v)
-    assert abs(float((out / expected).mean()) - 1) < 4e-3
 
 
 def random_case(rng):

@@ -244,6 +244,19 @@ PD_DEVICE void copy_queries(const Problem& p, const PrefillCall& plan, const Wor
   }
 }
 
+// The same in bulk: also what comes behind the rows of the tile, which nobody looks at.
+template <typename Shape>
+PD_DEVICE void copy_query_boxes(const Problem& p, const PrefillCall& plan, const Work& work, uint32_t queries,
+                                uint32_t arrived) {
+  const int token = work.item.q_begin + plan.group.divide(work.item.first_row);
+  barrier_arrive_expecting(arrived, Shape::kQueryBytes);
+#pragma unroll
+  for (int c = 0; c < Shape::kColumns; ++c) {
+    copy_query_box(queries + c * Shape::kRows * kRowBytes, plan.queries, arrived, c * Shape::kColumnDims, work.head,
+                   token, p.cu_seqlens_q ? 0 : work.item.b);
+  }
+}
+
 // Finds work after work and brings its queries.
 template <typename Shape>
 PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control, uint32_t shared) {
@@ -265,8 +278,14 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
     __syncwarp();
     if (!next.exists) break;
     barrier_wait(shared_address(&control.queries_empty[queries.stage]), queries.phase ^ 1);
-    copy_queries<Shape>(p, plan, control.work[slot.stage], shared + queries.stage * Shape::kQueryBytes);
-    arrive_after_copies(shared_address(&control.queries_full[queries.stage]));
+    const uint32_t stage = shared + queries.stage * Shape::kQueryBytes;
+    const uint32_t full = shared_address(&control.queries_full[queries.stage]);
+    if (plan.query_boxes) {
+      if (lane == 0) copy_query_boxes<Shape>(p, plan, control.work[slot.stage], stage, full);
+    } else {
+      copy_queries<Shape>(p, plan, control.work[slot.stage], stage);
+      arrive_after_copies(full);
+    }
     queries.advance();
     slot.advance();
     if (lane == 0) taken = static_cast<int>(take_ticket(plan.tickets));

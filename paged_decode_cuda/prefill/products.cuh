@@ -65,6 +65,16 @@ PD_DEVICE void copy_box(uint32_t shared, const CUtensorMap& tensor, uint32_t bar
       : "memory");
 }
 
+// The same of queries: [batch, token, kv_head, head of its group, dim].
+PD_DEVICE void copy_query_box(uint32_t shared, const CUtensorMap& tensor, uint32_t barrier, int dim, int head,
+                              int token, int b) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, "
+      "%7}], [%2];" ::"r"(shared),
+      "l"(&tensor), "r"(barrier), "r"(dim), "r"(0), "r"(head), "r"(token), "r"(b)
+      : "memory");
+}
+
 // A description that will be used soon.
 PD_DEVICE void prefetch_description(const CUtensorMap& tensor) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&tensor) : "memory");

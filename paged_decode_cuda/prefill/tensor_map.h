@@ -17,4 +17,8 @@ struct CacheStrides {
 bool describe_cache(const Problem& p, const void* base, int64_t dims, const CacheStrides& strides, int box_rows,
                     bool swizzled, CUtensorMap& map);
 
+// A map of q, [batch, token, kv_head, head of its group, dim], whose boxes are `rows` rows and 128 bytes of each,
+// swizzled. False where whole tokens do not make up so many rows, or q cannot be described.
+bool describe_queries(const Problem& p, int rows, CUtensorMap& map);
+
 }  // namespace paged_attn

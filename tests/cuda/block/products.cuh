@@ -8,7 +8,7 @@
 
 struct CUtensorMap {
   const uint8_t* base;
-  int64_t sizes[4], bytes[4];  // dim, slot, head, page
+  int64_t sizes[5], bytes[5];  // dim, slot, head, page; of q: dim, head of the group, kv_head, token, batch
   int box_rows, values;
   bool swizzled;
 };
@@ -58,23 +58,26 @@ PD_DEVICE void barrier_wait(uint32_t address, uint32_t phase) {
   wait_until("a barrier in shared memory", [&] { return barrier.phase != phase; });
 }
 
-PD_DEVICE void place_box(const CUtensorMap& map, uint32_t target, int rank, int dim, int slot, int head, int page) {
+// Row `row` of a box, whose first value is at these places of the tensor.
+template <int kRank>
+PD_DEVICE void place_row(const CUtensorMap& map, uint32_t target, int rank, int row, const int64_t (&first)[kRank]) {
   const int64_t each = map.bytes[0];
-  for (int row = 0; row < map.box_rows; ++row) {
-    for (int i = 0; i < map.values; ++i) {
-      const int64_t at[4] = {dim + i, slot + row, head, page};
-      bool inside = true;
-      int64_t offset = 0;
-      for (int d = 0; d < 4; ++d) {
-        inside &= at[d] >= 0 && at[d] < map.sizes[d];
-        offset += at[d] * map.bytes[d];
-      }
-      uint16_t value = 0;
-      if (inside) memcpy(&value, map.base + offset, each);
-      const uint32_t to = target + static_cast<uint32_t>((row * map.values + i) * each);
-      memcpy(shared_at(map.swizzled ? swizzled(to) : to, rank), &value, each);
+  for (int i = 0; i < map.values; ++i) {
+    bool inside = true;
+    int64_t offset = 0;
+    for (int d = 0; d < kRank; ++d) {
+      const int64_t at = first[d] + (d == 0 ? i : 0);
+      inside &= at >= 0 && at < map.sizes[d];
+      offset += at * map.bytes[d];
     }
+    uint16_t value = 0;
+    if (inside) memcpy(&value, map.base + offset, each);
+    const uint32_t to = target + static_cast<uint32_t>((row * map.values + i) * each);
+    memcpy(shared_at(map.swizzled ? swizzled(to) : to, rank), &value, each);
   }
+}
+PD_DEVICE void place_box(const CUtensorMap& map, uint32_t target, int rank, int dim, int slot, int head, int page) {
+  for (int row = 0; row < map.box_rows; ++row) place_row<4>(map, target, rank, row, {dim, slot + row, head, page});
 }
 PD_DEVICE void copy_box_to(uint16_t blocks, uint32_t target, const CUtensorMap& map, uint32_t barrier, int dim,
                            int slot, int head, int page) {
@@ -92,6 +95,19 @@ PD_DEVICE void copy_box_to(uint16_t blocks, uint32_t target, const CUtensorMap& 
 PD_DEVICE void copy_box(uint32_t target, const CUtensorMap& map, uint32_t barrier, int dim, int slot, int head,
                         int page) {
   copy_box_to(static_cast<uint16_t>(1 << blockIdx.y), target, map, barrier, dim, slot, head, page);
+}
+
+PD_DEVICE void copy_query_box(uint32_t target, const CUtensorMap& map, uint32_t barrier, int dim, int head, int token,
+                              int b) {
+  if (target % kBlockBytes != 0) fail("a box that does not begin where it may");
+  machine.on_their_way.push_back([=, rank = static_cast<int>(blockIdx.y)] {
+    const int group = static_cast<int>(map.sizes[1]);
+    for (int row = 0; row < map.box_rows; ++row)
+      place_row<5>(map, target, rank, row, {dim, row % group, head, token + row / group, b});
+    Barrier& full = barrier_of(barrier, rank);
+    full.bytes -= map.box_rows * map.values * map.bytes[0];
+    settle_barrier(full);
+  });
 }
 
 PD_DEVICE void prefetch_description(const CUtensorMap&) {}

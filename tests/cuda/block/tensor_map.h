@@ -22,4 +22,16 @@ inline bool describe_cache(const Problem& p, const void* base, int64_t dims, con
   return true;
 }
 
+inline bool describe_queries(const Problem& p, int rows, CUtensorMap& map) {
+  if (rows % p.group != 0) return false;
+  const int64_t each = dtype_bytes(p.q_dtype), head = p.q_stride_head * each;
+  map = {static_cast<const uint8_t*>(p.q),
+         {p.head_dim, p.group, p.kv_heads, p.cu_seqlens_q ? p.total_q : p.max_q_len, p.batch},
+         {each, head, head * p.group, p.q_stride_token * each, p.q_stride_batch * each},
+         rows,
+         static_cast<int>(kRowBytes / each),
+         true};
+  return true;
+}
+
 }  // namespace paged_attn
