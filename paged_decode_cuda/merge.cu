@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(32 * kMergeWarps) merge_kernel(const MergeProb
   for (int64_t part = 0; part < p.num_parts; ++part) total += weight_of(lse[part * p.lse_stride], largest);
   const T* parts = static_cast<const T*>(p.parts) + token * p.part_stride_token + head * p.part_stride_head;
   T* out = static_cast<T*>(p.out) + token * p.out_stride_token + head * p.out_stride_head;
-  const float scale = 1.0f / total;
+  const float scale = total > 0 ? 1.0f / total : 0.0f;  // no part at all: zeros, as no keys
   for (int64_t d = lane; d < p.head_dim; d += 32) {
     float sum = 0;
     for (int64_t part = 0; part < p.num_parts; ++part)
