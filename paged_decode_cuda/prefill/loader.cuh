@@ -169,8 +169,8 @@ struct Gatherer {
       for (int i = 0; i < kBatch; ++i) {
         const int run = before + i;
         if (run >= kOwnRuns) break;
-        // The last warp may have a run less.
-        if (kRuns % kOwnRuns > 0 && run + 1 == kOwnRuns && first_row + run * kCopyRows >= kKeys) break;
+        // The last warp may have fewer runs.
+        if ((Shape::kGatherers - 1) * kOwnRuns + run >= kRuns && first_row + run * kCopyRows >= kKeys) break;
         const bool exists = found[i] != KeyPlaces::kNowhere;
         const char* const source = first + static_cast<uint64_t>(exists ? found[i] : 0) * 16;
         const uint32_t target = targets[i % 2] + run * kCopyRows * kRowBytes;
