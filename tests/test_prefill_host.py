@@ -1,4 +1,4 @@
-"""The kernel of the route prefill on the host, for bf16 and head_dim 128; see tests/blocks.py."""
+"""The kernel of the route prefill on the host: bf16 and e4m3 of head_dim 128, bf16 of 256. See tests/blocks.py."""
 
 import random
 
@@ -53,6 +53,19 @@ def test_attends(library, name):
     case = Prompt(q_heads=4, **CASES[name])
     numbers = case.run(library)
     assert numbers.parts == CASES[name].get("num_splits", 1)
+    case.judge()
+
+
+class WidePrompt(Prompt):
+    """head_dim 256: tiles have 64 keys, which three warps that gather do not share evenly."""
+
+    DIMS, KEYS, VALUES = 512, slice(0, 256), slice(256, 512)
+
+
+@pytest.mark.parametrize("name", ["chunk", "page_3", "page_1_window", "parts_of_packed_requests"])
+def test_attends_with_wide_heads(library, name):
+    case = WidePrompt(q_heads=4, **CASES[name])
+    case.run(library)
     case.judge()
 
 

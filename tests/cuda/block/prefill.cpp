@@ -1,4 +1,5 @@
-// One call of the route prefill on the host, of bf16 or e4m3 and head_dim 128. tests/test_prefill_host.py calls it.
+// One call of the route prefill on the host, of bf16 and head_dim 128 or 256, or of e4m3 and 128.
+// tests/test_prefill_host.py calls it.
 #include "call.h"
 #include "prefill/e4m3_sizes.h"
 #include "prefill/instances.h"
@@ -7,8 +8,9 @@
 
 namespace paged_attn {
 
-const void* prefill_kernel_bf16(int, bool) {
-  return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<Bf16, PrefillSizes128>, false>);
+const void* prefill_kernel_bf16(int head_dim, bool) {
+  return head_dim == 256 ? reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<Bf16, PrefillSizes256>, false>)
+                         : reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<Bf16, PrefillSizes128>, false>);
 }
 const void* prefill_kernel_e4m3(int, bool) {
   return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<E4m3, PrefillE4m3Sizes128<false>>, false>);
