@@ -46,6 +46,8 @@ def rounded_weights(p, dtype):
     """Probabilities as operands of a product. In 8 bits those of a row are first scaled to what the dtype holds."""
     if dtype.itemsize > 1:
         return p.to(dtype).float()
+    if p.shape[1] == 0:  # a row that sees no key
+        return p
     scale = 256 / p.amax(1, keepdim=True).clamp(min=1e-30)
     return (p * scale).to(dtype).float() / scale
 
