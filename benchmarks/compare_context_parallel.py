@@ -28,6 +28,7 @@ os.environ.setdefault("LOCAL_KERNELS", f"org/paged-attn={Path(__file__).resolve(
 import kernels
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
 CACHE_BYTES = 12 << 30  # of all layers of a graph; more than any L2 at least
@@ -167,10 +168,10 @@ def main():
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     kernel = kernels.get_kernel("org/paged-attn", version=1, backend="cuda", trust_remote_code=True)
     rows = []
-    for keys in args.keys:
+    for keys in tqdm(args.keys, "lengths", disable=dist.get_rank() > 0):
         rows.append(measure(kernel, keys, args.rounds))
         if dist.get_rank() == 0:
-            print(json.dumps(rows[-1]), flush=True)
+            tqdm.write(json.dumps(rows[-1]))
     if dist.get_rank() == 0 and args.out:
         result = {
             "machine": f"{dist.get_world_size()} {torch.cuda.get_device_name()}",

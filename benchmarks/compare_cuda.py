@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from cpu_cases import Case, Inputs
 from cuda_cases import decode_cases
-from cuda_providers import KERNEL, PEERS, PROVIDERS, Missing, Replay, read_pages
+from cuda_providers import KERNEL, PEERS, PROVIDERS, Replay, read_pages, sample
 from tqdm import tqdm
 
 COPY_BYTES = 300e6  # all copies of a case: several times the L2 of any GPU
@@ -69,28 +69,17 @@ def measure(case, providers, rounds):
     if case.cache_dtype:  # values that every provider holds exactly
         x.q = x.q.to(torch.float8_e4m3fn).to(x.q.dtype)
     row = {"case": vars(case), "us": {}, "spread": {}, "error": {}, "failed": {}}
-    expected, graphs = x.reference(), {}
+    expected = x.reference()
     if case.kind == "write":
         expected = expected.to(x.k_cache.dtype).float()
-    for name in providers:
-        try:
-            calls = PROVIDERS[name](x)
-            out = calls[0]()
-            if name != "floor":
-                got = x.written() if case.kind == "write" else out.float().view_as(expected)
-                row["error"][name] = ((got - expected).norm() / expected.norm()).item()
-            graphs[name] = Replay(calls)
-        except Missing as why:
-            row["failed"][name] = str(why)
-        except Exception as error:  # of someone else's library
-            if name in ("ours", "floor"):
-                raise
-            row["failed"][name] = f"{type(error).__name__}: {error}"[:300]
-    samples = {name: [] for name in graphs}
-    for _ in range(rounds):
-        for name, graph in graphs.items():
-            samples[name].append(graph.microseconds())
-    for name, times in samples.items():
+
+    def look(name, out):
+        if name != "floor":
+            got = x.written() if case.kind == "write" else out.float().view_as(expected)
+            row["error"][name] = ((got - expected).norm() / expected.norm()).item()
+
+    chosen = {name: PROVIDERS[name] for name in providers}
+    for name, times in sample(x, chosen, rounds, row["failed"], look, own=("ours", "floor")).items():
         row["us"][name] = statistics.median(times)
         row["spread"][name] = [min(times), max(times)]
     return row

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from cuda_providers import KERNEL, Missing, load_ours, measure
+from cuda_providers import KERNEL, fa3_library, load_ours, measure
+from tqdm import tqdm
 
 COPY_BYTES = 300e6  # of the caches of all copies
 SCALE = 192**-0.5
@@ -111,13 +112,7 @@ def ours(x):
 
 
 def fa3(x):
-    path, case = Path(os.environ.get("PEERS_DIR", ".")) / "fa3.so", x.case
-    if not path.exists():
-        raise Missing(f"{path} does not exist")
-    torch.ops.load_library(str(path))
-    library = torch.ops._vllm_fa3_C
-    arguments = library.fwd.default._schema.arguments
-    off = {a.name: None for a in arguments if isinstance(a.type, torch.OptionalType)}
+    case, (library, off) = x.case, fa3_library()
     options = off | {
         "is_causal": case.q_len > 1, "num_splits": 0, "sm_margin": 0, "window_size_left": -1, "window_size_right": -1,
         "softmax_scale": SCALE, "softcap": 0.0, "is_rotary_interleaved": True, "cp_world_size": 1, "cp_rank": 0,
@@ -143,13 +138,12 @@ def main():
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n\n| case | roof us | us (TFLOP/s) | |")
     print("| --- | --- | " + " | ".join("---" for _ in PROVIDERS) + " |")
     rows = []
-    for case in all_cases():
-        if re.search(arguments.cases, case.name):
-            rows.append(row := measure(Inputs(case), PROVIDERS, arguments.rounds) | {"roof": case.roof})
-            cells = [f"{name} {us:.1f} ({case.flops / us * 1e-6:.0f})" for name, us in row["us"].items()]
-            print(f"| {case.name} | {case.roof:.1f} | {' | '.join(cells)} | {row['failed'] or ''}", flush=True)
-            if arguments.save:
-                Path(arguments.save).write_text(json.dumps(rows, indent=1))
+    for case in tqdm([case for case in all_cases() if re.search(arguments.cases, case.name)], "cases"):
+        rows.append(row := measure(Inputs(case), PROVIDERS, arguments.rounds) | {"roof": case.roof})
+        cells = [f"{name} {us:.1f} ({case.flops / us * 1e-6:.0f})" for name, us in row["us"].items()]
+        tqdm.write(f"| {case.name} | {case.roof:.1f} | {' | '.join(cells)} | {row['failed'] or ''}")
+        if arguments.save:
+            Path(arguments.save).write_text(json.dumps(rows, indent=1))
     worst = max((d for row in rows for name, d in row["difference"].items()), default=0.0)
     print(f"\nLargest relative difference between a provider's result and ours: {worst:.1e}")
 

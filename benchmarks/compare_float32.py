@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from cuda_providers import KERNEL, Missing, Replay, load_ours
+from cuda_providers import KERNEL, Missing, Replay, load_ours, sample
+from tqdm import tqdm
 
 COPY_BYTES = 200e6  # of keys and values of all copies
 SCORE_BYTES = 10e9  # more than this torch's `math` is not asked for
@@ -155,22 +156,15 @@ PROVIDERS = {
 
 
 def measure(case, rounds):
-    x, graphs = Inputs(case), {}
-    row = {"case": asdict(case), "us": {}, "error": {}}
+    x, row = Inputs(case), {"case": asdict(case), "us": {}, "error": {}}
     heads = sorted({0, case.q_heads // 2, case.q_heads - 1})
     expected = x.reference(heads)
-    for name, provider in PROVIDERS.items():
-        try:
-            calls = provider(x)
-        except Missing:
-            continue
-        error = calls[0]()[0, :, heads].double() - expected
+
+    def look(name, out):
+        error = out[0, :, heads].double() - expected
         row["error"][name] = (error.norm() / expected.norm()).item()
-        graphs[name] = Replay(calls)
-    samples = {name: [] for name in graphs}
-    for _ in range(rounds):
-        for name, graph in graphs.items():
-            samples[name].append(graph.microseconds())
+
+    samples = sample(x, PROVIDERS, rounds, {}, look, own=PROVIDERS)
     row["us"] = {name: statistics.median(times) for name, times in samples.items()}
     return row
 
@@ -194,16 +188,14 @@ def main():
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, a copy moves {rate * 1e-3:.0f} GB/s\n")
     print("| case | GFLOP | GB | us (TFLOP/s; error) | | |\n| --- | --- | --- | " + " | ".join(["---"] * 3) + " |")
     rows = []
-    for case in (case for case in CASES if re.search(arguments.cases, case.name)):
+    for case in tqdm([case for case in CASES if re.search(arguments.cases, case.name)], "cases"):
         rows.append(row := measure(case, arguments.rounds))
         cells = [
             f"{name} {us:.1f} ({case.flops / us * 1e-6:.1f}; {row['error'][name]:.1e})"
             for name, us in row["us"].items()
         ]
         cells += [""] * (3 - len(cells))
-        print(
-            f"| {case.name} | {case.flops * 1e-9:.1f} | {case.kv_bytes * 1e-9:.2f} | {' | '.join(cells)} |", flush=True
-        )
+        tqdm.write(f"| {case.name} | {case.flops * 1e-9:.1f} | {case.kv_bytes * 1e-9:.2f} | {' | '.join(cells)} |")
         if arguments.save:
             Path(arguments.save).write_text(json.dumps(rows, indent=1))
         torch.cuda.empty_cache()

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 THREADS = int(os.environ.get("BENCH_THREADS", os.cpu_count() or 1))
 DIM, VALUES, PAGE, SCALE = 576, 512, 16, 0.1  # vLLM takes pages of 16 only
@@ -93,14 +94,12 @@ def main():
     if "VLLM_CPU_SO" in os.environ:
         torch.ops.load_library(os.environ["VLLM_CPU_SO"])
     print(f"{kernel.cpu_isa()}, {THREADS} threads; ms (GFLOP/s)\n")
-    for case, sizes in CASES.items():
-        if not re.search(arguments.cases, case):
-            continue
+    for case, sizes in tqdm([item for item in CASES.items() if re.search(arguments.cases, item[0])], "cases"):
         batch, keys, heads, _ = sizes
         flops = 2 * batch * keys * heads * (DIM + VALUES)
         seconds = measure(providers(kernel, *sizes), arguments.rounds)
         cells = [f"{name} {t * 1e3:.2f} ({flops / t * 1e-9:.0f})" for name, t in seconds.items()]
-        print(f"{case}: {', '.join(cells)}", flush=True)
+        tqdm.write(f"{case}: {', '.join(cells)}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from cuda_cases import prefill_cases
-from cuda_providers import KERNEL, Missing, load_ours, measure
+from cuda_providers import KERNEL, Missing, fa3_library, load_ours, measure
 from tqdm import tqdm
 
 COPY_BYTES = 200e6  # of keys and values of all copies
@@ -77,13 +77,7 @@ def ours(x):
 
 
 def fa3(x):
-    path, case = Path(os.environ.get("PEERS_DIR", ".")) / "fa3.so", x.case
-    if not path.exists():
-        raise Missing(f"{path} does not exist")
-    torch.ops.load_library(str(path))
-    library = torch.ops._vllm_fa3_C
-    arguments = library.fwd.default._schema.arguments
-    off = {a.name: None for a in arguments if isinstance(a.type, torch.OptionalType)}
+    case, (library, off) = x.case, fa3_library()
     window_right = 0 if case.causal and case.window_left >= 0 else -1
     options = off | {
         "is_causal": case.causal, "num_splits": 0, "sm_margin": 0, "window_size_left": case.window_left,

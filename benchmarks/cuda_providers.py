@@ -111,19 +111,27 @@ def read_pages(k, v, pages):
     return min(shapes, key=lambda calls: Replay(calls).median(3))
 
 
-def fa3(x, planned=False):
-    path, case = Path(os.environ.get("PEERS_DIR", ".")) / "fa3.so", x.case
-    if not path.exists() or case.kind == "write":
-        raise Missing(f"{path} does not exist" if case.kind != "write" else "attention only")
+def fa3_library():
+    """FlashAttention 3's operators, and None for every argument of `fwd` that may be absent."""
+    path = Path(os.environ.get("PEERS_DIR", ".")) / "fa3.so"
+    if not path.exists():
+        raise Missing(f"{path} does not exist")
     torch.ops.load_library(str(path))
     library = torch.ops._vllm_fa3_C
+    arguments = library.fwd.default._schema.arguments
+    return library, {a.name: None for a in arguments if isinstance(a.type, torch.OptionalType)}
+
+
+def fa3(x, planned=False):
+    case = x.case
+    if case.kind == "write":
+        raise Missing("attention only")
+    library, off = fa3_library()
     q, scales = x.q, {}
     if case.cache_dtype:
         q = q.to(torch.float8_e4m3fn)
         ones = torch.ones(case.batch, case.kv_heads, device="cuda")
         scales = {"q_descale": ones, "k_descale": ones, "v_descale": ones}
-    arguments = library.fwd.default._schema.arguments
-    off = {a.name: None for a in arguments if isinstance(a.type, torch.OptionalType)}
     common = {"is_causal": case.q_len > 1, "num_splits": 0, "sm_margin": 0}
     common |= {"window_size_left": -1, "window_size_right": -1}
     options = off | common | scales | {
@@ -191,25 +199,36 @@ PROVIDERS = {"floor": floor, "ours": ours, "FA3": fa3, "FA3 planned": lambda x: 
 PEERS = [name for name in PROVIDERS if name not in ("floor", "ours")]
 
 
-def measure(x, providers, rounds):
-    """Replays of the calls that each provider makes of the inputs x, in turn: medians, and differences from ours."""
-    graphs, results = {}, {}
-    row = {"case": asdict(x.case), "us": {}, "difference": {}, "failed": {}}
+def sample(x, providers, rounds, failed, look, own=("ours",)):
+    """By provider the microseconds of its calls of the inputs x in every round, in which all take turns.
+
+    `look` is given the name and the first result of each. `failed` is given the reason of those that are left out:
+    what is missing, or what a library raised that is not our own.
+    """
+    graphs = {}
     for name, provider in providers.items():
         try:
             calls = provider(x)
-            results[name] = calls[0]().float()
+            look(name, calls[0]())
             graphs[name] = Replay(calls)
         except Missing as why:
-            row["failed"][name] = str(why)
-        except Exception as error:  # of someone else's library
-            if name == "ours":
+            failed[name] = str(why)
+        except Exception as error:
+            if name in own:
                 raise
-            row["failed"][name] = f"{type(error).__name__}: {error}"[:300]
+            failed[name] = f"{type(error).__name__}: {error}"[:300]
     samples = {name: [] for name in graphs}
     for _ in range(rounds):
         for name, graph in graphs.items():
             samples[name].append(graph.microseconds())
+    return samples
+
+
+def measure(x, providers, rounds):
+    """Replays of the calls that each provider makes of the inputs x, in turn: medians, and differences from ours."""
+    row, results = {"case": asdict(x.case), "us": {}, "difference": {}, "failed": {}}, {}
+    look = lambda name, out: results.update({name: out.float()})  # noqa: E731
+    samples = sample(x, providers, rounds, row["failed"], look)
     own = results["ours"]
     for name, times in samples.items():
         row["us"][name] = statistics.median(times)

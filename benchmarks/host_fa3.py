@@ -14,6 +14,7 @@ os.environ.setdefault("LOCAL_KERNELS", f"org/paged-attn={Path(__file__).resolve(
 
 import kernels
 import torch
+from tqdm import tqdm
 
 SERIES, CALLS = 400, 50
 
@@ -70,11 +71,11 @@ def main():
     torch.set_num_threads(1)
     kernel = kernels.get_kernel("org/paged-attn", version=1, backend="cpu", trust_remote_code=True)
     print("| call | plain, us | fa3, us | more |\n| --- | --- | --- | --- |")
-    for name, pair in calls(kernel).items():
+    for name, pair in tqdm(calls(kernel).items(), "calls"):
         times = [[microseconds(call) for call in pair] for _ in range(SERIES)]
         plain, theirs = (statistics.median(column) for column in zip(*times))
         more = statistics.median(b - a for a, b in times)
-        print(f"| {name} | {plain:.2f} | {theirs:.2f} | {more:+.2f} |", flush=True)
+        tqdm.write(f"| {name} | {plain:.2f} | {theirs:.2f} | {more:+.2f} |")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 EMULATOR = Path(__file__).resolve().parent
 TESTS = EMULATOR.parent.parent / "tests"
@@ -48,7 +49,8 @@ def main() -> None:
         return
     environment.pop("PAGED_ATTN_BUILD", None)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        codes = set(pool.map(lambda job: run(job, environment), [*JOBS, []]))
+        jobs = [*JOBS, []]
+        codes = set(tqdm(pool.map(lambda job: run(job, environment), jobs), total=len(jobs), unit="job", disable=None))
     failed = codes - {0, 5}  # 5: the arguments picked none of a job's tests
     sys.exit(failed.pop() if failed else min(codes))
 
