@@ -163,6 +163,13 @@ PD_DEVICE uint32_t fp16_pair_to_bf16(uint32_t pair) {
   return pack_pair<true>(values.x, values.y);
 }
 
+// threadIdx.x, read again: the compiler cannot keep what follows from it in registers, where these are scarce.
+PD_DEVICE int this_thread() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // Two fp8 values in the low or high half of a word, as a pair of fp16.
 template <typename Kv, bool kHigh>
 PD_DEVICE uint32_t fp8_pair_to_fp16(uint32_t word) {

@@ -6,14 +6,6 @@
 
 namespace paged_attn {
 
-// threadIdx.x, read again: the compiler cannot keep what follows from it in registers, which are scarce, from one phase
-// of a tile to the next.
-PD_DEVICE int this_thread() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
 // A row is kPieces pieces of 16 bytes. They change places such that the 8 lanes that read at a time find them in
 // different banks: of queries and keys, 4 pieces of rows g and g + 1; of values, 2 pieces of rows 2t.
 template <int kHeadDim>

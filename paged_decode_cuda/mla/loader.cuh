@@ -225,13 +225,6 @@ struct MlaLoader {
     }
   }
 
-  // A pair of 8-bit values of a word in q's dtype.
-  template <typename Kv, bool kHigh>
-  static PD_MEMBER uint32_t widen(uint32_t word) {
-    const uint32_t pair = fp8_pair_to_fp16<Kv, kHigh>(word);
-    return kBf16 ? fp16_pair_to_bf16(pair) : pair;
-  }
-
   // Widens one half of a stage in place; zeros where nobody sees a key.
   template <typename Kv>
   PD_MEMBER void widen_half(const KeyPlaces& places, uint32_t stage, int key, int half) const {
@@ -258,8 +251,9 @@ struct MlaLoader {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const uint32_t low = words[i][2 * e], high = words[i][2 * e + 1];
-          store_piece(target + ((piece % 4 * 2 + e) ^ row % 8) * 16, widen<Kv, false>(low), widen<Kv, true>(low),
-                      widen<Kv, false>(high), widen<Kv, true>(high));
+          store_piece(target + ((piece % 4 * 2 + e) ^ row % 8) * 16, widen_pair<kBf16, Kv, false>(low),
+                      widen_pair<kBf16, Kv, true>(low), widen_pair<kBf16, Kv, false>(high),
+                      widen_pair<kBf16, Kv, true>(high));
         }
       }
     }

@@ -133,14 +133,6 @@ struct TileCopies {
   PD_MEMBER void finish() {}
 };
 
-// Two 8-bit values in the low or high half of a word, as a pair of a 16-bit type.
-template <typename Type, typename Raw, bool kHigh>
-PD_DEVICE uint32_t widen_pair(uint32_t word) {
-  const uint32_t pair = fp8_pair_to_fp16<Raw, kHigh>(word);
-  if constexpr (!IsBf16<Type>::value) return pair;
-  return fp16_pair_to_bf16(pair);
-}
-
 // Tiles of 8 bits come a tile ahead of their use, into pieces that belong to one thread each. It widens its own before
 // the others read them, so no barrier is needed beside those of the 16-bit tiles.
 template <typename Shape>
@@ -180,7 +172,7 @@ struct TileWidening {
 
   template <int kDim, typename Raw>
   static PD_MEMBER void widen_as(uint32_t raw, uint32_t rows) {
-    using Type = typename Shape::Type;
+    constexpr bool kBf16 = IsBf16<typename Shape::Type>::value;
     each_piece<kDim>(raw, [&](int row, int piece, uint32_t source, int) {
       uint32_t words[4];
       load_piece(source, words[0], words[1], words[2], words[3]);
@@ -188,8 +180,8 @@ struct TileWidening {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint32_t a = words[2 * half], b = words[2 * half + 1];
-        store_piece(target + ((2 * piece + half) ^ Shape::turn(row)) * 16, widen_pair<Type, Raw, false>(a),
-                    widen_pair<Type, Raw, true>(a), widen_pair<Type, Raw, false>(b), widen_pair<Type, Raw, true>(b));
+        store_piece(target + ((2 * piece + half) ^ Shape::turn(row)) * 16, widen_pair<kBf16, Raw, false>(a),
+                    widen_pair<kBf16, Raw, true>(a), widen_pair<kBf16, Raw, false>(b), widen_pair<kBf16, Raw, true>(b));
       }
     });
   }

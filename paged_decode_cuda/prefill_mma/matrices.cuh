@@ -5,13 +5,6 @@
 
 namespace paged_attn {
 
-// threadIdx.x, which the compiler does not take for what it had before.
-PD_DEVICE int fresh_thread() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
-
 // Four matrices of 8 x 8 values whose rows are the pieces at the addresses of the lanes, 8 lanes to a matrix.
 PD_DEVICE void load_matrices(uint32_t (&words)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -22,14 +22,14 @@ using LaneRows = PrefillRows<Shape, false>[Shape::kRowTiles];
 // Rows 0..15, first the left half of 16 columns, then the right one.
 template <typename Shape>
 PD_DEVICE uint32_t own_rows(uint32_t first_row, int row_bytes) {
-  const int lane = fresh_thread() % kWarp, row = lane % 16, half = lane / 16;
+  const int lane = this_thread() % kWarp, row = lane % 16, half = lane / 16;
   return first_row + row * row_bytes + (half ^ Shape::turn(row)) * 16;
 }
 
 // Rows 0..7, both halves, then rows 8..15.
 template <typename Shape>
 PD_DEVICE uint32_t own_columns(uint32_t first_row, int row_bytes) {
-  const int lane = fresh_thread() % kWarp, row = lane / 16 * 8 + lane % 8, half = lane / 8 % 2;
+  const int lane = this_thread() % kWarp, row = lane / 16 * 8 + lane % 8, half = lane / 8 % 2;
   return first_row + row * row_bytes + (half ^ Shape::turn(row)) * 16;
 }
 
@@ -42,7 +42,7 @@ PD_DEVICE void multiply_keys(uint32_t shared, float (&s)[Shape::kRowTiles][Shape
   for (int i = 0; i < kTiles; ++i)
 #pragma unroll
     for (int j = 0; j < Shape::kKeys / 2; ++j) s[i][j] = 0.f;
-  const uint32_t first_query = shared + fresh_thread() / kWarp * Shape::kWarpRows * Shape::kRowBytes;
+  const uint32_t first_query = shared + this_thread() / kWarp * Shape::kWarpRows * Shape::kRowBytes;
   const uint32_t queries = own_rows<Shape>(first_query, Shape::kRowBytes);
   const uint32_t keys = own_columns<Shape>(shared + Shape::kKeysAt, Shape::kRowBytes);
   uint32_t q[2][kTiles][4], k[2][4];

@@ -5,8 +5,6 @@
 
 namespace paged_attn {
 
-PD_DEVICE int fresh_thread() { return threadIdx.x; }
-
 // Word i of a lane (g, t): values 2t and 2t + 1 of row g of matrix i, whose rows are at the addresses of lanes 8i to
 // 8i + 7.
 PD_DEVICE void load_matrices(uint32_t (&words)[4], uint32_t address) {

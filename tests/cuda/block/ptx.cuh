@@ -108,6 +108,8 @@ PD_DEVICE uint32_t narrow_e4m3(float x) {
   return bits | (x < 0.f ? 0x80u : 0u);
 }
 
+PD_DEVICE int this_thread() { return threadIdx.x; }
+
 template <typename Kv, bool kHigh>
 PD_DEVICE uint32_t fp8_pair_to_fp16(uint32_t word) {
   const uint32_t pair = kHigh ? word >> 16 : word;
