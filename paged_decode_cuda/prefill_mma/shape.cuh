@@ -55,6 +55,7 @@ struct PrefillMmaControl {
 
   PD_MEMBER void leave(const Problem& p, const Scheduler<Shape>& scheduler, const Work& found, int slot) {
     const int lane = threadIdx.x % kWarp;
+    __syncwarp();  // every lane has read what stood here
     own[lane] = scheduler.own;
     own_below[lane] = scheduler.own_below;
     own_len[lane] = scheduler.own_len;
