@@ -34,7 +34,7 @@ built = $(if $(metal),,/build/$(call variant,$(if $(filter cuda,$(BACKEND)),$(cu
 export LOCAL_KERNELS ?= org/paged-attn=$(CURDIR)$(built)
 export PAGED_ATTN_TEST_DEVICE ?= $(if $(metal),mps,$(BACKEND))
 
-.PHONY: build compile-cuda run test test-metal test-sanitize test-engines test-sglang test-vllm lint format bench clean
+.PHONY: build compile-cuda run test test-metal test-sanitize test-races test-engines test-sglang test-vllm lint format bench clean
 .DEFAULT_GOAL := build
 
 $(STAMP): requirements.txt
@@ -70,8 +70,21 @@ test-sanitize: $(STAMP)
 	$(BUILD) cpu --sanitize $(SANITIZE)
 	LOCAL_KERNELS=org/paged-attn=$(CURDIR)/build-sanitize/$(call variant,cpu) PAGED_ATTN_TEST_DEVICE=cpu \
 	LD_PRELOAD="$(call runtime,libasan.so) $(call runtime,libubsan.so) $(call runtime,libstdc++.so)" \
-	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1 \
 	$(BIN)/python -m pytest tests -m sanitize $(PYTEST)
+
+# ThreadSanitizer does not know the threads of OpenMP: native_threads.so has others. -s, for a report goes to stderr.
+# Its runtime wants its addresses free (setarch -R).
+races = build-races
+test-races: $(STAMP)
+	$(BUILD) cpu --sanitize thread --out $(races)
+	$(CXX) -std=c++20 -O1 -g1 -fsanitize=thread -fPIC -shared -pthread -o $(races)/native_threads.so \
+	tests/races/native_threads.cpp
+	LOCAL_KERNELS=org/paged-attn=$(CURDIR)/$(races)/$(call variant,cpu) PAGED_ATTN_TEST_DEVICE=cpu OMP_NUM_THREADS=8 \
+	TSAN_OPTIONS=ignore_noninstrumented_modules=1:exitcode=66 setarch -R env \
+	LD_PRELOAD="$(call runtime,libtsan.so) $(call runtime,libstdc++.so) $(CURDIR)/$(races)/native_threads.so" \
+	$(BIN)/python -m pytest -s tests/test_decode.py tests/test_splits.py tests/test_threads.py tests/test_varlen.py \
+	tests/test_append.py -m sanitize $(PYTEST)
 
 # An engine's own wheel goes in without its dependencies: most of them are CUDA. tests/engines names what it needs.
 wheel_sglang = sglang==0.5.23
@@ -106,4 +119,4 @@ bench: build
 	$(BIN)/python benchmarks/compare_$(BACKEND).py
 
 clean:
-	rm -rf build build-sanitize
+	rm -rf build build-sanitize $(races)

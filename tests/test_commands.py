@@ -47,6 +47,7 @@ ELSEWHERE = {
     'make test PYTEST="-k window"': "runs this",
     "make test-metal": "part of make test",
     "make test-sanitize": "another build",
+    "make test-races": "another build",
     "make test-engines": "6 GB of engines",
     "make test-sglang": "an engine",
     "make test-vllm": "an engine",

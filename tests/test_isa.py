@@ -143,6 +143,15 @@ def test_cases(isa, runs):
     assert counts == {"tests": len(marked), "errors": 0, "failures": 0, "skipped": 0}
 
 
+@pytest.mark.sanitize
+@pytest.mark.runs_tests
+@pytest.mark.parametrize("isa", OTHERS)
+def test_features_are_clean(isa, tmp_path):
+    """Every feature once on this path, in a build with sanitizers, which test_cases is too long for."""
+    log = tmp_path / "log"
+    assert pytest_of(isa, log, "-m", "every_isa and sanitize").wait() == 0, log.read_text()[-6000:]
+
+
 def test_best_path_is_the_default():
     asked = python("", ASK)
     assert asked.stdout.strip() == BEST, asked.stderr
