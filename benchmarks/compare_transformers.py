@@ -8,9 +8,13 @@ sampled many times instead. Only steps count in which every request has one toke
 which graphs are captured, and the last few, which are profiled. transformers does a step in three parts, one after the
 other: the host prepares it (lists, tables, copies), the GPU computes, the host updates its requests. `kernels_ms` is
 the time in which the GPU works: where it is far below `step_ms`, the host decides.
+
+sdpa computes all pairs of a batch, also those of different requests. For long prompts that takes minutes and is not
+what is measured: with --no-prompt-attention its steps with prompts get zeros instead.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -34,6 +38,7 @@ WAYS = {
     "varlen": (FLASH, {"max_batch_tokens": 1 << 15, "max_blocks_per_request": 0}, True),
     "sdpa": ("sdpa", {"max_batch_tokens": 1 << 13}, True),
 }
+MOST_DECODING = 1024  # tokens of a step without prompts
 PAGE_SIZE = 256
 SIZE = {"page_size": PAGE_SIZE, "auto_switch_to_flash": False}
 if not hasattr(ContinuousBatchingConfig, "page_size"):  # transformers 5.17
@@ -123,6 +128,19 @@ class Watch:
         }
 
 
+@contextlib.contextmanager
+def no_attention_of_prompts():
+    """While it is open, sdpa of many queries returns zeros."""
+    own = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(query, *others, **keywords):
+        return torch.zeros_like(query) if query.shape[2] > MOST_DECODING else own(query, *others, **keywords)
+
+    torch.nn.functional.scaled_dot_product_attention = attend
+    yield
+    torch.nn.functional.scaled_dot_product_attention = own
+
+
 def run(model, way, graphs, prompts, samples, new_tokens):
     """What the steps of one token for each request took."""
     attention, options, graphs_of_prompts = WAYS[way]
@@ -161,6 +179,7 @@ def parse_args():
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--graphs", nargs="+", choices=("yes", "no"), default=["yes", "no"])
     parser.add_argument("--sdpa", type=int, default=4096, help="longest context for sdpa, which computes all pairs")
+    parser.add_argument("--no-prompt-attention", action="store_true", help="sdpa of prompts gives zeros")
     parser.add_argument("--out", type=Path, help="write what was measured to this file as JSON")
     return parser.parse_args()
 
@@ -169,6 +188,8 @@ def parse_args():
 def main():
     args = parse_args()
     torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for every new length (docs/transformers.md)
+    if args.no_prompt_attention:
+        WAYS["sdpa"][1]["max_batch_tokens"] = 1 << 15
     model, rows = make_model(args.layers), []
     result = {
         "machine": f"One {torch.cuda.get_device_name()}",
@@ -190,7 +211,8 @@ def main():
         prompts = torch.randint(1, 128256, (requests, context - args.new_tokens), generator=generator).tolist()
         start = time.perf_counter()
         row = {"context": context, "requests": requests, "samples": samples, "way": way, "graphs": graphs}
-        row |= run(model, way, graphs, prompts, samples, args.new_tokens)
+        with no_attention_of_prompts() if args.no_prompt_attention else contextlib.nullcontext():
+            row |= run(model, way, graphs, prompts, samples, args.new_tokens)
         rows.append(row | {"seconds": round(time.perf_counter() - start, 1)})
         print(json.dumps(rows[-1]), flush=True)
         torch.cuda.empty_cache()
