@@ -26,6 +26,13 @@ constexpr int kPackedRows = 6;                               // rows of one step
 constexpr int kPackedRegs = kVectorRegisters == 32 ? 4 : 2;  // and its columns, in registers
 constexpr int kPanel = kPackedRegs * kLanes;                 // and in numbers
 
+// An address that the compiler takes as it is. It would otherwise keep each constant distance from it in a register of
+// its own, and run out of them.
+[[gnu::always_inline]] inline const char* one_register(const char* address) {
+  asm("" : "+r"(address));
+  return address;
+}
+
 // Bytes that lie side by side.
 struct Run {
   const char *begin, *end;
@@ -76,9 +83,12 @@ struct Prefetcher {
   template <int kRows>
   [[gnu::always_inline]] void ask_again(int64_t j, int64_t column, int64_t bytes) {
     if (!again) return;
-    for (int64_t b = column; b < column + bytes; b += 64)
+    const char* rows[kRows];
 #pragma GCC unroll 16
-      for (int c = 0; c < kRows; ++c) __builtin_prefetch(again[j + c] + again_offset + b, 0, 2);
+    for (int c = 0; c < kRows; ++c) rows[c] = one_register(again[j + c] + again_offset + column);
+    for (int64_t b = 0; b < bytes; b += 64)
+#pragma GCC unroll 16
+      for (int c = 0; c < kRows; ++c) __builtin_prefetch(rows[c] + b, 0, 2);
   }
 };
 
@@ -134,22 +144,24 @@ inline void dot_keys(const typename Ops::Elem* q, int64_t q_stride, const char* 
   if constexpr (kRows == 1 && Ops::kChunk * Ops::kBytes < 64)
     for (; d + 64 / Ops::kBytes <= depth; d += 64 / Ops::kBytes)
       dot_lines<Ops>(q + d, k, offset + d * Ops::kBytes, acc);
-  for (; d < depth; d += Ops::kChunk) {
-    const bool whole = d + Ops::kChunk <= depth;
+  const auto step = [&](auto load) {
     typename Ops::Reg query[kRows][Ops::kRegs];
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
       for (int i = 0; i < Ops::kRegs; ++i) query[r][i] = Ops::load_elems(q + r * q_stride + d + i * kRegElems);
+#pragma GCC unroll 16
     for (int c = 0; c < kKeys; ++c) {
       typename Ops::Reg key[Ops::kRegs];
-      if (whole) {
-        Ops::load_keys(k[c] + offset + d * Ops::kBytes, key);
-      } else {
-        Ops::load_keys_tail(k[c] + offset + d * Ops::kBytes, depth - d, key);
-      }
+      load(k[c] + offset + d * Ops::kBytes, key);
+#pragma GCC unroll 8
       for (int i = 0; i < Ops::kRegs; ++i)
+#pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) acc[r * kKeys + c] = Ops::dot(acc[r * kKeys + c], key[i], query[r][i]);
     }
-  }
+  };
+  for (; d + Ops::kChunk <= depth; d += Ops::kChunk) step(Ops::load_keys);
+  if (d < depth) step([&](const char* row, typename Ops::Reg* key) { Ops::load_keys_tail(row, depth - d, key); });
 }
 
 // scores[row][key] for kRows rows and n keys; k[] must hold valid rows up to the next multiple of
@@ -228,10 +240,12 @@ inline void dot_values_block(const typename Ops::Elem* p, const char* const* v, 
   for (int64_t j = 0; j < n; j += Ops::kDepth) {
     next.advance(kBlock * Ops::kDepth);
     next.ask_again<Ops::kDepth>(j, column, kBlock * Ops::kChunk * Ops::kBytes);
+    const char* rows[Ops::kDepth];
+#pragma GCC unroll 2
+    for (int c = 0; c < Ops::kDepth; ++c) rows[c] = one_register(v[j + c] + offset + column);
     typename Ops::Reg value[kRegs];
 #pragma GCC unroll 8
-    for (int b = 0; b < kBlock; ++b)
-      Ops::load_values(v + j, offset + column + b * Ops::kChunk * Ops::kBytes, value + b * kChunkRegs);
+    for (int b = 0; b < kBlock; ++b) Ops::load_values(rows, b * Ops::kChunk * Ops::kBytes, value + b * kChunkRegs);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       typename Ops::Reg weight = Ops::broadcast(p + r * kMaxTile + j);
