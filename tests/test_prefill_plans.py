@@ -82,9 +82,10 @@ def test_prefill_plans(library, head_dim, head_dim_v):
         for kv_heads, q_len in ((1, 2000), (8, 100), (2, 129)):
             options = {"head_dim": head_dim, "head_dim_v": head_dim_v, "kv_heads": kv_heads, "max_q_len": q_len}
             n = numbers_of(library, PROMPTS, page_size=page_size, **options)
-            assert n.rows == 128 and n.shared_bytes <= 232448 and n.threads == 384
+            wide = max(head_dim, head_dim_v) > 128 and (head_dim, head_dim_v) != (192, 128)
+            assert n.rows == 128 and n.shared_bytes <= 232448 and n.threads == (384 if wide else 512)
             assert n.keys % max(1, n.box_rows) == 0 and page_size % max(1, n.box_rows) == 0 and n.box_rows % 8 == 0
-            assert (n.box_rows > 0) == (page_size % 8 == 0)
+            assert (n.box_rows > 0) == (page_size % (8 if wide or max(head_dim, head_dim_v) <= 64 else 16) == 0)
             tiles = len(PROMPTS) * -(-q_len * 4 // 128) * kv_heads
             assert n.items * kv_heads == tiles and n.blocks == min(tiles * n.parts, 132)
             assert n.l2_keys * (head_dim + head_dim_v) * 2 <= 24 << 20

@@ -236,8 +236,8 @@ FAULTS = [
         "prefill: a box begins inside the swizzle",
         "native",
         PREFILL_PLAN,
-        "rows % kSwizzledRows == 0",
-        "rows % (kSwizzledRows / 2) == 0",
+        "rows >= plan.instance.least_box_rows",
+        "rows >= plan.instance.least_box_rows / 4",
         PREFILL_PLANS,
     ),
     Fault(

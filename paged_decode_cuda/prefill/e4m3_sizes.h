@@ -18,7 +18,9 @@ struct PrefillE4m3Sizes {
   static constexpr int kConsumers = kConsumers_;  // warpgroups, 64 rows each
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
-  static constexpr int kGatherers = 2;  // warps that copy where pages hold no box
+  static constexpr bool kOwnDirector = false;  // no warpgroup is left for it
+  static constexpr int kGatherers = 2;         // warps that copy where pages hold no box
+  static constexpr int kLeastBoxRows = kSwizzledRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroup / 32;
   static constexpr int kKeyStages = 2, kValueStages = 2, kTransposedStages = 2;
   static constexpr int kQueryStages = 1;  // they go on into registers

@@ -1,10 +1,11 @@
 // Attention of many rows on Hopper's matrix unit.
 //
-// A block has a producer warpgroup, which copies keys and values into a ring of tiles, and two consumer warpgroups of
-// 64 rows each (a row is a token and one head of the kv_head's group). A consumer issues the product q.k of a tile,
-// then the product of the weights of the tile before with its values, and computes the weights of the tile while the
-// latter or the products of the other consumer run. Where head_dim is above 128, the consumers take turns at issuing.
-// Blocks stay and take tile of rows after tile of rows; keys go from the last one to the first one.
+// A block has a producer warpgroup, which copies keys and values into a ring of tiles, two consumer warpgroups of 64
+// rows each (a row is a token and one head of the kv_head's group), and a warp that finds what is to be done. A
+// consumer issues the product q.k of a tile, then the product of the weights of the tile before with its values, and
+// computes the weights of the tile while the latter or the products of the other consumer run. Where head_dim is above
+// 128, the consumers take turns at issuing. Blocks stay and take tile of rows after tile of rows; keys go from the last
+// one to the first one.
 #pragma once
 
 #include "e4m3_consumer.cuh"
@@ -213,7 +214,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     give_registers<Shape::kProducerRegisters>();
     const int warp = threadIdx.x / kWarp;
     constexpr int kTransposer = 2, kDirector = 3;
-    if (warp == kDirector) {
+    if (!Shape::kOwnDirector && warp == kDirector) {
       direct<Shape>(p, plan, control, shared);
     } else if (kTransposes && warp == kTransposer) {
       if constexpr (kTransposes) transpose_values<Shape>(control, shared);
@@ -225,6 +226,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     } else if (warp == 1) {
       TileLoader<Shape, true>::run(p, plan, control, shared);
     }
+  } else if (Shape::kOwnDirector && threadIdx.x >= (1 + Shape::kConsumers) * kWarpgroup) {
+    give_registers<Shape::kProducerRegisters>();
+    if (threadIdx.x / kWarp == (1 + Shape::kConsumers) * kWarpgroup / kWarp) direct<Shape>(p, plan, control, shared);
   } else {
     take_registers<Shape::kConsumerRegisters>();
     if constexpr (kTransposes) {

@@ -1,5 +1,5 @@
-// The producer warps: one copies keys into shared memory, one values, one finds out what is to be done and copies
-// queries. Where pages hold no box, three gather keys and values.
+// The producer warps: one copies keys into shared memory, one values. Where pages hold no box, all gather keys and
+// values. The director finds out what is to be done and copies queries.
 //
 // Where a page holds whole boxes, keys come in bulk copies, and so does a tile of values that is seen entirely: a
 // masked score hides what a key that nobody sees holds, but a weight of 0 does not hide a value. Else 8 lanes copy 128
@@ -47,10 +47,11 @@ struct TileLoader {
                    : place.x * plan.k_page_pieces + place.y * plan.k_slot_pieces + head * plan.k_head_pieces;
   }
 
-  static PD_MEMBER void copy_own_box(const PrefillCall& plan, uint32_t stage, uint32_t arrived, int column, int row,
-                                     int head, int2 place) {
-    copy_box(stage + (column * kKeys + row) * kRowBytes, kValues ? plan.values : plan.keys, arrived,
-             column * Shape::kColumnDims, place.y, head, place.x);
+  // `row`: where the box begins, counted through one column after the other.
+  static PD_MEMBER void copy_own_box(const PrefillCall& plan, uint32_t stage, uint32_t arrived, uint32_t row, int head,
+                                     int2 place) {
+    copy_box(stage + row * kRowBytes, kValues ? plan.values : plan.keys, arrived, row / kKeys * Shape::kColumnDims,
+             place.y, head, place.x);
   }
 
   static PD_MEMBER void run(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control,
@@ -59,8 +60,9 @@ struct TileLoader {
     const uint32_t full = shared_address(kValues ? control.values_full : control.keys_full);
     const uint32_t empty = shared_address(kValues ? control.values_empty : control.keys_empty);
     const uint32_t stages = shared + (kValues ? Shape::kValuesAt : Shape::kKeysAt);
-    const int boxes = plan.box_rows > 0 ? kKeys / plan.box_rows : 0;  // of a column of a tile
-    const int own_column = lane / max(boxes, 1), own_row = (lane - own_column * boxes) * plan.box_rows;
+    // Boxes are counted by rows, through one column of a tile after the other.
+    constexpr int kRowsOfColumns = kKeys * kColumns;
+    const uint32_t own_row = lane * plan.box_rows;
     Ring<kValues ? Shape::kValueStages : Shape::kKeyStages> ring;
     Ring<2> slot;
     while (true) {
@@ -80,20 +82,18 @@ struct TileLoader {
         const int key = tile * kKeys;
         const uint32_t stage = stages + ring.stage * kBytes, arrived = full + ring.stage * 8;
         const bool inside = key >= places.key_begin && key + kKeys <= places.key_end;
-        const bool bulk = boxes > 0 && (inside || !kValues);
+        const bool bulk = plan.box_rows > 0 && (inside || !kValues);
         // Of the box of this lane, looked up while the stage is not yet free.
         int2 place = make_int2(-1, 0);
-        if (bulk) place = places.find_box(p, plan, key + own_row, plan.box_rows);
+        if (bulk) place = places.find_box(p, plan, key + own_row % kKeys, plan.box_rows);
         barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
         if (bulk) {
           // Bytes may come before they are expected: the phase does not end without this arrival.
           if (lane == 0) barrier_arrive_expecting(arrived, kBytes);
-          if (lane < boxes * kColumns) copy_own_box(plan, stage, arrived, own_column, own_row, head, place);
+          if (own_row < kRowsOfColumns) copy_own_box(plan, stage, arrived, own_row, head, place);
 #pragma unroll 1
-          for (int i = lane + kWarp; i < boxes * kColumns; i += kWarp) {
-            const int row = i % boxes * plan.box_rows;
-            copy_own_box(plan, stage, arrived, i / boxes, row, head,
-                         places.find_box(p, plan, key + row, plan.box_rows));
+          for (uint32_t row = own_row + kWarp * plan.box_rows; row < kRowsOfColumns; row += kWarp * plan.box_rows) {
+            copy_own_box(plan, stage, arrived, row, head, places.find_box(p, plan, key + row % kKeys, plan.box_rows));
           }
         } else {
 #pragma unroll 1
@@ -107,20 +107,20 @@ struct TileLoader {
   }
 };
 
-// Copies keys and values where pages hold no box: three warps, a third of the rows of a tile each. A warp looks up the
-// pages of the next tile before it needs them, and never waits for its copies: barriers count those.
+// Copies keys and values where pages hold no box: warps that take turns at runs of 4 rows. A warp looks up the pages of
+// the next tile before it needs them, and never waits for its copies: barriers count those.
 template <typename Shape>
 struct Gatherer {
-  static constexpr int kKeys = Shape::kKeys, kRuns = kKeys / kCopyRows;
-  static constexpr int kOwnRuns = (kRuns + Shape::kGatherers - 1) / Shape::kGatherers, kOwnRows = kOwnRuns * kCopyRows;
-  static constexpr int kLookups = (kOwnRows + kWarp - 1) / kWarp;  // of a lane
-  static_assert(kLookups <= 2, "a row is one of two");
+  static constexpr int kKeys = Shape::kKeys,
+                       kStep = Shape::kGatherers * kCopyRows;             // rows from a warp's run to the next
+  static constexpr int kRuns = (kKeys + kStep - 1) / kStep;               // of a warp
+  static constexpr int kLookups = (kRuns + kCopyLanes - 1) / kCopyLanes;  // of a lane
 
   int lane, first_row;  // of this warp in a tile
 
   // The row of a tile whose page this lane looks up, one of kLookups: that of its 8 lanes in run lane % 8.
   PD_MEMBER int own_row(int i) const {
-    return first_row + i * kWarp + lane % kCopyLanes * kCopyRows + lane / kCopyLanes;
+    return (i * kCopyLanes + lane % kCopyLanes) * kStep + first_row + lane / kCopyLanes;
   }
 
   // The pages of this lane's rows of a tile; -1: no such row, or nobody sees it. Nothing here waits for the table.
@@ -150,33 +150,29 @@ struct Gatherer {
                   : pages[i] * plan.k_page_pieces + slot * plan.k_slot_pieces + head * plan.k_head_pieces;
       from[i] = found ? place : KeyPlaces::kNowhere;
     }
-    const int row = lane / kCopyLanes, piece = lane % kCopyLanes;
+    const uint32_t row = first_row + lane / kCopyLanes, piece = lane % kCopyLanes;
     const int dims = static_cast<int>(kValues ? p.head_dim_v : p.head_dim) - piece * 16 / Shape::kElementBytes;
     const char* const first = static_cast<const char*>(kValues ? p.cache.v : p.cache.k) + piece * 16;
-    // The runs of a warp alternate between the two halves of a block of the swizzle.
-    const uint32_t start = stage + (first_row + row) * kRowBytes;
-    const int even = first_row % 8;
-    const uint32_t targets[2] = {start + (piece ^ (row + even)) * 16, start + (piece ^ (row + kCopyRows - even)) * 16};
 #pragma unroll
-    for (int before = 0; before < kOwnRuns; before += kBatch) {
+    for (int before = 0; before < kRuns; before += kBatch) {
       uint32_t found[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const int run = min(before + i, kOwnRuns - 1);
+        const int run = min(before + i, kRuns - 1);
         found[i] = __shfl_sync(~0u, from[run / kCopyLanes], run % kCopyLanes, kCopyLanes);
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const int run = before + i;
-        if (run >= kOwnRuns) break;
-        // The last warp may have fewer runs.
-        if ((Shape::kGatherers - 1) * kOwnRuns + run >= kRuns && first_row + run * kCopyRows >= kKeys) break;
+        const uint32_t own = row + (before + i) * kStep;
+        if (before + i >= kRuns || (kKeys % kStep != 0 && own >= kKeys))
+          break;  // the last run of a warp may lie behind
+        const uint32_t target = stage + own * kRowBytes + (piece ^ own % kSwizzledRows) * 16;
         const bool exists = found[i] != KeyPlaces::kNowhere;
         const char* const source = first + static_cast<uint64_t>(exists ? found[i] : 0) * 16;
-        const uint32_t target = targets[i % 2] + run * kCopyRows * kRowBytes;
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c)
+        for (int c = 0; c < kColumns; ++c) {
           copy_piece(target + c * kKeys * kRowBytes, source + c * kRowBytes, exists && c * Shape::kColumnDims < dims);
+        }
       }
     }
   }
@@ -184,7 +180,7 @@ struct Gatherer {
   PD_MEMBER void run(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control, uint32_t shared,
                      int gatherer) {
     lane = threadIdx.x % kWarp;
-    first_row = gatherer * kOwnRows;
+    first_row = gatherer * kCopyRows;
     Ring<Shape::kKeyStages> keys;
     Ring<Shape::kValueStages> values;
     Ring<2> slot;
@@ -195,25 +191,33 @@ struct Gatherer {
       KeyPlaces places;
       places.start(p, work.item);
       const int head = work.head, first_tile = work.item.first_tile;
-      int tile = first_tile + work.item.tiles - 1;
+      const int end_tile = first_tile + work.item.tiles;
       __syncwarp();
       if (lane == 0) barrier_arrive(shared_address(&control.work_empty[slot.stage]));
       slot.advance();
 
-      int next[kLookups];
-      look_up(p, plan, places, tile, next);
+      // The values of a tile come after the keys of the next one, as they are needed.
+      int next[kLookups], pages[kLookups] = {};
+      look_up(p, plan, places, end_tile - 1, next);
 #pragma unroll 1
-      for (; tile >= first_tile; --tile) {
-        int pages[kLookups];
+      for (int tile = end_tile - 1; tile >= first_tile - 1; --tile) {
+        int before[kLookups];
 #pragma unroll
-        for (int i = 0; i < kLookups; ++i) pages[i] = next[i];
-        look_up(p, plan, places, tile - 1, next);
-        barrier_wait(shared_address(&control.keys_empty[keys.stage]), keys.phase ^ 1);
-        copy<false>(p, plan, places, tile, head, pages, shared + Shape::kKeysAt + keys.stage * Shape::kKeyBytes);
-        arrive_with_pieces(shared_address(&control.keys_full[keys.stage]));
-        keys.advance();
+        for (int i = 0; i < kLookups; ++i) {
+          before[i] = pages[i];
+          pages[i] = next[i];
+        }
+        if (tile >= first_tile) {
+          look_up(p, plan, places, tile - 1, next);
+          barrier_wait(shared_address(&control.keys_empty[keys.stage]), keys.phase ^ 1);
+          copy<false>(p, plan, places, tile, head, pages, shared + Shape::kKeysAt + keys.stage * Shape::kKeyBytes);
+          arrive_with_pieces(shared_address(&control.keys_full[keys.stage]));
+          keys.advance();
+        }
+        if (tile + 1 == end_tile) continue;
         barrier_wait(shared_address(&control.values_empty[values.stage]), values.phase ^ 1);
-        copy<true>(p, plan, places, tile, head, pages, shared + Shape::kValuesAt + values.stage * Shape::kValueBytes);
+        copy<true>(p, plan, places, tile + 1, head, before,
+                   shared + Shape::kValuesAt + values.stage * Shape::kValueBytes);
         arrive_with_pieces(shared_address(&control.values_full[values.stage]));
         values.advance();
       }

@@ -12,7 +12,6 @@ constexpr int64_t kPartKeys = 512;  // fewer are not worth a part
 constexpr int64_t kMostParts = 32;  // that are chosen
 constexpr int64_t kPartTiles = 4;   // times the multiprocessors: tiles of rows whose parts there is memory for
 constexpr int64_t kMostE4m3Dims = 128;
-constexpr int kSwizzledRows = 8;  // a box begins where the swizzle does
 
 // Keys that a tile of rows may see.
 int64_t most_keys(const Problem& p, int rows) {
@@ -79,9 +78,10 @@ PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   plan.parts = parts_of(p, tiles, plan.instance.rows, limits.processors);
   plan.blocks = pd_max(pd_min(tiles * plan.parts, limits.processors), 1);
   plan.l2_keys = kL2Bytes / ((p.head_dim + p.head_dim_v) * dtype_bytes(c.dtype));
-  // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere.
+  // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere. A box begins
+  // where the swizzle does.
   const int64_t rows = c.block_table ? greatest_divisor(plan.instance.keys, c.page_size) : plan.instance.keys;
-  plan.box_rows = rows % kSwizzledRows == 0 ? static_cast<int32_t>(rows) : 0;
+  plan.box_rows = rows >= plan.instance.least_box_rows ? static_cast<int32_t>(rows) : 0;
   return plan;
 }
 

@@ -9,6 +9,7 @@ constexpr int kWarpgroup = 128;    // threads
 constexpr int kColumn = 64;        // 16-bit values of a row in one column of shared memory
 constexpr int kRowBytes = 128;     // of it
 constexpr int kBlockBytes = 1024;  // 8 such rows, the unit of the swizzle
+constexpr int kSwizzledRows = kBlockBytes / kRowBytes;
 
 // kDim_, kDimV_: head_dim and head_dim_v rounded up to what is compiled. kKeys_: keys of a tile.
 template <int kDim_, int kDimV_, int kKeys_>
@@ -18,8 +19,13 @@ struct PrefillSizes {
   static constexpr int kColumns = (kDim + kColumn - 1) / kColumn, kColumnsV = (kDimV + kColumn - 1) / kColumn;
   static constexpr int kConsumers = 2;  // warpgroups, 64 rows each
   static constexpr int kRows = 64 * kConsumers;
-  static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
-  static constexpr int kGatherers = 3;  // warps that copy where pages hold no box
+  // The director has a warpgroup of its own, so that all four schedulers of a multiprocessor have a warp that gathers.
+  // But a product with 256 columns does not compile for so many threads.
+  static constexpr bool kOwnDirector = kDimV <= 128;
+  static constexpr int kThreads = (1 + kConsumers + kOwnDirector) * kWarpgroup;
+  static constexpr int kGatherers = 3 + kOwnDirector;  // warps that copy where pages hold no box
+  // Where there are four and rows are long, smaller boxes take longer than gathering.
+  static constexpr int kLeastBoxRows = kOwnDirector && kDim > 64 ? 16 : kSwizzledRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroup / 32;
   static constexpr int kKeyStages = kDim > 128 ? 2 : 3, kValueStages = kDim > 64 ? 2 : 3;
   static constexpr int kQueryStages = kDim > 128 ? 1 : 2;  // the next rows are there before the last ones are done
@@ -27,26 +33,29 @@ struct PrefillSizes {
   static constexpr int kTransposedStages = 0;  // values are used as they are copied
   static constexpr bool kTurns = kDim > 128;   // consumers issue products in turns, not as they come
 
-  // Registers of a thread; all three warpgroups together have 504.
-  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+  // Registers of a thread; three warpgroups together have 504, four of them 512. The director has those of a producer.
+  static constexpr int kProducerRegisters = kOwnDirector ? 48 : 56;
+  static constexpr int kConsumerRegisters = kOwnDirector ? 208 : 224;
 
   static constexpr int kQueryBytes = kRows * kColumns * kRowBytes;
   static constexpr int kKeyBytes = kKeys * kColumns * kRowBytes, kValueBytes = kKeys * kColumnsV * kRowBytes;
   static constexpr int kKeysAt = kQueryStages * kQueryBytes, kValuesAt = kKeysAt + kKeyStages * kKeyBytes;
   static constexpr int kEnd = kValuesAt + kValueStages * kValueBytes;
   static constexpr int kSharedBytes = kEnd + kBlockBytes;  // its start is aligned by hand
+  static_assert((kKeys & (kKeys - 1)) == 0, "so many rows of boxes are a tile");
   static_assert(kDim % 16 == 0 && kDimV % 32 == 0 && kKeys % 16 == 0, "whole products and stores");
 };
 
 // The same as numbers.
 struct PrefillInstance {
   int head_dim, head_dim_v;  // which it is
-  int rows, keys, threads, shared_bytes;
+  int rows, keys, threads, shared_bytes, least_box_rows;
 };
 
 template <typename Sizes>
 constexpr PrefillInstance prefill_instance() {
-  return {Sizes::kDim, Sizes::kDimV, Sizes::kRows, Sizes::kKeys, Sizes::kThreads, Sizes::kSharedBytes};
+  return {Sizes::kDim,     Sizes::kDimV,        Sizes::kRows,        Sizes::kKeys,
+          Sizes::kThreads, Sizes::kSharedBytes, Sizes::kLeastBoxRows};
 }
 
 using PrefillSizes64 = PrefillSizes<64, 64, 128>;
