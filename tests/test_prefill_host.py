@@ -1,4 +1,4 @@
-"""The kernel of the route prefill on the host: bf16 and e4m3 of head_dim 128, bf16 of 256. See tests/blocks.py."""
+"""The kernel of the route prefill on the host: bf16 of head_dim 64, 128 and 256, e4m3 of 128. See tests/blocks.py."""
 
 import random
 
@@ -66,6 +66,39 @@ class WidePrompt(Prompt):
 def test_attends_with_wide_heads(library, name):
     case = WidePrompt(q_heads=4, **CASES[name])
     case.run(library)
+    case.judge()
+
+
+class NarrowPrompt(Prompt):
+    """head_dim 64, in tiles of 256 rows and 64 keys."""
+
+    DIMS, KEYS, VALUES = 128, slice(0, 64), slice(64, 128)
+
+
+NARROW_CASES = [
+    *("one_tile", "chunk", "two_requests", "edge_inside_a_page", "page_256", "page_1", "page_4", "page_1_window"),
+    *("page_1_not_causal", "leftpad", "longer_than_keys", "attention_chunk", "sinks", "parts_of_packed_requests"),
+]
+
+
+@pytest.mark.parametrize("name", NARROW_CASES)
+def test_attends_with_narrow_heads(library, name):
+    case = NarrowPrompt(q_heads=4, **CASES[name] | {"deterministic": 1})
+    case.run(library)
+    case.judge()
+
+
+@pytest.mark.parametrize("scale", [3.0, 30.0])
+def test_attends_with_narrow_heads_where_scores_grow(library, scale):
+    """Later keys have scores far above those that came first: weights beyond bfloat16, then beyond float32."""
+    case = NarrowPrompt(lens=[400], q_lens=70, q_heads=4, page_size=16, scale=scale, deterministic=1)
+    case.run(library)
+    case.judge()
+
+
+def test_attends_with_many_narrow_rows(library):
+    case = NarrowPrompt(lens=[300, 270], q_lens=[300, 90], q_heads=4, page_size=16, processors=3, window=(-1, -1))
+    assert case.run(library).blocks == 3
     case.judge()
 
 

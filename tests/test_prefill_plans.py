@@ -94,6 +94,24 @@ def test_prefill_plans(library, head_dim, head_dim_v):
     assert not whole.all_scores and numbers_of(library, PROMPTS, softcap=3).all_scores
 
 
+def test_tall_tiles_of_rows(library):
+    """Up to head_dim 64, where each multiprocessor has one that is more than half full, or where tiles must not depend
+    on the other requests."""
+
+    def rows(requests, q_len, head_dim=64, **options):
+        options = {"kv_heads": 4, "max_q_len": q_len, "head_dim": head_dim, "head_dim_v": 64} | options
+        n = numbers_of(library, [100] * requests, **options)
+        assert n.shared_bytes <= 232448 and n.threads == {128: 512, 256: 640}[n.rows]
+        assert n.blocks == 132 or n.rows == 128 or options.get("deterministic")
+        return n.rows
+
+    assert rows(33, 64) == 256 and rows(32, 64) == 128  # 132 and 128 tiles of 64 tokens, group 4
+    assert rows(33, 33) == 256 and rows(33, 32) == 128
+    assert rows(33, 64, head_dim=80) == 128 and rows(33, 64, softcap=3) == 128
+    assert rows(1, 64, deterministic=1) == 256 and rows(33, 16, deterministic=1) == 256
+    assert rows(33, 64, deterministic=1, softcap=3) == 128
+
+
 @pytest.mark.parametrize("head_dim, head_dim_v", [(16, 16), (64, 64), (64, 128), (80, 80), (128, 128)])
 def test_plans_of_8_bits(library, head_dim, head_dim_v):
     """A warpgroup more than in 16 bits, which transposes; twice as many keys of a head fit into L2."""

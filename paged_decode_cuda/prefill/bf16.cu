@@ -2,8 +2,8 @@
 
 namespace paged_attn {
 
-const void* prefill_kernel_bf16(int head_dim, bool all_scores) {
-  return find_prefill_kernel<Bf16>(head_dim, all_scores);
+const void* prefill_kernel_bf16(const PrefillInstance& instance, bool all_scores) {
+  return find_prefill_kernel<Bf16>(instance, all_scores);
 }
 
 }  // namespace paged_attn

@@ -15,8 +15,8 @@ const void* kernel_of(int head_dim) {
 
 }  // namespace
 
-const void* prefill_kernel_e4m3(int head_dim, bool all_scores) {
-  return all_scores ? kernel_of<true>(head_dim) : kernel_of<false>(head_dim);
+const void* prefill_kernel_e4m3(const PrefillInstance& instance, bool all_scores) {
+  return all_scores ? kernel_of<true>(instance.head_dim) : kernel_of<false>(instance.head_dim);
 }
 
 }  // namespace paged_attn

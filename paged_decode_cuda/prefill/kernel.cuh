@@ -11,6 +11,7 @@
 #include "e4m3_consumer.cuh"
 #include "loader.cuh"
 #include "parts.cuh"
+#include "score_again.cuh"
 #include "transposer.cuh"
 
 namespace paged_attn {
@@ -78,10 +79,13 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
 
     float factor[2];
     bool moved = false;
-    auto prepare = [&]() {
+    auto finish_scores = [&]() {
       const int first_key = tile * Shape::kKeys;
       rows.score(p, s, first_key);
       if (first_key + Shape::kKeys > inner_end || first_key < inner_begin) rows.mask(s, first_key);
+    };
+    auto prepare = [&]() {
+      finish_scores();
       moved = rows.move_base(s, factor);
     };
     auto rescale = [&]() {
@@ -90,7 +94,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
       for (int i = 0; i < Shape::kDimV / 2; ++i) acc[i] *= factor[i / 2 % 2];
     };
 
-    if (tile >= last_tile) {
+    auto score = [&]() {
       await(control.keys_full[keys.stage], keys.phase);
       settle(s);
       products_begin();
@@ -98,8 +102,59 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
       products_commit();
       products_wait<0>();
       settle(s);
+    };
+    auto release_keys = [&]() {
       release(control.keys_empty[keys.stage]);
       keys.advance();
+    };
+    auto add_values = [&]() {
+      await(control.values_full[values.stage], values.phase);
+      settle(acc);
+      settle(weights);
+      products_begin();
+      issue_values<Shape>(acc, weights, advance(first_values, values.stage * Shape::kValueBytes));
+      products_commit();
+      products_wait<0>();
+      settle(acc);
+      release(control.values_empty[values.stage]);
+      values.advance();
+    };
+
+    if constexpr (!Shape::kOverlaps) {
+      // Once all rows have a reference, nobody looks for the largest score first: the sums of the weights tell when
+      // some are too large. Then this warp computes its scores again.
+      bool have_bases = false;
+      float sum[2];
+      auto weigh = [&]() {
+        rescale();
+        rows.weigh(s, sum);
+        pack_weights<kBf16>(s, weights);
+      };
+#pragma unroll 1
+      for (; tile >= last_tile; --tile) {
+        score();
+        finish_scores();
+        const bool guess = have_bases;
+        moved = !guess && rows.move_base(s, factor);
+        if (moved) have_bases = rows.have_bases();
+        weigh();
+        if (guess && rows.too_large(sum)) {
+          const int warp_row = consumer * 64 + warp * 16;
+          score_again<Shape>(s, shared + queries.stage * Shape::kQueryBytes + warp_row * kRowBytes,
+                             shared + Shape::kKeysAt + keys.stage * Shape::kKeyBytes);
+          finish_scores();
+          moved = rows.move_base(s, factor);
+          weigh();
+        }
+        rows.add(sum);
+        release_keys();
+        add_values();
+      }
+      release(control.queries_empty[queries.stage]);
+      queries.advance();
+    } else if (tile >= last_tile) {
+      score();
+      release_keys();
       prepare();
       rows.weigh(s);
       pack_weights<kBf16>(s, weights);
@@ -122,8 +177,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
         if (turns) named_barrier_arrive(kTurn + other, 2 * kWarpgroup);
         products_wait<1>();
         settle(s);
-        release(control.keys_empty[keys.stage]);
-        keys.advance();
+        release_keys();
         prepare();
         const auto end_values = [&]() {
           products_wait<0>();
@@ -146,16 +200,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
       release(control.queries_empty[queries.stage]);
       queries.advance();
       rescale();
-      await(control.values_full[values.stage], values.phase);
-      settle(acc);
-      settle(weights);
-      products_begin();
-      issue_values<Shape>(acc, weights, advance(first_values, values.stage * Shape::kValueBytes));
-      products_commit();
-      products_wait<0>();
-      settle(acc);
-      release(control.values_empty[values.stage]);
-      values.advance();
+      add_values();
     } else {
       release(control.queries_empty[queries.stage]);
       queries.advance();

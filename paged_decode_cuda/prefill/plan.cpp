@@ -28,11 +28,14 @@ int64_t parts_of(const Problem& p, int64_t tiles, int rows, int processors) {
   return pd_max(pd_min(pd_min(processors / pd_max(tiles, 1), most_keys(p, rows) / kPartKeys), kMostParts), 1);
 }
 
-// 8-bit q with its cache has instances of its own.
-PrefillInstance instance_for(const Problem& p) {
+// 8-bit q with its cache has instances of its own. Tall tiles of rows are faster where every multiprocessor has one
+// that is more than half full; where results must not depend on the other requests, neither may the tiles.
+PrefillInstance instance_for(const Problem& p, int processors) {
   if (dtype_bytes(p.cache.dtype) == 1)
     return find_prefill_e4m3_instance(pd_max(p.head_dim, p.head_dim_v), all_scores(p));
-  return find_prefill_instance(p.head_dim, p.head_dim_v);
+  const int rows = TallPrefillSizes64::kRows;
+  const bool many = 2 * p.max_q_len * p.group > rows && most_tiles(p, rows) >= processors;
+  return find_prefill_instance(p.head_dim, p.head_dim_v, !all_scores(p) && (many || p.deterministic));
 }
 
 int64_t greatest_divisor(int64_t a, int64_t b) { return b == 0 ? a : greatest_divisor(b, a % b); }
@@ -57,7 +60,7 @@ const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
   if (p.q_dtype != p.cache.dtype) return "q and the cache differ in dtype";
   if (dtype_bytes(p.q_dtype) == 1 && pd_max(p.head_dim, p.head_dim_v) > kMostE4m3Dims)
     return "8-bit q with a head_dim above 128";
-  const int rows = instance_for(p).rows;
+  const int rows = instance_for(p, limits.processors).rows;
   const int64_t tiles = most_tiles(p, rows);
   if (tiles > INT32_MAX / 2) return "there are more tiles of rows than 32 bits count";
   const int64_t parts = parts_of(p, tiles, rows, limits.processors);
@@ -71,7 +74,7 @@ const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
 PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   const Cache& c = p.cache;
   PrefillPlan plan = {};
-  plan.instance = instance_for(p);
+  plan.instance = instance_for(p, limits.processors);
   plan.all_scores = all_scores(p);
   const int64_t tiles = most_tiles(p, plan.instance.rows);
   plan.items = tiles / p.kv_heads;

@@ -12,30 +12,35 @@ constexpr int kBlockBytes = 1024;  // 8 such rows, the unit of the swizzle
 constexpr int kSwizzledRows = kBlockBytes / kRowBytes;
 
 // kDim_, kDimV_: head_dim and head_dim_v rounded up to what is compiled. kKeys_: keys of a tile.
-template <int kDim_, int kDimV_, int kKeys_>
+template <int kDim_, int kDimV_, int kKeys_, int kConsumers_ = 2>
 struct PrefillSizes {
   static constexpr int kDim = kDim_, kDimV = kDimV_, kKeys = kKeys_;
   static constexpr int kElementBytes = 2, kColumnDims = kColumn;
   static constexpr int kColumns = (kDim + kColumn - 1) / kColumn, kColumnsV = (kDimV + kColumn - 1) / kColumn;
-  static constexpr int kConsumers = 2;  // warpgroups, 64 rows each
+  static constexpr int kConsumers = kConsumers_;  // warpgroups, 64 rows each
   static constexpr int kRows = 64 * kConsumers;
   // The director has a warpgroup of its own, so that all four schedulers of a multiprocessor have a warp that gathers.
-  // But a product with 256 columns does not compile for so many threads.
-  static constexpr bool kOwnDirector = kDimV <= 128;
+  // But a product with 256 columns does not compile for so many threads, and four consumers leave no warpgroup.
+  static constexpr bool kOwnDirector = kDimV <= 128 && kConsumers == 2;
   static constexpr int kThreads = (1 + kConsumers + kOwnDirector) * kWarpgroup;
   static constexpr int kGatherers = 3 + kOwnDirector;  // warps that copy where pages hold no box
   // Where there are four and rows are long, smaller boxes take longer than gathering.
   static constexpr int kLeastBoxRows = kOwnDirector && kDim > 64 ? 16 : kSwizzledRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroup / 32;
-  static constexpr int kKeyStages = kDim > 128 ? 2 : 3, kValueStages = kDim > 64 ? 2 : 3;
+  // A consumer issues the scores of the next tile beside the product of this one's weights. With four, there are no
+  // registers for that: they fill each other's waits.
+  static constexpr bool kOverlaps = kConsumers == 2;
+  static constexpr int kKeyStages = !kOverlaps ? 6 : kDim > 128 ? 2 : 3;
+  static constexpr int kValueStages = !kOverlaps ? 6 : kDim > 64 ? 2 : 3;
   static constexpr int kQueryStages = kDim > 128 ? 1 : 2;  // the next rows are there before the last ones are done
 
   static constexpr int kTransposedStages = 0;  // values are used as they are copied
   static constexpr bool kTurns = kDim > 128;   // consumers issue products in turns, not as they come
 
-  // Registers of a thread; three warpgroups together have 504, four of them 512. The director has those of a producer.
-  static constexpr int kProducerRegisters = kOwnDirector ? 48 : 56;
-  static constexpr int kConsumerRegisters = kOwnDirector ? 208 : 224;
+  // Registers of a thread; three warpgroups together have 504, four of them 512, five 480. The director has those of a
+  // producer.
+  static constexpr int kProducerRegisters = !kOverlaps ? 64 : kOwnDirector ? 48 : 56;
+  static constexpr int kConsumerRegisters = !kOverlaps ? 104 : kOwnDirector ? 208 : 224;
 
   static constexpr int kQueryBytes = kRows * kColumns * kRowBytes;
   static constexpr int kKeyBytes = kKeys * kColumns * kRowBytes, kValueBytes = kKeys * kColumnsV * kRowBytes;
@@ -59,14 +64,16 @@ constexpr PrefillInstance prefill_instance() {
 }
 
 using PrefillSizes64 = PrefillSizes<64, 64, 128>;
+using TallPrefillSizes64 = PrefillSizes<64, 64, 64, 4>;  // where there are rows enough, see plan.cpp
 using PrefillSizes96 = PrefillSizes<96, 96, 128>;
 using PrefillSizes128 = PrefillSizes<128, 128, 128>;
 using PrefillSizes192 = PrefillSizes<192, 128, 128>;
 using PrefillSizes256 = PrefillSizes<256, 256, 64>;
 
 // For dimensions up to 256.
-inline PrefillInstance find_prefill_instance(int64_t head_dim, int64_t head_dim_v) {
+inline PrefillInstance find_prefill_instance(int64_t head_dim, int64_t head_dim_v, bool tall) {
   const int64_t larger = head_dim > head_dim_v ? head_dim : head_dim_v;
+  if (larger <= 64 && tall) return prefill_instance<TallPrefillSizes64>();
   if (larger <= 64) return prefill_instance<PrefillSizes64>();
   if (larger <= 96) return prefill_instance<PrefillSizes96>();
   if (larger <= 128) return prefill_instance<PrefillSizes128>();

@@ -99,9 +99,31 @@ struct PrefillRows {
     return moved;
   }
 
+  // Whether every row of this warp has a reference.
+  PD_MEMBER bool have_bases() const { return !__any_sync(~0u, base[0] == -INFINITY || base[1] == -INFINITY); }
+
+  // Whether weights of some row of this warp are too large for their type, or no numbers.
+  static PD_MEMBER bool too_large(const float (&sum)[2]) {
+    constexpr float kMost = 32768.f;
+    return __any_sync(~0u, !(sum[0] + sum[1] <= kMost));
+  }
+
   // From scores of the tile to weights.
   PD_MEMBER void weigh(float (&s)[kKeys / 2]) {
-    float sum[2] = {}, shift[2];
+    float sum[2];
+    weigh(s, sum);
+    add(sum);
+  }
+
+  PD_MEMBER void add(const float (&sum)[2]) {
+    l[0] += sum[0];
+    l[1] += sum[1];
+  }
+
+  // `sum`: of this thread's weights, not yet added.
+  PD_MEMBER void weigh(float (&s)[kKeys / 2], float (&sum)[2]) const {
+    float shift[2];
+    sum[0] = sum[1] = 0.f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) shift[r] = base[r] == -INFINITY ? 0.f : -base[r];
 #pragma unroll
@@ -109,8 +131,6 @@ struct PrefillRows {
       s[i] = fast_exp2(fmaf(s[i], scale, shift[i / 2 % 2]));
       sum[i / 2 % 2] += s[i];
     }
-    l[0] += sum[0];
-    l[1] += sum[1];
   }
 };
 

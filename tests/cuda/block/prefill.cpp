@@ -1,4 +1,4 @@
-// One call of the route prefill on the host, of bf16 and head_dim 128 or 256, or of e4m3 and 128.
+// One call of the route prefill on the host, of bf16 and head_dim 64 (tall tiles), 128 or 256, or of e4m3 and 128.
 // tests/test_prefill_host.py calls it.
 #include "call.h"
 #include "prefill/e4m3_sizes.h"
@@ -8,14 +8,21 @@
 
 namespace paged_attn {
 
-const void* prefill_kernel_bf16(int head_dim, bool) {
-  return head_dim == 256 ? reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<Bf16, PrefillSizes256>, false>)
-                         : reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<Bf16, PrefillSizes128>, false>);
+template <typename Sizes>
+const void* bf16_kernel() {
+  return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<Bf16, Sizes>, false>);
 }
-const void* prefill_kernel_e4m3(int, bool) {
+
+const void* prefill_kernel_bf16(const PrefillInstance& instance, bool) {
+  if (instance.head_dim == 64 && instance.rows == 256) return bf16_kernel<TallPrefillSizes64>();
+  if (instance.head_dim == 128) return bf16_kernel<PrefillSizes128>();
+  if (instance.head_dim == 256) return bf16_kernel<PrefillSizes256>();
+  fail("no such instance of bf16");
+}
+const void* prefill_kernel_e4m3(const PrefillInstance&, bool) {
   return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<E4m3, PrefillE4m3Sizes128<false>>, false>);
 }
-const void* prefill_kernel_fp16(int, bool) { fail("no instance of fp16"); }
+const void* prefill_kernel_fp16(const PrefillInstance&, bool) { fail("no instance of fp16"); }
 
 }  // namespace paged_attn
 
