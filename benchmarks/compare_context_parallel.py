@@ -10,6 +10,7 @@ counts, the median of several, the largest of all ranks. The exchange is NCCL's,
     alone             every rank attends to all keys
     pages             context_parallel.attention, every rank gets all heads
     pages, own heads  the same with heads="own", an all-to-all
+    ..., peers        the same through each other's memory, without NCCL
     halves            as pages, in two halves of the heads: the second attends while the first is exchanged
     heads             every rank attends to its kv_heads; nothing is exchanged, the next product ends in a sum
 
@@ -69,9 +70,12 @@ def layers_of(kernel, keys, ranks):
 def ways(kernel, layers, q, ranks):
     """The functions to time: each attends in every layer and returns the outputs."""
     cp, call = kernel.integrations.context_parallel, kernel.flash_attn_with_kvcache
-    rank = dist.get_rank()
-    q_mine = q.chunk(ranks, dim=2)[rank]
+    peers = cp.Peers(q_heads=Q_HEADS, head_dim_v=HEAD_DIM, dtype=q.dtype)
+    q_mine = q.chunk(ranks, dim=2)[dist.get_rank()]
     own = ranks - 1
+
+    def by_pages(**how):
+        return lambda: [cp.attention(q, *pages.caches, owner=own, **how, **pages.where()) for _, pages, _ in layers]
 
     def halves(pages):
         parts = []
@@ -82,10 +86,10 @@ def ways(kernel, layers, q, ranks):
 
     return {
         "alone": lambda: [call(q, *whole.caches, causal=True, **whole.where()) for whole, _, _ in layers],
-        "pages": lambda: [cp.attention(q, *p.caches, owner=own, **p.where()) for _, p, _ in layers],
-        "pages, own heads": lambda: [
-            cp.attention(q, *p.caches, owner=own, heads="own", **p.where()) for _, p, _ in layers
-        ],
+        "pages": by_pages(),
+        "pages, own heads": by_pages(heads="own"),
+        "pages, peers": by_pages(peers=peers),
+        "pages, own heads, peers": by_pages(heads="own", peers=peers),
         "halves": lambda: [halves(p) for _, p, _ in layers],
         "heads": lambda: [call(q_mine, *h.caches, causal=True, **h.where()) for _, _, h in layers],
     }
@@ -149,7 +153,7 @@ def measure(kernel, keys, rounds):
             continue
         mine = (
             slice(None)
-            if name in ("pages", "halves")
+            if name in ("pages", "pages, peers", "halves")
             else slice(rank * Q_HEADS // ranks, (rank + 1) * Q_HEADS // ranks)
         )
         row[f"error of {name}"] = max(error_of(a, b[:, :, mine].double()) for a, b in zip(results, alone, strict=True))

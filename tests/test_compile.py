@@ -269,6 +269,7 @@ def test_opcheck_leaves_no_operator_out(paged_attn, device):
     arguments = (parts, lse, torch.empty_like(parts[0]), torch.empty_like(lse[0, ..., 0]))
     torch.library.opcheck(operators.merge_parts.default, arguments, test_utils=["test_schema", "test_faketensor"])
     names = ("kv_paged_write", "merge_parts", "explain_flash_attn_with_kvcache", "instruction_set")
+    names += ("merge_with_peers",) if torch.device(device).type == "cuda" else ()  # test_merge_with_peers.py checks it
     reached |= {f"{operators.name}::{name}" for name in names}
     registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith(operators.name + "::")}
     assert reached == registered

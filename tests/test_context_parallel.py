@@ -1,11 +1,12 @@
 """context_parallel and tensor parallelism by heads: what one device with all the pages returns.
 
 On the CPU three processes exchange through gloo, and two of them are one more group. On CUDA they are as many as there
-are GPUs, up to three, and exchange through NCCL.
+are GPUs, up to three, and exchange through NCCL, then through each other's memory.
 """
 
 import os
 import sys
+import time
 from datetime import timedelta
 
 import pytest
@@ -16,6 +17,7 @@ KERNEL = "org/paged-attn"
 PAGE_SIZE, Q_HEADS, KV_HEADS, HEAD_DIM = 4, 12, 6, 32
 DEVICE = os.environ.get("PAGED_ATTN_TEST_DEVICE", "cpu")
 RANKS = min(3, torch.cuda.device_count()) if DEVICE == "cuda" else 3
+LIMIT = 240  # seconds; a rank that waits for another on the GPU does not end by itself
 STEPS = [(12, 5), (1, 1), (7, 2), (1, 1), (1, 0), (3, 1), (1, 1)]  # new tokens of two requests
 
 
@@ -47,6 +49,10 @@ FEATURES = {
 }
 
 
+def on_device(features):
+    return {name: x.to(DEVICE) if name == "s_aux" else x for name, x in features.items()}
+
+
 def expected_results(kernel, dtype, features):
     """One device. The step of every list entry: (out, lse)."""
     pages = Pages(kernel, KV_HEADS, dtype)
@@ -58,14 +64,14 @@ def expected_results(kernel, dtype, features):
         pages.lengths += torch.tensor(counts, device=DEVICE)
 
 
-def run_sharded(kernel, group, dtype, features, heads, held):
+def run_sharded(kernel, group, dtype, features, heads, held, peers):
     """Every rank of the group; yields (out, lse) of each step. `held` counts the keys of each rank."""
     cp = kernel.integrations.context_parallel
     rank, pages = dist.get_rank(group), Pages(kernel, KV_HEADS, dtype)
     for counts, q, k, v, cu in steps(dtype):
         owner = cp.next_owner(held, PAGE_SIZE)
         result = cp.attention(
-            q, pages.k, pages.v, k, v, owner=owner, group=group, heads=heads, cache_seqlens=pages.lengths,
+            q, pages.k, pages.v, k, v, owner=owner, group=group, heads=heads, peers=peers, cache_seqlens=pages.lengths,
             block_table=pages.table, cu_seqlens_q=cu, cu_seqlens_k_new=cu, max_seqlen_q=max(counts),
             return_softmax_lse=True, **features,
         )  # fmt: skip
@@ -75,12 +81,12 @@ def run_sharded(kernel, group, dtype, features, heads, held):
         yield result
 
 
-def check_context_parallel(kernel, group, dtype, features, heads):
+def check_context_parallel(kernel, group, dtype, features, heads, peers=None):
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     mine = slice(None) if heads == "all" else slice(rank * Q_HEADS // ranks, (rank + 1) * Q_HEADS // ranks)
     held = [0] * ranks
-    sharded = run_sharded(kernel, group, dtype, features, heads, held)
+    sharded = run_sharded(kernel, group, dtype, features, heads, held, peers)
     for (out, lse), (whole, whole_lse) in zip(sharded, expected_results(kernel, dtype, features), strict=True):
         torch.testing.assert_close(out, whole[:, mine], **tolerance)
         torch.testing.assert_close(lse, whole_lse[mine], rtol=1e-5, atol=1e-5)
@@ -89,6 +95,26 @@ def check_context_parallel(kernel, group, dtype, features, heads):
             dist.all_gather(copies, out, group=group)
             assert all(torch.equal(copy, out) for copy in copies)
     assert min(held) > 0, "a rank without keys shows nothing"
+
+
+def check_peers(kernel, group):
+    """Through each other's memory; the steps with more than 6 tokens take the collective."""
+    make = kernel.integrations.context_parallel.Peers
+    if DEVICE != "cuda":
+        with pytest.raises(ValueError, match="Peers: expected the CUDA build of this package"):
+            make(q_heads=Q_HEADS, head_dim_v=HEAD_DIM, dtype=torch.float32)
+        return
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        peers = make(q_heads=Q_HEADS, head_dim_v=HEAD_DIM, dtype=dtype, max_tokens=6, group=group)
+        for heads in ("all", "own"):
+            for features in FEATURES.values():
+                check_context_parallel(kernel, group, dtype, on_device(features), heads, peers)
+    pages = Pages(kernel, KV_HEADS, torch.float32)
+    q = torch.randn(2, 1, Q_HEADS, HEAD_DIM, device=DEVICE)
+    with pytest.raises(ValueError, match=r"peers: expected one for \(q_heads, .*, got one for \(12, 32, "):
+        kernel.integrations.context_parallel.attention(
+            q, pages.k, pages.v, owner=0, peers=peers, cache_seqlens=pages.lengths, block_table=pages.table
+        )
 
 
 def check_tensor_parallel(kernel, group):
@@ -154,9 +180,9 @@ def be_a_rank(rank: int, file: str) -> None:
     for group in groups:
         for heads in ("all", "own"):
             for features in FEATURES.values():
-                features = {name: x.to(DEVICE) if name == "s_aux" else x for name, x in features.items()}
-                check_context_parallel(kernel, group, torch.float32, features, heads)
+                check_context_parallel(kernel, group, torch.float32, on_device(features), heads)
         check_context_parallel(kernel, group, torch.bfloat16, {}, "all")
+        check_peers(kernel, group)
     check_tensor_parallel(kernel, None)
     check_no_keys(kernel)
     check_errors(kernel)
@@ -179,4 +205,10 @@ def test_ranks(device, tmp_path):
     if device == "mps" or RANKS < 2:
         pytest.skip("the ranks need CPUs, or two GPUs")
     os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *sys.path[1:]])
-    torch.multiprocessing.spawn(be_a_rank, (str(tmp_path / "ranks"),), nprocs=RANKS)
+    ranks = torch.multiprocessing.spawn(be_a_rank, (str(tmp_path / "ranks"),), nprocs=RANKS, join=False)
+    end = time.monotonic() + LIMIT
+    while not ranks.join(timeout=1):
+        if time.monotonic() > end:
+            for process in ranks.processes:
+                process.kill()
+            pytest.fail(f"the ranks have not ended after {LIMIT} s")

@@ -25,6 +25,9 @@ void run_kv_write(const Problem& problem);
 // Merges the parts of a result.
 void run_merge(const MergeProblem& problem);
 
+// Sends the part of this GPU to the others, and merges theirs with it. CUDA only.
+void run_merge_with_peers(const PeerMergeProblem& problem);
+
 // The instruction set that this process uses on the CPU; "" on other devices.
 std::string instruction_set();
 

@@ -1,8 +1,9 @@
-// merge_parts: checks, then the problem, then the backend.
+// merge_parts and merge_with_peers: checks, then the problem, then the backend.
 #include "backend.h"
 #include "op_parts.h"
 #include "ops.h"
 #include "spec/merge.h"
+#include "spec/ranges.h"
 
 namespace paged_attn {
 
@@ -35,5 +36,55 @@ void merge_parts(const MergeArguments& a) {
   p.merged_lse_stride_token = a.lse ? a.lse->stride(0) : 0;
   if (p.tokens > 0 && p.heads > 0) run_merge(p);
 }
+
+#ifdef CUDA_KERNEL
+void merge_with_peers(const PeerMergeArguments& a) {
+  const OnDeviceOf guard(*a.part);
+  const Like like(*a.part, "part");
+  Dim tokens("tokens"), heads("heads"), own_heads("heads or heads / ranks"), head_dim("head_dim"), rows("rows");
+  Dim one("1", 1, "part_lse");
+  const int64_t ranks = static_cast<int64_t>(a.memory_of_ranks.size());
+  check(*a.part, "part", kFloatTypes, {&tokens, &heads, &head_dim}, like);
+  check(*a.part_lse, "part_lse", kFloat32, {&tokens, &heads, &one}, like);
+  check(*a.calls, "calls", kInt32, {&rows}, like);
+  check(*a.out, "out", {like.dtype}, {&tokens, &own_heads, &head_dim}, like);
+  if (a.lse) check(*a.lse, "lse", kFloat32, {&tokens, &own_heads}, like);
+  const int64_t pairs = pd_ceil_div(head_dim.size * dtype_bytes(dtype_of(like.dtype)), kPairBytes) + 1;
+  if (ranks < 1 || ranks > kMaxPeers)
+    fail("memory_of_ranks: expected 1 to " + str(kMaxPeers) + " ranks, got " + str(ranks));
+  if (a.rank < 0 || a.rank >= ranks) fail("rank: expected 0 to " + str(ranks - 1) + ", got " + str(a.rank));
+  if (own_heads.size != heads.size && own_heads.size * ranks != heads.size)
+    fail("out: expected " + str(heads.size) + " heads or an equal share of them, got " + shape_str(*a.out));
+  if (tokens.size * heads.size > rows.size)
+    fail("calls: expected a row for each of " + str(tokens.size) + " tokens and " + str(heads.size) + " heads, got " +
+         str(rows.size));
+  if (a.row_pairs < pairs || a.row_pairs > INT32_MAX)
+    fail("row_pairs: expected " + str(pairs) + " or more, got " + str(a.row_pairs));
+  PeerMergeProblem p = {};
+  p.part = address<const void>(*a.part);
+  p.lse = address<const float>(*a.part_lse);
+  p.out = address<void>(*a.out);
+  if (a.lse) p.merged_lse = given<float>(*a.lse);
+  for (int64_t r = 0; r < ranks; ++r) p.memory_of_ranks[r] = reinterpret_cast<void*>(a.memory_of_ranks[r]);
+  p.calls = address<uint32_t>(*a.calls);
+  p.dtype = dtype_of(like.dtype);
+  p.ranks = static_cast<int32_t>(ranks);
+  p.rank = static_cast<int32_t>(a.rank);
+  p.rows = static_cast<int32_t>(rows.size);
+  p.row_pairs = static_cast<int32_t>(a.row_pairs);
+  p.tokens = static_cast<int32_t>(tokens.size);
+  p.heads = static_cast<int32_t>(heads.size);
+  p.own_heads = static_cast<int32_t>(own_heads.size);
+  p.head_dim = static_cast<int32_t>(head_dim.size);
+  p.part_stride_token = a.part->stride(0);
+  p.part_stride_head = a.part->stride(1);
+  p.lse_stride_token = a.part_lse->stride(0);
+  p.lse_stride_head = a.part_lse->stride(1);
+  p.out_stride_token = a.out->stride(0);
+  p.out_stride_head = a.out->stride(1);
+  p.merged_lse_stride_token = a.lse ? a.lse->stride(0) : 0;
+  if (p.tokens > 0 && p.heads > 0) run_merge_with_peers(p);
+}
+#endif
 
 }  // namespace paged_attn

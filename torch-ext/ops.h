@@ -19,4 +19,7 @@ void kv_paged_write(const WriteArguments& arguments);
 // out and lse of the union of keys, from those of its parts.
 void merge_parts(const MergeArguments& arguments);
 
+// The same where every GPU of a host has one part, which it sends to the others. CUDA only.
+void merge_with_peers(const PeerMergeArguments& arguments);
+
 }  // namespace paged_attn

@@ -16,6 +16,10 @@ using Write =
     Operator<kWriteArguments, &kv_paged_write, std::make_index_sequence<std::tuple_size_v<decltype(kWriteArguments)>>>;
 using Merge =
     Operator<kMergeArguments, &merge_parts, std::make_index_sequence<std::tuple_size_v<decltype(kMergeArguments)>>>;
+#ifdef CUDA_KERNEL
+using MergeWithPeers = Operator<kPeerMergeArguments, &merge_with_peers,
+                                std::make_index_sequence<std::tuple_size_v<decltype(kPeerMergeArguments)>>>;
+#endif
 
 }  // namespace paged_attn
 
@@ -33,6 +37,9 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   attend("explain_flash_attn_with_kvcache", kAllArguments, Changes::kNothing, "str");
   ops.def(schema_of("kv_paged_write", kWriteArguments, size_t(-1), Changes::kAll, "()").c_str());
   ops.def(schema_of("merge_parts", kMergeArguments, size_t(-1), Changes::kResults, "()").c_str());
+#ifdef CUDA_KERNEL
+  ops.def(schema_of("merge_with_peers", kPeerMergeArguments, size_t(-1), Changes::kAll, "()").c_str());
+#endif
   ops.def("instruction_set() -> str");
 }
 
@@ -53,6 +60,9 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, MPS, ops) {
   ops.impl("explain_flash_attn_with_kvcache", TORCH_BOX(&paged_attn::Explain::call));
   ops.impl("kv_paged_write", TORCH_BOX(&paged_attn::Write::call));
   ops.impl("merge_parts", TORCH_BOX(&paged_attn::Merge::call));
+#ifdef CUDA_KERNEL
+  ops.impl("merge_with_peers", TORCH_BOX(&paged_attn::MergeWithPeers::call));
+#endif
 }
 
 REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

@@ -27,6 +27,9 @@ for _name in (
     "flash_attn_with_kvcache_plain",
     "kv_paged_write",
     "merge_parts",
+    "merge_with_peers",
 ):
+    if not hasattr(ops, _name):
+        continue  # of CUDA alone
     _arguments = [argument.name for argument in getattr(ops, _name).default._schema.arguments]
     torch.library.register_fake(add_op_namespace_prefix(_name))(_returns_nothing(_arguments))

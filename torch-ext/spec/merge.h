@@ -20,6 +20,29 @@ struct MergeProblem {
   int64_t merged_lse_stride_token;
 };
 
+// The most GPUs of one host whose parts are merged.
+constexpr int64_t kMaxPeers = 16;
+
+constexpr int64_t kPairBytes = 8;  // of a result, in a pair of words
+
+// The result of one GPU over its keys, which goes to those of others, and the union. The memory of a GPU lies in the
+// others' address spaces too: [2, ranks, rows, row_pairs] pairs of words, where the place of a rank is written by it.
+struct PeerMergeProblem {
+  const void* part;            // [tokens, heads, head_dim]
+  const float* lse;            // [tokens, heads]
+  void* out;                   // [tokens, heads, head_dim], or [tokens, heads / ranks, head_dim]
+  Optional<float> merged_lse;  // as out without head_dim
+  void* memory_of_ranks[kMaxPeers];
+  uint32_t* calls;  // [rows]: how many calls have used each row of the memory
+  DType dtype;      // of part and out
+  int32_t ranks, rank, rows, row_pairs;
+  int32_t tokens, heads, own_heads, head_dim;  // own_heads: heads of out, all of them or those of this rank
+  int64_t part_stride_token, part_stride_head;
+  int64_t lse_stride_token, lse_stride_head;
+  int64_t out_stride_token, out_stride_head;
+  int64_t merged_lse_stride_token;
+};
+
 // The parts of one token and head for pd_merge.
 struct PartStates {
   const float* lse;

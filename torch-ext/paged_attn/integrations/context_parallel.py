@@ -9,6 +9,11 @@ to its own keys, and the partial results (out, lse) are exchanged and merged:
 
 `start` and `finish` are its two halves, for work that fits between them.
 
+The results travel by a collective of torch.distributed. GPUs of one host can write them into each other's memory
+instead, and one kernel does all, exchange and merge: `attention(..., peers=peers)` with
+
+    peers = cp.Peers(q_heads=32, head_dim_v=128, dtype=torch.bfloat16)  # once, on all ranks together
+
 The new tokens of one call all go to one rank, the owner. They are then the last of its keys, so its call is the causal
 one; for the other ranks every key is older than every query, and their order does not matter. That is why one attention
 call per rank is enough, for single tokens, pieces of prompts and both together.
@@ -24,6 +29,7 @@ import torch.distributed as dist
 
 from .._ops import ops
 from ..attention import flash_attn_with_kvcache
+from .peers import Peers
 
 # A rank sees keys without their positions in the whole context.
 _NEED_POSITIONS = (
@@ -53,6 +59,16 @@ class Exchange:
     work: dist.Work
 
 
+@dataclass
+class PeerExchange:
+    """The result of this rank; `finish` sends it, waits for those of the others and merges."""
+
+    out: torch.Tensor  # (..., tokens, heads, head_dim_v)
+    lse: torch.Tensor  # (..., heads, tokens)
+    peers: Peers
+    heads: int  # that this rank gets
+
+
 def attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *arguments, **keywords):
     """Causal attention to the keys of all ranks; what one device with all pages would return. The arguments are those
     of `start`, and `return_softmax_lse`.
@@ -76,11 +92,12 @@ def start(
     owner: int,
     group: dist.ProcessGroup | None = None,
     heads: str = "all",
+    peers: Peers | None = None,
     s_aux: torch.Tensor | None = None,
     **others,
-) -> Exchange:
+) -> Exchange | PeerExchange:
     """Attends to the keys of this rank and sends the result on its way. What is done before `finish`, a second half of
-    the heads for example, runs beside the exchange.
+    the heads for example, runs beside the exchange. With `peers` nothing does: `finish` sends and merges in one kernel.
 
     Args:
         q, k, v: as in `flash_attn_with_kvcache`, the same on every rank, rotated already. k and v are appended to the
@@ -91,6 +108,7 @@ def start(
         group: the ranks; None: all.
         heads: "all": every rank gets every head. "own": rank r of n gets the r-th n-th of the heads, which is what a
             following product needs whose weights are sharded by heads; a rank then receives an n-th of the bytes.
+        peers: exchanges through the memory of the GPUs of one host.
         s_aux: sinks. They count once.
         others: `softmax_scale`, `softcap`, `cu_seqlens_q`, `cu_seqlens_k_new`, `max_seqlen_q`, `k_descale`,
             `v_descale`, `num_splits` and `deterministic`, as in `flash_attn_with_kvcache`.
@@ -102,6 +120,9 @@ def start(
     for name in _NEED_POSITIONS:
         if others.get(name) is not None:
             raise ValueError(f"{name}: expected None (a rank does not know where its keys stand), got {others[name]!r}")
+    if peers and group not in (None, peers.group):
+        raise ValueError(f"group: expected None or that of peers, got {group}")
+    group = peers.group if peers else group
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     q_heads, head_dim_v = q.shape[-2], v_cache.shape[-1]
     if not 0 <= owner < ranks:
@@ -111,35 +132,44 @@ def start(
     if heads == "own" and q_heads % ranks:
         raise ValueError(f"heads: expected a number of q_heads that {ranks} ranks divide for 'own', got {q_heads}")
 
-    # One message instead of two: behind the values of a token and head, on a boundary of 16 bytes, stand 16 more bytes,
-    # and their last float32 is the lse.
-    unit = 16 // q.element_size()
-    message = q.new_empty((*q.shape[:-1], (-(-head_dim_v // unit) + 1) * unit))
     is_owner = rank == owner
     news = (k, v) if is_owner else (None, None)
     if not is_owner:
         others.pop("cu_seqlens_k_new", None)
-    _, lse = flash_attn_with_kvcache(
-        q, k_cache, v_cache, *news, cache_seqlens=cache_seqlens, block_table=block_table, causal=is_owner,
-        s_aux=s_aux if is_owner else None, out=message[..., :head_dim_v], return_softmax_lse=True, **others,
-    )  # fmt: skip
+
+    def attend(out):
+        return flash_attn_with_kvcache(
+            q, k_cache, v_cache, *news, cache_seqlens=cache_seqlens, block_table=block_table, causal=is_owner,
+            s_aux=s_aux if is_owner else None, out=out, return_softmax_lse=True, **others,
+        )  # fmt: skip
+
+    if peers and peers.take(q, head_dim_v):
+        return PeerExchange(*attend(None), peers, q_heads if heads == "all" else q_heads // ranks)
+    # One message instead of two: behind the values of a token and head, on a boundary of 16 bytes, stand 16 more bytes,
+    # and their last float32 is the lse.
+    unit = 16 // q.element_size()
+    message = q.new_empty((*q.shape[:-1], (-(-head_dim_v // unit) + 1) * unit))
+    _, lse = attend(message[..., :head_dim_v])
     _lse_of(message).copy_(lse.transpose(-1, -2))
     received, work = _gather(message, ranks, group) if heads == "all" else _trade_heads(message, ranks, group)
     return Exchange(received, head_dim_v, work)
 
 
-def finish(exchange: Exchange, return_softmax_lse: bool = False):
+def finish(exchange: Exchange | PeerExchange, return_softmax_lse: bool = False):
     """The results of all ranks as one, in the same order everywhere, so that every rank gets the same bits."""
-    exchange.work.wait()
-    out, lse = exchange.received[..., : exchange.head_dim_v], _lse_of(exchange.received)
-    merged = out.new_empty(out.shape[1:])
-    merged_lse = lse.new_empty(lse.shape[1:]) if return_softmax_lse else None
-    # Of two dimensions of tokens, (batch, seqlen), the kernel sees one.
-    tokens = lambda x: x.flatten(0, -3) if x.dim() > 3 else x  # noqa: E731
-    ops.merge_parts(
-        out.flatten(1, -3), lse.flatten(1, -2).unsqueeze(-1), tokens(merged),
-        None if merged_lse is None else merged_lse.view(-1, merged_lse.shape[-1]),
-    )  # fmt: skip
+    peers = isinstance(exchange, PeerExchange)
+    like = exchange.out[..., : exchange.heads, :] if peers else exchange.received[0, ..., : exchange.head_dim_v]
+    merged = like.new_empty(like.shape)
+    merged_lse = like.new_empty(like.shape[:-1], dtype=torch.float32) if return_softmax_lse else None
+    # Of two dimensions of tokens, (batch, seqlen), the kernels see one.
+    into = merged.flatten(0, -3), None if merged_lse is None else merged_lse.flatten(0, -2)
+    if peers:
+        lse = exchange.lse.transpose(-1, -2).flatten(0, -2)
+        exchange.peers.merge(exchange.out.flatten(0, -3), lse, *into)
+    else:
+        exchange.work.wait()
+        parts, lse = exchange.received[..., : exchange.head_dim_v], _lse_of(exchange.received)
+        ops.merge_parts(parts.flatten(1, -3), lse.flatten(1, -2).unsqueeze(-1), *into)
     return merged if merged_lse is None else (merged, merged_lse.transpose(-1, -2).contiguous())
 
 
