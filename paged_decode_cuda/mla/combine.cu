@@ -1,4 +1,4 @@
-// Adds the parts of rows whose keys were in several clusters, and writes them.
+// Adds the parts of rows whose keys were in three clusters or more, and writes them.
 //
 // A place is half of the columns of two rows, which a team of 128 threads adds, 16 bytes of every part each. A block
 // has four teams. Each has a place of its own, or, where rows are few and parts many, all four share one.
@@ -97,10 +97,24 @@ PD_DEVICE void write_pair(const Problem& p, const MlaCall& call, const Item& ite
   }
 }
 
+// What was published is as if it had not been, for a replay of this launch.
+PD_DEVICE void clear_published(const MlaCall& call, int threads) {
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x; i < call.parts * 2;
+       i += gridDim.x * threads) {
+    store_relaxed(call.published + i, 0);
+  }
+}
+
+// Whether some pair has parts that are not added.
+PD_DEVICE bool has_parts(const MlaCall& call) {
+  const unsigned long long* const launched = call.published + call.parts * 2;
+  return load_relaxed(launched) == load_relaxed(launched + 1);
+}
+
 template <int kTeams, int kBatch>
-PD_DEVICE void combine_rows(const Problem& p, const MlaCall& call, PairSum* shared_sums) {
+PD_DEVICE void combine_rows(const Problem& p, const MlaCall& call, int block, PairSum* shared_sums) {
   const int team = threadIdx.x / kCombineTeam, thread = threadIdx.x % kCombineTeam;
-  const int entry = static_cast<int>(blockIdx.x) >> call.row_shift;
+  const int entry = block >> call.row_shift;
   MlaRecord record = {entry, 0, 0};
   if (call.by_cluster) {
     record = call.records[entry];
@@ -109,7 +123,7 @@ PD_DEVICE void combine_rows(const Problem& p, const MlaCall& call, PairSum* shar
   const int index = call.kv_heads.divide(record.pair);
   const int head = record.pair - index * static_cast<int>(p.kv_heads);
   const Item item = load_item(p, call, index);
-  const CombinePlace place(static_cast<int>(blockIdx.x) - (entry << call.row_shift), item);
+  const CombinePlace place(block - (entry << call.row_shift), item);
   if (!place.exists[0]) return;  // of an item without rows nobody has written a record
   if (!call.by_cluster) record = call.records[entry];
   if (record.behind == 0) return;
@@ -133,14 +147,20 @@ __global__ void __launch_bounds__(kCombineTeams* kCombineTeam)
   __shared__ PairSum shared_sums[kCombineTeams * kCombineTeam];
   wait_for_predecessor();
   let_successor_start();
-  combine_rows<kCombineTeams, 8>(p, call, shared_sums);
+  clear_published(call, kCombineTeams * kCombineTeam);
+  combine_rows<kCombineTeams, 8>(p, call, blockIdx.x, shared_sums);
 }
 
 __global__ void __launch_bounds__(kCombineTeam, 10)
     mla_combine_many(const __grid_constant__ Problem p, const __grid_constant__ MlaCall call) {
   wait_for_predecessor();
   let_successor_start();
-  combine_rows<1, 2>(p, call, nullptr);
+  clear_published(call, kCombineTeam);
+  if (!has_parts(call)) return;
+#pragma unroll 1
+  for (int block = blockIdx.x; block < call.combine_blocks; block += gridDim.x) {
+    combine_rows<1, 2>(p, call, block, nullptr);
+  }
 }
 
 }  // namespace

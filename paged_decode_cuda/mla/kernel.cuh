@@ -27,6 +27,11 @@
 //                                                             sum) is there, and nobody reads its queries any more
 //   ready          128 threads of the consumer that has       the other one
 //                  weighed a tile
+//   kPart          128 threads of a consumer                  themselves: a part is written, or may be read
+//
+// Where the keys of a row are in two clusters, the one with the first keys adds the other's part, which that one has
+// published. It waits only for a cluster of a smaller index, which has started: see ../exchange.cuh, 1. More parts are
+// added by another kernel.
 #pragma once
 
 #include "../prefill/weights.cuh"
@@ -125,25 +130,62 @@ struct MlaConsumer {
   PD_MEMBER void write_part(const MlaCall& call, const MlaWork& work, const float (&acc)[MlaSizes::kDimV / 2],
                             const float (&base)[2], const float (&l)[2]) const {
     const int64_t part = mla_part(call, blockIdx.x, blockIdx.y, work.first);
+    if (row_of_item(0) < work.item.rows) {
+      float4* const sums = mla_sums(call, part, half) + threadIdx.x % kWarpgroup;
+#pragma unroll
+      for (int j = 0; j < MlaSizes::kDimV / 8; ++j)
+        sums[j * kWarpgroup] = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
+      if (half == 0 && lane % 4 == 0) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) call.ml[part * MlaSizes::kRows + row + 8 * r] = make_float2(base[r], l[r]);
+      }
+    }
+    if (work.first) return;  // only the other kernel reads it
+    named_barrier_sync(kPart + threadIdx.x / kWarpgroup, kWarpgroup);
+    if (threadIdx.x % kWarpgroup == 0) publish_word(mla_published(call, part, half), mla_launch());
+  }
+
+  // Adds the one part that is behind this block's keys to this half of the rows.
+  PD_MEMBER void add_part(const MlaCall& call, const MlaWork& work, float (&acc)[MlaSizes::kDimV / 2], float (&base)[2],
+                          float (&l)[2]) const {
+    const int64_t part = mla_part(call, static_cast<int>(blockIdx.x) - 1, blockIdx.y, false);
+    if (threadIdx.x % kWarpgroup == 0) {
+      // The first half of a part has what both need.
+      await_word(mla_published(call, part, 0), mla_launch());
+      if (half == 1) await_word(mla_published(call, part, 1), mla_launch());
+    }
+    named_barrier_sync(kPart + threadIdx.x / kWarpgroup, kWarpgroup);
     if (row_of_item(0) >= work.item.rows) return;
-    float4* const sums = mla_sums(call, part, half) + threadIdx.x % kWarpgroup;
+    float own[2], other[2];
 #pragma unroll
-    for (int j = 0; j < MlaSizes::kDimV / 8; ++j)
-      sums[j * kWarpgroup] = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
-    if (half == 0 && lane % 4 == 0) {
+    for (int r = 0; r < 2; ++r) {
+      const float2 ml = load_shared_by_blocks(call.ml + part * MlaSizes::kRows + row + 8 * r);
+      const float top = fmaxf(base[r], ml.x), shift = top == -INFINITY ? 0.f : top;
+      own[r] = fast_exp2(base[r] - shift);
+      other[r] = fast_exp2(ml.x - shift);
+      base[r] = top;
+      l[r] = l[r] * own[r] + ml.y * other[r];
+    }
+    const float4* const sums = mla_sums(call, part, half) + threadIdx.x % kWarpgroup;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) call.ml[part * MlaSizes::kRows + row + 8 * r] = make_float2(base[r], l[r]);
+    for (int j = 0; j < MlaSizes::kDimV / 8; ++j) {
+      const float4 x = load_shared_by_blocks(sums + j * kWarpgroup);
+      acc[4 * j] = acc[4 * j] * own[0] + x.x * other[0];
+      acc[4 * j + 1] = acc[4 * j + 1] * own[0] + x.y * other[0];
+      acc[4 * j + 2] = acc[4 * j + 2] * own[1] + x.z * other[1];
+      acc[4 * j + 3] = acc[4 * j + 3] * own[1] + x.w * other[1];
     }
   }
 
   // Writes this half of the rows, or of a part of them.
   template <bool kBf16>
-  PD_MEMBER void write(const Problem& p, const MlaCall& call, const MlaWork& work,
-                       const float (&acc)[MlaSizes::kDimV / 2], const float (&base)[2], const float (&l)[2]) const {
-    if (!work.first || work.behind > 0) {
+  PD_MEMBER void write(const Problem& p, const MlaCall& call, const MlaWork& work, float (&acc)[MlaSizes::kDimV / 2],
+                       float (&base)[2], float (&l)[2]) const {
+    if (!work.first || work.behind > 1) {
       write_part(call, work, acc, base, l);
       return;
     }
+    if (work.behind == 1) add_part(call, work, acc, base, l);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int own = row_of_item(r);

@@ -15,7 +15,8 @@
 
 namespace paged_attn {
 
-constexpr int kMeet = 1, kWidening = 2;  // named barriers: of the consumers, of the loaders
+// Named barriers: of both consumers, of the loaders, of each consumer.
+constexpr int kMeet = 1, kWidening = 2, kPart = 3;
 
 // kBf16: of q.
 template <bool kBf16>
@@ -379,6 +380,8 @@ PD_DEVICE void direct_mla(const Problem& p, const MlaCall& call, MlaControl& con
   }
   Ring<2> slot;
   const bool says = call.slots > 0 && blockIdx.y == 0;
+  unsigned long long* const launched = call.published + call.parts * 2;
+  if (lane == 0 && says && blockIdx.x == 0) store_relaxed(launched, mla_launch());
   MlaRecord cut = {};
   while (true) {
     Segment segment = {};
@@ -390,9 +393,13 @@ PD_DEVICE void direct_mla(const Problem& p, const MlaCall& call, MlaControl& con
       next.tile_end = segment.tile_end;
       next.first = segment.first;
       next.behind = partials_behind(next.item, segment, dealing);
-      const MlaRecord own = {segment.pair, static_cast<int>(blockIdx.x), next.behind};
+      // One part is added here, more by the other kernel.
+      const MlaRecord own = {segment.pair, static_cast<int>(blockIdx.x), next.behind > 1 ? next.behind : 0};
       if (lane == 0 && next.first && says && !call.by_cluster) call.records[segment.pair] = own;
-      if (next.first && next.behind > 0) cut = own;
+      if (next.first && next.behind > 1) {
+        cut = own;
+        if (lane == 0) store_relaxed(launched + 1, mla_launch());
+      }
     }
     barrier_wait(shared_address(&control.work_empty[slot.stage]), slot.phase ^ 1);
     if (lane == 0) {

@@ -11,13 +11,15 @@ namespace {
 
 // The workspace: sums of all parts, then (m, l) of their rows, then where the parts of every pair begin.
 struct Layout {
-  int64_t ml, records, end;  // bytes
+  int64_t ml, records, published, end;  // bytes
 
   explicit Layout(const Problem& p, const MlaPlan& plan) {
     const int64_t rows = plan.parts * MlaSizes::kRows;
     ml = rows * MlaSizes::kLatents * static_cast<int64_t>(sizeof(float));
     records = ml + rows * static_cast<int64_t>(sizeof(float2));
-    end = records + pd_max(plan.work.items * p.kv_heads, plan.clusters) * static_cast<int64_t>(sizeof(MlaRecord));
+    const int64_t bytes = pd_max(plan.work.items * p.kv_heads, plan.clusters) * static_cast<int64_t>(sizeof(MlaRecord));
+    published = pd_ceil_div(records + bytes, 8) * 8;
+    end = published + (plan.parts * 2 + 2) * 8;
   }
 };
 
@@ -66,6 +68,9 @@ void launch_mla(const Problem& p, const MlaPlan& plan, const Context& context) {
     call.sums = reinterpret_cast<float*>(data);
     call.ml = reinterpret_cast<float2*>(data + layout.ml);
     call.records = reinterpret_cast<MlaRecord*>(data + layout.records);
+    call.published = reinterpret_cast<unsigned long long*>(data + layout.published);
+    call.parts = plan.parts;
+    call.combine_blocks = plan.combine_blocks;
   }
   const void* const kernel =
       p.q_dtype == DType::kBFloat16 ? mla_kernel_bf16(plan.all_scores) : mla_kernel_fp16(plan.all_scores);
@@ -73,7 +78,8 @@ void launch_mla(const Problem& p, const MlaPlan& plan, const Context& context) {
   launch_in_clusters(kernel, grid, plan.cluster, context, split, call);
   if (plan.cut) {
     const int threads = plan.few_rows ? kCombineTeams * kCombineTeam : kCombineTeam;
-    launch(mla_combine_kernel(plan.few_rows), {plan.combine_blocks, threads, 0}, context, split, call);
+    const int64_t blocks = plan.few_rows ? plan.combine_blocks : pd_min(plan.combine_blocks, plan.most_combine_blocks);
+    launch(mla_combine_kernel(plan.few_rows), {blocks, threads, 0}, context, split, call);
   }
 }
 

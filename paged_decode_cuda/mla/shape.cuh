@@ -31,7 +31,17 @@ struct MlaCall : Plan {
   MlaRecord* records;
   float* sums;  // [parts, half, 32, 128, 4]: see mla_sums()
   float2* ml;   // [parts, 64]
+  // What is published during a launch, and is then its number: [parts, half] the sums of that half are there, and
+  // behind them first that there was a launch, second that a pair has more than two parts.
+  unsigned long long* published;
+  int64_t parts, combine_blocks;
 };
+
+PD_DEVICE unsigned long long* mla_published(const MlaCall& call, int64_t part, int half) {
+  return call.published + part * 2 + half;
+}
+// Multiplied, so that no memory is likely to hold it.
+PD_DEVICE unsigned long long mla_launch() { return (grid_number() + 1) * 0x9e3779b97f4a7c15ull; }
 
 // The sums of half of the latents of a part. The 16 bytes at [j, t] are the columns 8 j + 2 (t % 4), and the next, of
 // rows t / 32 * 16 + t % 32 / 4 and 8 below: what a thread of the kernel holds.

@@ -127,6 +127,28 @@ PD_DEVICE unsigned long long load_relaxed(const unsigned long long* word) {
   return value;
 }
 
+// What this thread has seen, its block's barriers included, comes before `value` for whoever awaits that.
+PD_DEVICE void publish_word(unsigned long long* word, unsigned long long value) {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  store_relaxed(word, value);
+}
+
+// Until another block has published `value`. It is late by the time that it needs for its keys at most; after 20 s the
+// kernel ends with an error that the host finds (cudaErrorLaunchFailure). Not by a function as in exchange.cuh: in a
+// kernel that calls one, the compiler lets no product run beside anything.
+PD_DEVICE void await_word(const unsigned long long* word, unsigned long long value) {
+  constexpr int kMostLooks = 1 << 25;
+  int looks = 0;
+  while (load_relaxed(word) != value) {
+    if (++looks == kMostLooks) asm volatile("trap;");
+  }
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+
+// What another block has written during this launch.
+PD_DEVICE float4 load_shared_by_blocks(const float4* place) { return __ldcg(place); }
+PD_DEVICE float2 load_shared_by_blocks(const float2* place) { return __ldcg(place); }
+
 // ---- Pieces of 16 bytes ----
 
 // Asynchronous copy of 16 bytes; writes zeros and reads nothing when `valid` is false.
