@@ -105,28 +105,19 @@ PD_DEVICE void clear_published(const MlaCall& call, int threads) {
   }
 }
 
-// Whether some pair has parts that are not added.
-PD_DEVICE bool has_parts(const MlaCall& call) {
-  const unsigned long long* const launched = call.published + call.parts * 2;
-  return load_relaxed(launched) == load_relaxed(launched + 1);
-}
-
 template <int kTeams, int kBatch>
-PD_DEVICE void combine_rows(const Problem& p, const MlaCall& call, int block, PairSum* shared_sums) {
+PD_DEVICE void combine_rows(const Problem& p, const MlaCall& call, PairSum* shared_sums) {
   const int team = threadIdx.x / kCombineTeam, thread = threadIdx.x % kCombineTeam;
-  const int entry = block >> call.row_shift;
-  MlaRecord record = {entry, 0, 0};
-  if (call.by_cluster) {
-    record = call.records[entry];
-    if (record.behind == 0) return;
-  }
-  const int index = call.kv_heads.divide(record.pair);
-  const int head = record.pair - index * static_cast<int>(p.kv_heads);
-  const Item item = load_item(p, call, index);
-  const CombinePlace place(block - (entry << call.row_shift), item);
-  if (!place.exists[0]) return;  // of an item without rows nobody has written a record
-  if (!call.by_cluster) record = call.records[entry];
+  const int entry = static_cast<int>(blockIdx.x) >> call.row_shift;
+  const MlaRecord record = call.records[entry];
   if (record.behind == 0) return;
+  // Nobody has written a record of an item without rows.
+  const int pair = call.by_cluster ? record.pair : entry;
+  const int index = call.kv_heads.divide(pair);
+  const int head = pair - index * static_cast<int>(p.kv_heads);
+  const Item item = load_item(p, call, index);
+  const CombinePlace place(static_cast<int>(blockIdx.x) - (entry << call.row_shift), item);
+  if (!place.exists[0]) return;
   PairSum sum = add_parts<kBatch>(call, record, place, thread, team, kTeams);
   if constexpr (kTeams > 1) {
     if (team > 0) shared_sums[team * kCombineTeam + thread] = sum;
@@ -147,20 +138,16 @@ __global__ void __launch_bounds__(kCombineTeams* kCombineTeam)
   __shared__ PairSum shared_sums[kCombineTeams * kCombineTeam];
   wait_for_predecessor();
   let_successor_start();
+  combine_rows<kCombineTeams, 8>(p, call, shared_sums);
   clear_published(call, kCombineTeams * kCombineTeam);
-  combine_rows<kCombineTeams, 8>(p, call, blockIdx.x, shared_sums);
 }
 
 __global__ void __launch_bounds__(kCombineTeam, 10)
     mla_combine_many(const __grid_constant__ Problem p, const __grid_constant__ MlaCall call) {
   wait_for_predecessor();
   let_successor_start();
+  combine_rows<1, 2>(p, call, nullptr);
   clear_published(call, kCombineTeam);
-  if (!has_parts(call)) return;
-#pragma unroll 1
-  for (int block = blockIdx.x; block < call.combine_blocks; block += gridDim.x) {
-    combine_rows<1, 2>(p, call, block, nullptr);
-  }
 }
 
 }  // namespace

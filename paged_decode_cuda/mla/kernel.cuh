@@ -140,7 +140,7 @@ struct MlaConsumer {
         for (int r = 0; r < 2; ++r) call.ml[part * MlaSizes::kRows + row + 8 * r] = make_float2(base[r], l[r]);
       }
     }
-    if (work.first) return;  // only the other kernel reads it
+    if (!work.two_parts) return;  // only the other kernel reads it
     named_barrier_sync(kPart + threadIdx.x / kWarpgroup, kWarpgroup);
     if (threadIdx.x % kWarpgroup == 0) publish_word(mla_published(call, part, half), mla_launch());
   }
@@ -181,11 +181,11 @@ struct MlaConsumer {
   template <bool kBf16>
   PD_MEMBER void write(const Problem& p, const MlaCall& call, const MlaWork& work, float (&acc)[MlaSizes::kDimV / 2],
                        float (&base)[2], float (&l)[2]) const {
-    if (!work.first || work.behind > 1) {
+    if (!work.first || (work.behind > 0 && !work.two_parts)) {
       write_part(call, work, acc, base, l);
       return;
     }
-    if (work.behind == 1) add_part(call, work, acc, base, l);
+    if (work.two_parts) add_part(call, work, acc, base, l);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int own = row_of_item(r);

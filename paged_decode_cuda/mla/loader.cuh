@@ -380,8 +380,6 @@ PD_DEVICE void direct_mla(const Problem& p, const MlaCall& call, MlaControl& con
   }
   Ring<2> slot;
   const bool says = call.slots > 0 && blockIdx.y == 0;
-  unsigned long long* const launched = call.published + call.parts * 2;
-  if (lane == 0 && says && blockIdx.x == 0) store_relaxed(launched, mla_launch());
   MlaRecord cut = {};
   while (true) {
     Segment segment = {};
@@ -393,13 +391,12 @@ PD_DEVICE void direct_mla(const Problem& p, const MlaCall& call, MlaControl& con
       next.tile_end = segment.tile_end;
       next.first = segment.first;
       next.behind = partials_behind(next.item, segment, dealing);
-      // One part is added here, more by the other kernel.
-      const MlaRecord own = {segment.pair, static_cast<int>(blockIdx.x), next.behind > 1 ? next.behind : 0};
+      // Before the last part of a pair stand others of a whole stretch each, but for the first one.
+      const int before = segment.tile - next.item.first_tile;
+      next.two_parts = next.first ? next.behind == 1 : next.behind == 0 && before <= dealing.length;
+      const MlaRecord own = {segment.pair, static_cast<int>(blockIdx.x), next.two_parts ? 0 : next.behind};
       if (lane == 0 && next.first && says && !call.by_cluster) call.records[segment.pair] = own;
-      if (next.first && next.behind > 1) {
-        cut = own;
-        if (lane == 0) store_relaxed(launched + 1, mla_launch());
-      }
+      if (next.first && own.behind > 0) cut = own;
     }
     barrier_wait(shared_address(&control.work_empty[slot.stage]), slot.phase ^ 1);
     if (lane == 0) {

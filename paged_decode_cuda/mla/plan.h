@@ -21,7 +21,7 @@ struct MlaPlan {
   // The kernel that adds parts: a block for half of two rows, with four teams of threads where rows are few.
   bool by_cluster;  // it looks for them cluster by cluster, not pair by pair
   bool few_rows;
-  int64_t combine_blocks, most_combine_blocks;  // to do, and at once
+  int64_t combine_blocks;
 };
 
 // "" or why the kernel does not serve this.

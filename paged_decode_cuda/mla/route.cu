@@ -19,7 +19,7 @@ struct Layout {
     records = ml + rows * static_cast<int64_t>(sizeof(float2));
     const int64_t bytes = pd_max(plan.work.items * p.kv_heads, plan.clusters) * static_cast<int64_t>(sizeof(MlaRecord));
     published = pd_ceil_div(records + bytes, 8) * 8;
-    end = published + (plan.parts * 2 + 2) * 8;
+    end = published + plan.parts * 2 * 8;
   }
 };
 
@@ -70,7 +70,6 @@ void launch_mla(const Problem& p, const MlaPlan& plan, const Context& context) {
     call.records = reinterpret_cast<MlaRecord*>(data + layout.records);
     call.published = reinterpret_cast<unsigned long long*>(data + layout.published);
     call.parts = plan.parts;
-    call.combine_blocks = plan.combine_blocks;
   }
   const void* const kernel =
       p.q_dtype == DType::kBFloat16 ? mla_kernel_bf16(plan.all_scores) : mla_kernel_fp16(plan.all_scores);
@@ -78,8 +77,7 @@ void launch_mla(const Problem& p, const MlaPlan& plan, const Context& context) {
   launch_in_clusters(kernel, grid, plan.cluster, context, split, call);
   if (plan.cut) {
     const int threads = plan.few_rows ? kCombineTeams * kCombineTeam : kCombineTeam;
-    const int64_t blocks = plan.few_rows ? plan.combine_blocks : pd_min(plan.combine_blocks, plan.most_combine_blocks);
-    launch(mla_combine_kernel(plan.few_rows), {blocks, threads, 0}, context, split, call);
+    launch(mla_combine_kernel(plan.few_rows), {plan.combine_blocks, threads, 0}, context, split, call);
   }
 }
 

@@ -31,10 +31,8 @@ struct MlaCall : Plan {
   MlaRecord* records;
   float* sums;  // [parts, half, 32, 128, 4]: see mla_sums()
   float2* ml;   // [parts, 64]
-  // What is published during a launch, and is then its number: [parts, half] the sums of that half are there, and
-  // behind them first that there was a launch, second that a pair has more than two parts.
-  unsigned long long* published;
-  int64_t parts, combine_blocks;
+  unsigned long long* published;  // [parts, half]: the number of the launch when the sums of that half are there
+  int64_t parts;
 };
 
 PD_DEVICE unsigned long long* mla_published(const MlaCall& call, int64_t part, int half) {
@@ -61,6 +59,7 @@ struct MlaWork {
   int tile, tile_end;  // counted from the start of the request
   int behind;          // clusters that have the keys behind them
   bool first;          // it has the first keys
+  bool two_parts;      // this one and another are all: they are added in this kernel
   bool exists;
 };
 
