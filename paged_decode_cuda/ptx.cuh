@@ -157,6 +157,12 @@ PD_DEVICE uint32_t pack_pair(float low, float high) {
   return word;
 }
 
+template <bool kBf16>
+PD_DEVICE float2 pair_values(uint32_t pair) {
+  if constexpr (kBf16) return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+
 // Exact where the pair comes from fp8.
 PD_DEVICE uint32_t fp16_pair_to_bf16(uint32_t pair) {
   const float2 values = __half22float2(*reinterpret_cast<const __half2*>(&pair));

@@ -15,10 +15,16 @@ from blocks import HOST, Call, Case, compile_kernels, numbers_of
 def library(tmp_path_factory):
     root = tmp_path_factory.mktemp("mla")
     cuda = root / "paged_decode_cuda"
-    sources = [cuda / "mla" / name for name in ("bf16.cu", "fp16.cu", "combine.cu", "route.cu", "plan.cpp")]
+    sources = [cuda / "mla" / name for name in ("bf16.cu", "fp16.cu", "e4m3.cu", "e5m2.cu", "combine.cu", "route.cu", "plan.cpp")]
     in_shared_memory = (
-        ("mla/kernel.cuh", "__shared__ MlaControl control;", "MlaControl& control = block_control<MlaControl>();"),
-        ("mla/kernel.cuh", "extern __shared__ uint8_t raw[];", "uint8_t* const raw = block_raw();"),
+        *(
+            change
+            for kernel, control in (("kernel", "MlaControl"), ("narrow_kernel", "NarrowControl"))
+            for change in (
+                (f"mla/{kernel}.cuh", f"__shared__ {control} control;", f"{control}& control = block_control<{control}>();"),
+                (f"mla/{kernel}.cuh", "extern __shared__ uint8_t raw[];", "uint8_t* const raw = block_raw();"),
+            )
+        ),
         (
             "mla/combine.cu",
             "__shared__ PairSum shared_sums[kCombineTeams * kCombineTeam];",
@@ -41,6 +47,21 @@ CASES = {
     "e4m3_cluster": {"lens": [300, 90], "kv_dtype": torch.float8_e4m3fn, "q_heads": 128, "processors": 4},
     "e4m3_cluster_pages_of_16": {"lens": [200], "kv_dtype": torch.float8_e4m3fn, "q_heads": 128, "page_size": 16},
     "e4m3_pages_of_3": {"lens": [200, 129], "kv_dtype": torch.float8_e4m3fn, "page_size": 3},
+    "e4m3_line": {"lens": [70, 600, 1, 200, 90], "processors": 4, "kv_dtype": torch.float8_e4m3fn},
+    "e4m3_line_cluster": {"lens": [70, 500, 1, 90], "processors": 6, "q_heads": 128, "kv_dtype": torch.float8_e4m3fn},
+    "e4m3_num_splits": {"lens": [300, 64], "num_splits": 3, "kv_dtype": torch.float8_e4m3fn},
+    "e4m3_second_block_idle": {"lens": [150, 70], "q_lens": 9, "q_heads": 64, "kv_dtype": torch.float8_e4m3fn},
+    "e4m3_packed": {"lens": [200, 66, 9], "q_lens": [3, 0, 5], "q_heads": 32, "kv_dtype": torch.float8_e4m3fn},
+    "e4m3_leftpad": {"lens": [200, 129], "leftpads": [70, 3], "kv_dtype": torch.float8_e4m3fn},
+    "e4m3_window": {"lens": [300, 100], "q_lens": 2, "window": (100, 0), "kv_dtype": torch.float8_e4m3fn},
+    "e4m3_softcap": {"lens": [100, 70], "softcap": 2.0, "kv_dtype": torch.float8_e4m3fn},
+    "e4m3_alibi": {"lens": [200, 70], "q_lens": 2, "alibi": True, "kv_dtype": torch.float8_e4m3fn},
+    "e4m3_sinks": {"lens": [200, 0], "sinks": True, "kv_dtype": torch.float8_e4m3fn},
+    "e4m3_large_scores": {"lens": [400], "scale": 3.0, "kv_dtype": torch.float8_e4m3fn},
+    "e4m3_negative_scale": {"lens": [100], "scale": -0.05, "kv_dtype": torch.float8_e4m3fn},
+    "e5m2_softcap": {"lens": [100, 70], "softcap": 2.0, "kv_dtype": torch.float8_e5m2, "page_size": 16},
+    "e4m3_large_q": {"lens": [200], "q_times": 1e30, "scale": 1e-31, "kv_dtype": torch.float8_e4m3fn},
+    "e4m3_small_q": {"lens": [200], "q_times": 1e-30, "scale": 1e29, "kv_dtype": torch.float8_e4m3fn},
     "cluster": {"lens": [200, 64], "q_heads": 128},
     "cluster_uneven": {"lens": [300, 1, 90], "q_heads": 128, "processors": 6},
     "cluster_second_block_idle": {"lens": [150, 70], "q_lens": 9, "q_heads": 64},
@@ -104,6 +125,7 @@ def test_attends_some_call(library, seed):
         processors=rng.choice([1, 2, 5, 12]),
         seed=seed,
         **rng.choice([{}, {}, {"deterministic": 1}, {"num_splits": 3}, {"window": (70, 0)}, {"sinks": True}]),
+        **rng.choice([{}, {"kv_dtype": torch.float8_e4m3fn}, {"kv_dtype": torch.float8_e5m2}]),
     )
     case.run(library)
     case.judge()

@@ -141,7 +141,7 @@ struct MlaConsumer {
       }
     }
     if (!work.two_parts) return;  // only the other kernel reads it
-    named_barrier_sync(kPart + threadIdx.x / kWarpgroup, kWarpgroup);
+    named_barrier_sync(kPart + half, kWarpgroup);
     if (threadIdx.x % kWarpgroup == 0) publish_word(mla_published(call, part, half), mla_launch());
   }
 
@@ -154,7 +154,7 @@ struct MlaConsumer {
       await_word(mla_published(call, part, 0), mla_launch());
       if (half == 1) await_word(mla_published(call, part, 1), mla_launch());
     }
-    named_barrier_sync(kPart + threadIdx.x / kWarpgroup, kWarpgroup);
+    named_barrier_sync(kPart + half, kWarpgroup);
     if (row_of_item(0) >= work.item.rows) return;
     float own[2], other[2];
 #pragma unroll
@@ -423,18 +423,12 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     give_registers<Shape::kProducerRegisters>();
     const int warp = threadIdx.x / kWarp;
     if (warp < Shape::kLoaders) {
-      MlaLoader<IsBf16<typename Shape::Type>::value> loader;
+      MlaLoader loader;
       loader.start(call, warp);
-      if (call.narrow) {
-        if (call.box_rows > 0) {
-          loader.template run<true, true>(p, call, control, shared);
-        } else {
-          loader.template run<false, true>(p, call, control, shared);
-        }
-      } else if (call.box_rows > 0) {
-        loader.template run<true, false>(p, call, control, shared);
+      if (call.box_rows > 0) {
+        loader.run<true>(p, call, control, shared);
       } else {
-        loader.template run<false, false>(p, call, control, shared);
+        loader.run<false>(p, call, control, shared);
       }
     } else {
       direct_mla(p, call, control);

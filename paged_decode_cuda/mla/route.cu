@@ -30,15 +30,19 @@ MlaCall mla_call(const Problem& p, const MlaPlan& plan) {
   static_cast<Plan&>(call) = plan.work;
   const CacheStrides k = {c.k_stride_page, c.k_stride_slot, c.k_stride_head};
   const CacheStrides v = {c.v_stride_page, c.v_stride_slot, c.v_stride_head};
-  call.narrow = dtype_bytes(c.dtype) == 1;
   // Where they cannot be described, copies go piece by piece.
-  const bool bulk = plan.box_rows > 0 &&
-                    describe_cache(p, c.k, p.head_dim, k, plan.box_rows, !call.narrow, call.rope) &&
-                    describe_cache(p, c.v, p.head_dim_v, v, plan.box_rows, !call.narrow, call.latents);
+  const bool bulk = plan.box_rows > 0 && describe_cache(p, c.k, p.head_dim, k, plan.box_rows, kColumn, call.rope) &&
+                    describe_cache(p, c.v, p.head_dim_v, v, plan.box_rows, kColumn, call.latents);
   call.box_rows = bulk ? plan.box_rows : 0;
   call.cluster = plan.cluster;
   call.by_cluster = plan.by_cluster;
   return call;
+}
+
+const void* find_kernel(const Problem& p, bool all_scores) {
+  if (p.cache.dtype == DType::kFloat8E4M3) return mla_kernel_e4m3(all_scores);
+  if (p.cache.dtype == DType::kFloat8E5M2) return mla_kernel_e5m2(all_scores);
+  return p.q_dtype == DType::kBFloat16 ? mla_kernel_bf16(all_scores) : mla_kernel_fp16(all_scores);
 }
 
 }  // namespace
@@ -53,7 +57,7 @@ Numbers mla_numbers(const MlaPlan& plan) {
           {"box_rows", plan.box_rows},
           {"cluster", plan.cluster},
           {"blocks", plan.clusters * plan.cluster},
-          {"shared_bytes", MlaSizes::kSharedBytes},
+          {"shared_bytes", plan.shared_bytes},
           {"parts", plan.parts}};
 }
 
@@ -71,10 +75,8 @@ void launch_mla(const Problem& p, const MlaPlan& plan, const Context& context) {
     call.published = reinterpret_cast<unsigned long long*>(data + layout.published);
     call.parts = plan.parts;
   }
-  const void* const kernel =
-      p.q_dtype == DType::kBFloat16 ? mla_kernel_bf16(plan.all_scores) : mla_kernel_fp16(plan.all_scores);
-  const Grid grid = {plan.clusters, MlaSizes::kThreads, MlaSizes::kSharedBytes};
-  launch_in_clusters(kernel, grid, plan.cluster, context, split, call);
+  const Grid grid = {plan.clusters, MlaSizes::kThreads, plan.shared_bytes};
+  launch_in_clusters(find_kernel(p, plan.all_scores), grid, plan.cluster, context, split, call);
   if (plan.cut) {
     const int threads = plan.few_rows ? kCombineTeams * kCombineTeam : kCombineTeam;
     launch(mla_combine_kernel(plan.few_rows), {plan.combine_blocks, threads, 0}, context, split, call);

@@ -25,12 +25,11 @@ struct MlaCall : Plan {
   CUtensorMap rope, latents;  // of the cache: [page, kv_head, slot, dim] from the slowest to the fastest
   int32_t box_rows;           // slots of a box; 0: no bulk copies
   int32_t cluster;            // blocks of a cluster
-  bool narrow;                // 8-bit keys
   int32_t slots;              // parts that a block may leave; 0: nothing is ever cut
   bool by_cluster;            // whose records there are: of clusters, or of pairs
   MlaRecord* records;
-  float* sums;  // [parts, half, 32, 128, 4]: see mla_sums()
-  float2* ml;   // [parts, 64]
+  float* sums;                    // [parts, half, 32, 128, 4]: see mla_sums()
+  float2* ml;                     // [parts, 64]
   unsigned long long* published;  // [parts, half]: the number of the launch when the sums of that half are there
   int64_t parts;
 };
@@ -70,7 +69,6 @@ struct MlaControl {
   uint64_t ready[MlaSizes::kConsumers];  // by whose weights
   uint64_t work_full[2], work_empty[2];
   MlaWork work[2];
-  bool goes_on;  // the loaders ask for more 8-bit keys before they widen
   // What the consumer that has weighed a tile tells the other one
   bool moved[kWarpgroup / 32];    // reference scores, in which 16 rows
   float factor[MlaSizes::kRows];  // of sums, where one has moved

@@ -33,4 +33,19 @@ struct MlaSizes {
   static_assert(kRows == 1 << kRowShift && kKeys == 1 << kTileShift, "as the plan counts them");
 };
 
+// The same with 8-bit keys, which are widened in registers by the warps that multiply them.
+struct NarrowMlaSizes : MlaSizes {
+  static constexpr int kNarrowRow = kColumn;  // bytes of a key in one column
+  static constexpr int kNarrowColumn = kKeys * kNarrowRow;
+  static constexpr int kNarrowPieces = kDim / 16;  // of a key
+  static constexpr int kStages = 3;
+
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+
+  static constexpr int kKeyBytes = kColumns * kNarrowColumn;
+  static constexpr int kKeysAt = kQueryBytes, kWeightsAt = kKeysAt + kStages * kKeyBytes;
+  static constexpr int kSumsAt = kWeightsAt + kConsumers * kWeightBytes;  // of weights, a row for four threads
+  static constexpr int kSharedBytes = kSumsAt + kConsumers * kWarpgroup * kRows + kBlockBytes;
+};
+
 }  // namespace paged_attn

@@ -94,6 +94,22 @@ PD_DEVICE void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same; whether any of the threads says so.
+PD_DEVICE bool named_barrier_any(int id, int threads, bool says) {
+  uint32_t any;
+  asm volatile(
+      "{\n"
+      ".reg .pred own, any;\n"
+      "setp.ne.u32 own, %3, 0;\n"
+      "barrier.cta.red.or.pred any, %1, %2, own;\n"
+      "selp.u32 %0, 1, 0, any;\n"
+      "}\n"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(says))
+      : "memory");
+  return any != 0;
+}
+
 PD_DEVICE void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -181,6 +197,10 @@ PD_DEVICE void load_piece(uint32_t shared, uint32_t& x, uint32_t& y, uint32_t& z
                : "=r"(x), "=r"(y), "=r"(z), "=r"(w)
                : "r"(shared)
                : "memory");
+}
+
+PD_DEVICE void store_shared_word(uint32_t shared, uint32_t x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
 }
 
 // ---- Clusters ----
@@ -316,6 +336,17 @@ PD_DEVICE void await_value(float sum) {
 
 PD_PRODUCTS_OF(Bf16)
 PD_PRODUCTS_OF(Fp16)
+
+// The left operand in registers as of multiply_values(), the right one as of multiply_scores(): keys meet 64 rows of q.
+PD_DEVICE void multiply_keys(Fp16, float (&d)[32], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t q,
+                             int keep) {
+  asm volatile(
+      "{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" PD_LIST_32
+      "}, {%32, %33, %34, %35}, %36, keep, 1, 1, 0;\n}\n"
+      : PD_OPERANDS_32(d, 0)
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(q), "r"(keep)
+      : "memory");
+}
 
 #undef PD_PRODUCTS_OF
 #undef PD_PRODUCTS

@@ -32,9 +32,10 @@ PrefillCall prefill_call(const Problem& p, const PrefillPlan& plan, const Layout
   plan_pieces(p, call);
   const CacheStrides k = {c.k_stride_page, c.k_stride_slot, c.k_stride_head};
   const CacheStrides v = {c.v_stride_page, c.v_stride_slot, c.v_stride_head};
+  const int row_values = kRowBytes / static_cast<int>(dtype_bytes(c.dtype));
   // Where they cannot be described, copies go piece by piece.
-  const bool bulk = plan.box_rows > 0 && describe_cache(p, c.k, p.head_dim, k, plan.box_rows, true, call.keys) &&
-                    describe_cache(p, c.v, p.head_dim_v, v, plan.box_rows, true, call.values);
+  const bool bulk = plan.box_rows > 0 && describe_cache(p, c.k, p.head_dim, k, plan.box_rows, row_values, call.keys) &&
+                    describe_cache(p, c.v, p.head_dim_v, v, plan.box_rows, row_values, call.values);
   call.box_rows = bulk ? plan.box_rows : 0;
   call.query_boxes = dtype_bytes(p.q_dtype) == 2 && describe_queries(p, plan.instance.rows, call.queries);
   call.blocks_in_grid = static_cast<int32_t>(plan.blocks);

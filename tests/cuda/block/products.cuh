@@ -10,7 +10,6 @@ struct CUtensorMap {
   const uint8_t* base;
   int64_t sizes[5], bytes[5];  // dim, slot, head, page; of q: dim, head of the group, kv_head, token, batch
   int box_rows, values;
-  bool swizzled;
 };
 
 namespace paged_attn {
@@ -18,7 +17,10 @@ namespace paged_attn {
 PD_DEVICE uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const uint8_t*>(pointer) - own_block().arena.get());
 }
-PD_DEVICE uint32_t swizzled(uint32_t address) { return address ^ ((address >> 7 & 7) << 4); }
+// In rows of 64 bytes only bits 4 and 5 change.
+PD_DEVICE uint32_t swizzled(uint32_t address, int64_t row_bytes = 128) {
+  return address ^ ((address >> 7 & (row_bytes / 16 - 1)) << 4);
+}
 
 // ---- Barriers ----
 
@@ -73,7 +75,7 @@ PD_DEVICE void place_row(const CUtensorMap& map, uint32_t target, int rank, int 
     uint16_t value = 0;
     if (inside) memcpy(&value, map.base + offset, each);
     const uint32_t to = target + static_cast<uint32_t>((row * map.values + i) * each);
-    memcpy(shared_at(map.swizzled ? swizzled(to) : to, rank), &value, each);
+    memcpy(shared_at(swizzled(to, map.values * each), rank), &value, each);
   }
 }
 PD_DEVICE void place_box(const CUtensorMap& map, uint32_t target, int rank, int dim, int slot, int head, int page) {
@@ -81,7 +83,7 @@ PD_DEVICE void place_box(const CUtensorMap& map, uint32_t target, int rank, int 
 }
 PD_DEVICE void copy_box_to(uint16_t blocks, uint32_t target, const CUtensorMap& map, uint32_t barrier, int dim,
                            int slot, int head, int page) {
-  if (target % (map.swizzled ? kBlockBytes : 128) != 0) fail("a box that does not begin where it may");
+  if (target % (map.values * map.bytes[0] * 8) != 0) fail("a box that does not begin where it may");
   for (int rank = 0; rank < gridDim.y; ++rank) {
     if (!(blocks >> rank & 1)) continue;
     machine.on_their_way.push_back([=] {
@@ -119,6 +121,15 @@ PD_DEVICE void cluster_sync() { meet(machine.cluster, blockDim.x * gridDim.y, "i
 PD_DEVICE void named_barrier_sync(int id, int threads) {
   static const char* const names[] = {"named barrier 0", "named barrier 1", "named barrier 2", "named barrier 3"};
   meet(own_block().named[id], threads, names[id % 4]);
+}
+// An answer is that of the meeting of its number; that after the next one comes when everybody has read it.
+PD_DEVICE bool named_barrier_any(int id, int threads, bool says) {
+  Meeting& meeting = own_block().named[id];
+  const uint64_t number = meeting.generation + 1;
+  uint64_t& said = own_block().said[id][number % 2];
+  if (says) said = number;
+  named_barrier_sync(id, threads);
+  return said == number;
 }
 PD_DEVICE void named_barrier_arrive(int id, int threads) { arrive(own_block().named[id], threads); }
 template <int kCount>
@@ -200,6 +211,7 @@ PD_DEVICE void store_piece(uint32_t target, uint32_t x, uint32_t y, uint32_t z, 
   const uint32_t words[4] = {x, y, z, w};
   memcpy(shared_at(target), words, 16);
 }
+PD_DEVICE void store_shared_word(uint32_t target, uint32_t x) { memcpy(shared_at(target), &x, 4); }
 PD_DEVICE void load_piece(uint32_t target, uint32_t& x, uint32_t& y, uint32_t& z, uint32_t& w) {
   uint32_t words[4];
   memcpy(words, shared_at(target), 16);
@@ -277,37 +289,54 @@ PD_DEVICE void multiply_scores(Type, float (&d)[kCount], uint64_t q, uint64_t k,
   });
 }
 
-// Terms 2 (lane % 4), + 1 of rows g and g + 8 are in a0 and a1; those 8 further in a2 and a3.
-template <typename Type, int kCount>
-PD_DEVICE void multiply_values(Type, float (&d)[kCount], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
-                               uint64_t v) {
-  // The four lanes of a row have its terms between them.
+// Terms 2 (lane % 4), + 1 of rows g and g + 8 are in a0 and a1; those 8 further in a2 and a3. The four lanes of a row
+// have its terms between them.
+struct Terms {
+  float x[2][16];
+};
+template <typename Type>
+PD_DEVICE Terms left_terms(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
   const uint32_t own[4] = {a0, a1, a2, a3};
-  float terms[2][16];
+  Terms terms;
   for (int i = 0; i < 4; ++i) {
     for (int t = 0; t < 4; ++t) {
       const uint32_t word = __shfl_sync(~0u, own[i], lane() / 4 * 4 + t);
       const uint16_t halves[2] = {static_cast<uint16_t>(word), static_cast<uint16_t>(word >> 16)};
-      for (int e = 0; e < 2; ++e) terms[i % 2][i / 2 * 8 + t * 2 + e] = value_at<Type>(&halves[e]);
+      for (int e = 0; e < 2; ++e) terms.x[i % 2][i / 2 * 8 + t * 2 + e] = value_at<Type>(&halves[e]);
     }
   }
+  return terms;
+}
+
+// at(b, term, column): where a value of the right operand is.
+template <typename Type, int kCount, typename Place>
+PD_DEVICE void multiply_terms(float (&d)[kCount], const Terms& left, uint64_t right, int keep, Place at) {
   const int column = threadIdx.x % 4 * 2;
   float* const sums = d;
   uint8_t* const memory = shared_at(0);
-  struct Terms {
-    float x[2][16];
-  } all;
-  memcpy(all.x, terms, sizeof(terms));
   issue_product([=] {
-    const Matrix b(v);
+    const Matrix b(right);
     for (int i = 0; i < kCount; ++i) {
-      double sum = sums[i];
+      double sum = keep ? sums[i] : 0.;
       for (int t = 0; t < 16; ++t) {
-        sum += double(all.x[i / 2 % 2][t]) * value_at<Type>(memory + b.at(t, i / 4 * 8 + column + i % 2));
+        sum += double(left.x[i / 2 % 2][t]) * value_at<Type>(memory + at(b, t, i / 4 * 8 + column + i % 2));
       }
       sums[i] = static_cast<float>(sum);
     }
   });
+}
+
+template <typename Type, int kCount>
+PD_DEVICE void multiply_values(Type, float (&d)[kCount], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                               uint64_t v) {
+  multiply_terms<Type>(d, left_terms<Type>(a0, a1, a2, a3), v, 1,
+                       [](const Matrix& b, int term, int column) { return b.at(term, column); });
+}
+template <typename Type>
+PD_DEVICE void multiply_keys(Type, float (&d)[32], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t q,
+                             int keep) {
+  multiply_terms<Type>(d, left_terms<Type>(a0, a1, a2, a3), q, keep,
+                       [](const Matrix& b, int term, int column) { return b.at(column, term); });
 }
 
 }  // namespace paged_attn

@@ -81,6 +81,13 @@ PD_DEVICE uint32_t pack_pair(float low, float high) {
   return h << 16 | l;
 }
 
+template <bool kBf16>
+PD_DEVICE float2 pair_values(uint32_t pair) {
+  using Type = std::conditional_t<kBf16, Bf16, Fp16>;
+  const uint16_t halves[2] = {static_cast<uint16_t>(pair), static_cast<uint16_t>(pair >> 16)};
+  return make_float2(value_at<Type>(&halves[0]), value_at<Type>(&halves[1]));
+}
+
 // e5m2 is the upper byte of an fp16; e4m3 has the same layout with a bias of 7 and 3 bits of mantissa.
 template <typename Kv>
 PD_DEVICE float narrow_value(uint8_t bits) {

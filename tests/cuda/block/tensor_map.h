@@ -10,15 +10,14 @@ struct CacheStrides {
 };
 
 inline bool describe_cache(const Problem& p, const void* base, int64_t dims, const CacheStrides& strides, int box_rows,
-                           bool swizzled, CUtensorMap& map) {
+                           int row_values, CUtensorMap& map) {
   const Cache& c = p.cache;
   const int64_t each = dtype_bytes(c.dtype);
   map = {static_cast<const uint8_t*>(base),
          {dims, c.page_size, p.kv_heads, c.num_pages},
          {each, strides.slot * each, strides.head * each, strides.page * each},
          box_rows,
-         static_cast<int>(swizzled ? kRowBytes / each : kColumn),
-         swizzled};
+         row_values};
   return true;
 }
 
@@ -29,8 +28,7 @@ inline bool describe_queries(const Problem& p, int rows, CUtensorMap& map) {
          {p.head_dim, p.group, p.kv_heads, p.cu_seqlens_q ? p.total_q : p.max_q_len, p.batch},
          {each, head, head * p.group, p.q_stride_token * each, p.q_stride_batch * each},
          rows,
-         static_cast<int>(kRowBytes / each),
-         true};
+         static_cast<int>(kRowBytes / each)};
   return true;
 }
 

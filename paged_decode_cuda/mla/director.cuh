@@ -1,0 +1,113 @@
+// What the producer warps of both kernels do alike: one finds out what is to be done, three know where keys lie.
+#pragma once
+
+#include "../prefill/places.cuh"
+#include "shape.cuh"
+
+namespace paged_attn {
+
+// Named barriers: of both consumers, of each consumer.
+constexpr int kMeet = 1, kPart = 2;
+
+// The copies of one lane of a producer warp.
+struct MlaCopier {
+  using Sizes = MlaSizes;
+  static constexpr int kKeys = Sizes::kKeys, kColumns = Sizes::kColumns;
+
+  int lane, loader;         // of the warp, of the three
+  int own_column, own_row;  // the box that this lane asks for
+  bool has_box;
+
+  PD_MEMBER void start_copier(const MlaCall& call, int warp) {
+    lane = threadIdx.x % kWarp;
+    loader = warp;
+    const int boxes = call.box_rows > 0 ? kKeys / call.box_rows : 0;  // of a column
+    const int own = loader * kWarp + lane;
+    static_assert(kKeys / 8 * kColumns <= Sizes::kLoaders * kWarp, "there is a lane for every box");
+    own_column = own / max(boxes, 1);
+    own_row = (own - own_column * boxes) * call.box_rows;
+    has_box = own_column < kColumns && boxes > 0 && own % call.cluster == static_cast<int>(blockIdx.y);
+  }
+
+  PD_MEMBER void prefetch_own_box(const MlaCall& call, int head, int2 place) const {
+    const bool latents = own_column < Sizes::kLatentColumns;
+    prefetch_box(latents ? call.latents : call.rope, latents ? own_column * kColumn : 0, place.y, head, place.x);
+  }
+
+  PD_MEMBER void copy_own_box(const MlaCall& call, uint32_t target, uint32_t arrived, int head, int2 place) const {
+    const bool latents = own_column < Sizes::kLatentColumns;
+    const CUtensorMap& tensor = latents ? call.latents : call.rope;
+    const int dim = latents ? own_column * kColumn : 0;
+    if (call.cluster > 1) {
+      copy_box_to((1 << Sizes::kMostCluster) - 1, target, tensor, arrived, dim, place.y, head, place.x);
+    } else {
+      copy_box(target, tensor, arrived, dim, place.y, head, place.x);
+    }
+  }
+
+  // Where keys lane and lane + 32 of a tile lie, in pieces.
+  struct Lookup {
+    uint32_t latents[2], rope[2];
+  };
+
+  PD_MEMBER Lookup look_up(const Problem& p, const MlaCall& call, const KeyPlaces& places, int key, int head) const {
+    Lookup at;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int own = key + h * kWarp + lane;
+      int2 place = make_int2(-1, 0);
+      if (own >= places.key_begin && own < places.key_end) place = places.find(p, call, own);
+      const bool found = place.x >= 0;
+      at.latents[h] = found ? place.x * call.v_page_pieces + place.y * call.v_slot_pieces + head * call.v_head_pieces
+                            : KeyPlaces::kNowhere;
+      at.rope[h] = found ? place.x * call.k_page_pieces + place.y * call.k_slot_pieces + head * call.k_head_pieces : 0;
+    }
+    return at;
+  }
+};
+
+// Finds the work of this cluster, which both of its blocks do alike.
+template <typename Control>
+PD_DEVICE void direct_mla(const Problem& p, const MlaCall& call, Control& control) {
+  const int lane = threadIdx.x % kWarp;
+  Walker walker = {};
+  Dealing dealing = {};
+  if (call.blocks_each.divisor > 0) expect_even_stretch(p, call, walker);
+  if (call.balanced) {
+    find_stretch(p, call, walker, dealing);
+  } else {
+    find_split(p, call, walker, dealing);
+  }
+  Ring<2> slot;
+  const bool says = call.slots > 0 && blockIdx.y == 0;
+  MlaRecord cut = {};
+  while (true) {
+    Segment segment = {};
+    MlaWork next = {};
+    next.exists = walker.next(p, call, dealing, segment, next.item);
+    if (next.exists) {
+      next.head = segment.head;
+      next.tile = segment.tile;
+      next.tile_end = segment.tile_end;
+      next.first = segment.first;
+      next.behind = partials_behind(next.item, segment, dealing);
+      // Before the last part of a pair stand others of a whole stretch each, but for the first one.
+      const int before = segment.tile - next.item.first_tile;
+      next.two_parts = next.first ? next.behind == 1 : next.behind == 0 && before <= dealing.length;
+      const MlaRecord own = {segment.pair, static_cast<int>(blockIdx.x), next.two_parts ? 0 : next.behind};
+      if (lane == 0 && next.first && says && !call.by_cluster) call.records[segment.pair] = own;
+      if (next.first && own.behind > 0) cut = own;
+    }
+    barrier_wait(shared_address(&control.work_empty[slot.stage]), slot.phase ^ 1);
+    if (lane == 0) {
+      control.work[slot.stage] = next;
+      barrier_arrive(shared_address(&control.work_full[slot.stage]));
+    }
+    __syncwarp();
+    if (!next.exists) break;
+    slot.advance();
+  }
+  if (lane == 0 && says && call.by_cluster) call.records[blockIdx.x] = cut;
+}
+
+}  // namespace paged_attn

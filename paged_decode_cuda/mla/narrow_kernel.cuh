@@ -1,0 +1,698 @@
+// Multi-head latent attention with 8-bit caches, on Hopper's matrix unit.
+//
+// A product may have one operand in registers, and for it the keys are chosen: they are widened to fp16 on their way
+// from shared memory to registers, and nothing is written back. So both products are turned around.
+//
+//     scores^T [64 keys, 64 rows]      = keys [64, 576]        q^T [576, 64]         keys in registers
+//     sums^T   [256 latents, 64 rows] += latents^T [256, 64]   weights^T [64, 64]    latents in registers
+//
+// fp16 holds every value of both formats exactly. q comes as fp16 too: each row is multiplied by the power of two that
+// brings its largest number to 2^14 or above, and the inverse goes into the scale of its scores. What is lost is below
+// 2^-28 of the largest number of the row.
+//
+// The warps are those of kernel.cuh, and so is the order of work: consumers take turns with the tiles, and whose turn
+// it is scores, weighs and leaves the weights in shared memory for both. A thread has two keys, or two latents, of 16
+// rows.
+//
+// Who waits for whom; every count is that of a phase.
+//
+//   barrier        arrivals                                    waited for by
+//   work_full      1: the director                             loaders, consumers
+//   work_empty     3 loader warps + 8 consumer warps           the director
+//   keys_full      3 loader warps and 36864 bytes, or their    consumers
+//                  96 threads when they copy in pieces
+//   keys_empty     8 consumer warps of every block of the      loaders
+//                  cluster
+//   edge           1: loader 0, and 36864 bytes                loaders, where a tile has rows that nobody sees
+//   ready          128 threads of the consumer that has        both consumers
+//                  weighed a tile
+//   kMeet          256 threads of the consumers                themselves: queries are there; sums of a finished row's
+//                                                              weights are there, and nobody reads its queries any more
+//   kPart          128 threads of a consumer                   themselves
+//
+// Weights of a tile are overwritten two tiles later by the same consumer. It has waited for the other one's weights of
+// the tile between, which that one gives only after its products with the former.
+#pragma once
+
+#include "../prefill/weights.cuh"
+#include "../prefill_mma/matrices.cuh"
+#include "narrow_loader.cuh"
+
+namespace paged_attn {
+
+constexpr int kNarrowConsumers = NarrowMlaSizes::kConsumers * kWarpgroup;
+
+// ---- Queries ----
+
+// Both consumers bring the queries of this block's rows, as fp16. A product takes keys in the order in which a thread
+// has them: of 16 dims these are 0, 1, 4, 5, 8, 9, 12, 13, then the others. So q is stored in that order.
+template <bool kFull, bool kBf16>
+PD_DEVICE void copy_narrow_queries(const Problem& p, const MlaCall& call, const MlaWork& work, NarrowControl& control,
+                                   uint32_t queries) {
+  using Sizes = NarrowMlaSizes;
+  constexpr int kOwn = Sizes::kLatents / 16 / kCopyLanes + 1;  // 16 values each; the last are those of the rotary part
+  constexpr int kTop = 127 + 14;                               // exponent of what the largest value becomes
+  const unsigned thread = this_thread() - kWarpgroup, place = thread % kCopyLanes;
+  const Item& item = work.item;
+  const int group = static_cast<int>(p.group);
+  const float natural = score_scale(p, item.b, work.head);
+#pragma unroll 1
+  for (unsigned row = thread / kCopyLanes; row < Sizes::kRows; row += kNarrowConsumers / kCopyLanes) {
+    const int own = static_cast<int>(blockIdx.y) * Sizes::kRows + row;
+    const bool exists = own < item.rows;
+    const int known = min(own, item.rows - 1), token = call.group.divide(item.first_row + known);
+    const int64_t q_head = work.head * group + item.first_row + known - token * group;
+    const int64_t b = item.b, query = item.q_begin + token;
+    const int64_t rope = b * p.q_stride_batch + query * p.q_stride_token + q_head * p.q_stride_head;
+    const int64_t latents = b * p.qv_stride_batch + query * p.qv_stride_token + q_head * p.qv_stride_head;
+    uint32_t words[kOwn][8];
+    float top = 0.f;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const bool last = i == kOwn - 1;
+      const char* const from = last ? static_cast<const char*>(p.q) + rope * 2
+                                    : static_cast<const char*>(p.qv.data) + latents * 2 + i * kCopyLanes * 32;
+      const bool has = exists && (!last || place < Sizes::kRope / 16);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint4 piece = has ? reinterpret_cast<const uint4*>(from + place * 32)[h] : make_uint4(0, 0, 0, 0);
+        words[i][4 * h] = piece.x;
+        words[i][4 * h + 1] = piece.y;
+        words[i][4 * h + 2] = piece.z;
+        words[i][4 * h + 3] = piece.w;
+      }
+#pragma unroll
+      for (int w = 0; w < 8; ++w) {
+        const float2 values = pair_values<kBf16>(words[i][w]);
+        top = fmaxf(top, fmaxf(fabsf(values.x), fabsf(values.y)));
+      }
+    }
+#pragma unroll
+    for (int step = 1; step < kCopyLanes; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+    const int up = min(max(kTop - static_cast<int>(__float_as_uint(top) >> 23), -100), 100);
+    const float factor = __uint_as_float(static_cast<uint32_t>(127 + up) << 23);
+    const auto scaled = [factor](uint32_t word) {
+      const float2 values = pair_values<kBf16>(word);
+      return pack_pair<false>(values.x * factor, values.y * factor);
+    };
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      if (i == kOwn - 1 && place >= Sizes::kRope / 16) continue;
+      const unsigned unit = i * kCopyLanes + place, piece = unit % 4 * 2;  // 4 of them in a column
+      const uint32_t target = queries + unit / 4 * Sizes::kRows * kRowBytes + row * kRowBytes;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        store_piece(target + ((piece + h) ^ row % 8) * 16, scaled(words[i][h]), scaled(words[i][h + 2]),
+                    scaled(words[i][h + 4]), scaled(words[i][h + 6]));
+      }
+    }
+    if (place > 0) continue;
+    const float unscale = __uint_as_float(static_cast<uint32_t>(127 - up) << 23);
+    RowPair& pair = control.pairs[row / 2];
+    // Masked scores are -infinity, and stay so only where they are multiplied with a positive number afterwards.
+    const bool multiples = !kFull && natural > 0.f;
+    if (row == 0) control.multiples = multiples;
+    control.score_scale[row] = natural * unscale;
+    pair.scale[row % 2] = multiples ? natural * unscale * PD_LOG2E : PD_LOG2E;
+    pair.base[row % 2] = kNoBase;
+    const KvRange seen = row_keys(p, call, item, token);
+    control.seen[row] = make_int2(static_cast<int>(seen.begin), static_cast<int>(seen.end));
+    if constexpr (kFull) {
+      control.slope[row] = row_slope(p, item.b, static_cast<int>(q_head));
+      control.position[row] = item.kv_len - item.q_len + token;
+    }
+  }
+  fence_async_proxy();
+}
+
+// ---- Operands ----
+
+// Rows of the left operand of two products, of 4 words each.
+using NarrowOperand = uint32_t[8];
+
+// A word has dims 4 t to 4 t + 3 of a key; words: keys g and g + 8, then the same of the next 16 dims.
+template <typename Kv>
+PD_DEVICE void widen_keys(const uint32_t (&words)[4], NarrowOperand& a) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    a[i / 2 * 4 + i % 2] = fp8_pair_to_fp16<Kv, false>(words[i]);
+    a[i / 2 * 4 + i % 2 + 2] = fp8_pair_to_fp16<Kv, true>(words[i]);
+  }
+}
+
+// A word has latents 2 g and 2 g + 1 of key 2 t, then of the next one; words: 8 keys each. Latents 2 g become rows g of
+// the operand, the others rows g + 8.
+template <typename Kv>
+PD_DEVICE void widen_latents(const uint32_t (&words)[4], NarrowOperand& a) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t turned = __byte_perm(words[i], 0, 0x3120);
+    a[2 * i] = fp8_pair_to_fp16<Kv, false>(turned);
+    a[2 * i + 1] = fp8_pair_to_fp16<Kv, true>(turned);
+  }
+}
+
+// ---- Consumers ----
+
+// Where a thread stands in its consumer. Found again by each step: across them registers are scarce.
+struct NarrowPlace {
+  unsigned thread, warp, lane;
+  unsigned g, t;  // of the lane, see NarrowTiles
+
+  PD_MEMBER NarrowPlace() {
+    thread = static_cast<unsigned>(this_thread()) % kWarpgroup;
+    warp = thread / kWarp;
+    lane = thread % kWarp;
+    g = lane / 4;
+    t = lane % 4;
+  }
+
+  PD_MEMBER int key() const { return warp * 16 + g; }       // of a tile; the other one is 8 further
+  PD_MEMBER int row(int j) const { return 8 * j + t * 2; }  // of the block, and the next one
+};
+
+template <typename Kv, bool kFull>
+struct NarrowTiles {
+  using Sizes = NarrowMlaSizes;
+  static constexpr int kKeys = Sizes::kKeys, kRows = Sizes::kRows;
+  static constexpr int kOperands = 2;                  // that products may read at once
+  static constexpr int kMatrices = Sizes::kDimV / 64;  // of latents that a consumer has
+
+  const Problem& p;
+  const MlaCall& call;
+  NarrowControl& control;
+  uint32_t shared;
+  int half;  // of the latents: whose consumer this is
+  Ring<Sizes::kStages> keys;
+  Ring<2> slot;
+  uint32_t ready_phases;  // a bit for every consumer
+  // Entries 4 j + 2 r + e are of row 8 j + 2 t + e of the block. s: of key 16 warp + g + 8 r; acc: of latent 2 g + r of
+  // the 16 of this warp, of each matrix
+  float s[kRows / 2], acc[kMatrices][kRows / 2];
+
+  PD_MEMBER void start(int consumer, uint32_t address) {
+    half = consumer;
+    shared = address;
+    keys = {};
+    slot = {};
+    ready_phases = 0;
+  }
+
+  PD_MEMBER int own_barrier() const { return kPart + half; }
+  PD_MEMBER int row_of_item(int row) const { return static_cast<int>(blockIdx.y) * kRows + row; }
+  PD_MEMBER uint32_t stage_at(int stage) const { return shared + Sizes::kKeysAt + stage * Sizes::kKeyBytes; }
+  PD_MEMBER uint32_t weights_of(int giver) const { return shared + Sizes::kWeightsAt + giver * Sizes::kWeightBytes; }
+
+  // The sums of the weights that this thread has made, at 2 j + e of rows 8 j + 2 t + e, are in shared memory.
+  using Sums = float[kRows / 4];
+  PD_MEMBER uint32_t sums_at() const { return shared + Sizes::kSumsAt + (this_thread() - kWarpgroup) * 16; }
+  PD_MEMBER void load_sums(Sums& l) const {
+    const uint32_t from = sums_at();
+#pragma unroll
+    for (int i = 0; i < kRows / 16; ++i) {
+      uint32_t x, y, z, w;
+      load_piece(from + i * kNarrowConsumers * 16, x, y, z, w);
+      l[4 * i] = __uint_as_float(x);
+      l[4 * i + 1] = __uint_as_float(y);
+      l[4 * i + 2] = __uint_as_float(z);
+      l[4 * i + 3] = __uint_as_float(w);
+    }
+  }
+  PD_MEMBER void store_sums(const Sums& l) const {
+    const uint32_t target = sums_at();
+#pragma unroll
+    for (int i = 0; i < kRows / 16; ++i) {
+      store_piece(target + i * kNarrowConsumers * 16, __float_as_uint(l[4 * i]), __float_as_uint(l[4 * i + 1]),
+                  __float_as_uint(l[4 * i + 2]), __float_as_uint(l[4 * i + 3]));
+    }
+  }
+
+  PD_MEMBER void await_keys() const { barrier_wait(shared_address(&control.keys_full[keys.stage]), keys.phase); }
+
+  // This consumer is done with a tile.
+  PD_MEMBER void release(int stage) const {
+    __syncwarp();
+    const int lane = this_thread() % kWarp;
+    if (lane < call.cluster) barrier_arrive_at(shared_address(&control.keys_empty[stage]), lane);
+  }
+
+  PD_MEMBER void release_work() {
+    __syncwarp();
+    if (this_thread() % kWarp == 0) barrier_arrive(shared_address(&control.work_empty[slot.stage]));
+    slot.advance();
+  }
+
+  // The next work, with its queries; nullptr at the end. Work without rows for this block only lets its tiles pass.
+  PD_MEMBER const MlaWork* next() {
+    while (true) {
+      barrier_wait(shared_address(&control.work_full[slot.stage]), slot.phase);
+      const MlaWork& work = control.work[slot.stage];
+      if (!work.exists) return nullptr;
+      if (row_of_item(0) < work.item.rows) {
+        if (p.q_dtype == DType::kBFloat16) {
+          copy_narrow_queries<kFull, true>(p, call, work, control, shared);
+        } else {
+          copy_narrow_queries<kFull, false>(p, call, work, control, shared);
+        }
+        named_barrier_sync(kMeet, kNarrowConsumers);
+        return &work;
+      }
+#pragma unroll 1
+      for (int tiles = work.tile_end - work.tile; tiles > 0; --tiles) {
+        await_keys();
+        release(keys.stage);
+        keys.advance();
+      }
+      release_work();
+    }
+  }
+
+  // s = keys q^T of a tile. The next keys are widened while products run.
+  PD_MEMBER void score_tile(uint32_t stage) {
+    constexpr int kSteps = Sizes::kDim / 32;
+    const NarrowPlace place;
+    const unsigned key = place.warp * 16 + place.lane % 16, high = place.lane / 16;
+    const uint32_t from[2] = {stage + narrow_place(key, high), stage + narrow_place(key, 2 + high)};
+    const uint64_t queries = matrix_descriptor(shared, kRowBytes);
+    uint32_t words[4];
+    NarrowOperand a[kOperands];
+    load_matrices(words, from[0]);
+    settle(s);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const uint64_t b = advance(queries, i / 2 * kRows * kRowBytes + i % 2 * 64);
+      NarrowOperand& own = a[i % kOperands];
+      widen_keys<Kv>(words, own);
+      if (i + 1 < kSteps) load_matrices(words, from[(i + 1) % 2] + (i + 1) / 2 * Sizes::kNarrowColumn);
+      settle(own);
+      products_begin();
+      multiply_keys(Fp16{}, s, own[0], own[1], own[2], own[3], b, i > 0);
+      multiply_keys(Fp16{}, s, own[4], own[5], own[6], own[7], advance(b, 32), 1);
+      products_commit();
+      products_wait<kOperands - 1>();
+      settle(a[(i + 1) % kOperands]);
+    }
+    products_wait<0>();
+    settle(s);
+  }
+
+  // acc += latents^T weights^T of a tile, for the latents of this consumer.
+  PD_MEMBER void add_values(uint32_t stage, int giver) {
+    constexpr int kSteps = kMatrices * 2;
+    const NarrowPlace place;
+    const uint32_t from = stage + narrow_place(place.lane, place.warp) + half * kMatrices * Sizes::kNarrowColumn;
+    const uint64_t weights = matrix_descriptor(weights_of(giver), kRowBytes);
+    uint32_t words[4];
+    NarrowOperand a[kOperands];
+    load_transposed(words, from);
+#pragma unroll
+    for (int m = 0; m < kMatrices; ++m) settle(acc[m]);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      NarrowOperand& own = a[i % kOperands];
+      widen_latents<Kv>(words, own);
+      if (i + 1 < kSteps) {
+        load_transposed(words, from + (i + 1) / 2 * Sizes::kNarrowColumn + (i + 1) % 2 * kWarp * Sizes::kNarrowRow);
+      }
+      settle(own);
+      products_begin();
+      const uint64_t b = advance(weights, i % 2 * 32 * kRowBytes);
+      multiply_values(Fp16{}, acc[i / 2], own[0], own[1], own[2], own[3], b);
+      multiply_values(Fp16{}, acc[i / 2], own[4], own[5], own[6], own[7], advance(b, 16 * kRowBytes));
+      products_commit();
+      products_wait<kOperands - 1>();
+      settle(a[(i + 1) % kOperands]);
+    }
+    products_wait<0>();
+#pragma unroll
+    for (int m = 0; m < kMatrices; ++m) settle(acc[m]);
+  }
+
+  PD_MEMBER void scale_rows(const float (&factors)[kRows]) {
+    const NarrowPlace place;
+    Sums l;
+    load_sums(l);
+#pragma unroll
+    for (int j = 0; j < kRows / 8; ++j) {
+      const float2 factor = *reinterpret_cast<const float2*>(&factors[place.row(j)]);
+      l[2 * j] *= factor.x;
+      l[2 * j + 1] *= factor.y;
+#pragma unroll
+      for (int m = 0; m < kMatrices; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[m][4 * j + i] *= i % 2 == 0 ? factor.x : factor.y;
+      }
+    }
+    store_sums(l);
+  }
+
+  PD_MEMBER void await_weights(int giver) {
+    barrier_wait(shared_address(&control.ready[giver]), ready_phases >> giver & 1);
+    ready_phases ^= 1u << giver;
+  }
+
+  // From q.k to scores, where these are no positive multiples of it: softcap, then ALiBi.
+  PD_MEMBER void score(int first_key) {
+    const NarrowPlace place;
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) {
+      const float scale = control.score_scale[place.row(i / 4) + i % 2];
+      s[i] = kFull ? pd_score(s[i], scale, p.softcap, 0.f, 0.f) : s[i] * scale;
+    }
+    if (!kFull || !p.alibi_slopes) return;
+    const int key = first_key + place.key();
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) {
+      const int row = place.row(i / 4) + i % 2, distance = control.position[row] - key - i / 2 % 2 * 8;
+      s[i] = pd_score(s[i], 1.f, 0.f, control.slope[row], fabsf(static_cast<float>(distance)));
+    }
+  }
+
+  PD_MEMBER void mask(int first_key) {
+    const NarrowPlace place;
+    const int key = first_key + place.key();
+    const int2* const rows = control.seen + place.row(0);
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) {
+      const int2 seen = rows[i / 4 * 8 + i % 2];
+      const int own = key + i / 2 % 2 * 8;
+      if (own < seen.x || own >= seen.y) s[i] = -INFINITY;
+    }
+  }
+
+  // How far a score lies above the reference of its row, in log2 units.
+  static PD_MEMBER float above(const RowPair& pair, float score, int e) {
+    return fmaf(score, pair.scale[e], -pair.base[e]);
+  }
+
+  // The reference of a row moves only when a score of the tile is far above it, so weights may exceed 1.
+  PD_MEMBER bool is_far() const {
+    constexpr float kFar = 8.f;  // weights stay below 256
+    const RowPair* const pairs = control.pairs + NarrowPlace().t;
+    float most = -INFINITY;
+#pragma unroll
+    for (int j = 0; j < kRows / 8; ++j) {
+      const RowPair pair = pairs[4 * j];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) most = fmaxf(most, above(pair, s[4 * j + i], i % 2));
+    }
+    return named_barrier_any(own_barrier(), kWarpgroup, most > kFar);
+  }
+
+  // The references of all rows move to their largest scores so far, and the sums with them.
+  PD_MEMBER void move_bases() {
+    const NarrowPlace place;
+#pragma unroll
+    for (int j = 0; j < kRows / 8; ++j) {
+      const RowPair pair = control.pairs[place.row(j) / 2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float top = fmaxf(s[4 * j + e] * pair.scale[e], s[4 * j + 2 + e] * pair.scale[e]);
+#pragma unroll
+        for (int step = 4; step < kWarp; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+        if (place.g == 0) control.top[place.warp][place.row(j) + e] = top;
+      }
+    }
+    named_barrier_sync(own_barrier(), kWarpgroup);
+    const unsigned row = place.thread;
+    if (row < kRows) {
+      float& base = control.pairs[row / 2].base[row % 2];
+      float moved = base;
+#pragma unroll
+      for (int w = 0; w < NarrowControl::kWarps; ++w) moved = fmaxf(moved, control.top[w][row]);
+      control.factor[half][row] = fast_rescale(base, moved);
+      base = moved;
+    }
+    named_barrier_sync(own_barrier(), kWarpgroup);
+    scale_rows(control.factor[half]);
+  }
+
+  // Weights of this consumer's tile, for both.
+  PD_MEMBER void give_weights(int first_key, const Item& item) {
+    if (!control.multiples) score(first_key);
+    if (first_key + kKeys > item.inner_end || first_key < item.inner_begin) mask(first_key);
+    const bool moved = is_far();
+    if (moved) move_bases();
+    const NarrowPlace place;
+    const uint32_t target = weights_of(half) + place.key() * kRowBytes + place.t * 4;
+    Sums l;
+    load_sums(l);
+#pragma unroll
+    for (int j = 0; j < kRows / 8; ++j) {
+      const RowPair pair = control.pairs[place.row(j) / 2];
+      float w[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        w[i] = fast_exp2(above(pair, s[4 * j + i], i % 2));
+        l[2 * j + i % 2] += w[i];
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        store_shared_word(target + r * 8 * kRowBytes + (j ^ place.g) * 16, pack_pair<false>(w[2 * r], w[2 * r + 1]));
+    }
+    store_sums(l);
+    if (place.thread == 0) control.moved[half] = moved;
+    fence_async_proxy();
+    barrier_arrive(shared_address(&control.ready[half]));
+  }
+
+  // A tile that the other consumer has weighed, or will.
+  PD_MEMBER void add_other(int stage) {
+    await_weights(1 - half);
+    if (control.moved[1 - half]) scale_rows(control.factor[1 - half]);
+    add_values(stage_at(stage), 1 - half);
+    release(stage);
+  }
+
+  PD_MEMBER void add_tiles(const MlaWork& work) {
+    int behind = -1;  // the stage of the other's tile before
+    int turn = half;
+#pragma unroll 1
+    for (int tile = work.tile; tile < work.tile_end; ++tile, turn ^= 1) {
+      await_keys();
+      const int stage = keys.stage;
+      keys.advance();
+      if (turn != 0) {
+        behind = stage;
+        continue;
+      }
+      score_tile(stage_at(stage));
+      if (behind >= 0) add_other(behind);
+      behind = -1;
+      give_weights(tile * kKeys, work.item);
+      await_weights(half);
+      add_values(stage_at(stage), half);
+      release(stage);
+    }
+    if (behind >= 0) add_other(behind);
+  }
+
+  // ---- The end of a row ----
+
+  // (base, sum of weights) of the row of this thread's number.
+  PD_MEMBER float2 finish_sums() {
+    const NarrowPlace place;
+    const unsigned row = place.thread;
+    float2 ml = make_float2(-INFINITY, 0.f);
+    Sums l;
+    load_sums(l);
+    if (row < kRows && control.pairs[row / 2].base[row % 2] > kNoBase) ml.x = control.pairs[row / 2].base[row % 2];
+#pragma unroll
+    for (int j = 0; j < kRows / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float sum = l[2 * j + e];
+#pragma unroll
+        for (int step = 4; step < kWarp; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        if (place.g == 0) control.sum[half][place.warp][place.row(j) + e] = sum;
+      }
+    }
+    named_barrier_sync(kMeet, kNarrowConsumers);
+    if (row < kRows) {
+#pragma unroll
+      for (int i = 0; i < Sizes::kConsumers * NarrowControl::kWarps; ++i)
+        ml.y += control.sum[i / NarrowControl::kWarps][i % NarrowControl::kWarps][row];
+    }
+    return ml;
+  }
+
+  // Where latents 2 g and 2 g + 1 of row e of the first two are in a part, see mla_sums(). Those of other rows and
+  // matrices are in_part(j, m) further.
+  PD_MEMBER float2* first_in_part(int64_t part, const NarrowPlace& place, int e) const {
+    float4* const sums = mla_sums(call, part, half) + (2 * place.warp + place.g / 4) * kWarpgroup;
+    return reinterpret_cast<float2*>(sums + (2 * place.t + e) * 4 + place.g % 4);
+  }
+  static PD_MEMBER int in_part(int j, int m) { return (8 * m * kWarpgroup + j / 2 * kWarp) * 2 + j % 2; }
+
+  PD_MEMBER void write_part(const MlaWork& work, const float2& ml) const {
+    const int64_t part = mla_part(call, blockIdx.x, blockIdx.y, work.first);
+    const NarrowPlace place;
+    const int own = place.thread;
+    if (half == 0 && own < kRows && row_of_item(own) < work.item.rows) call.ml[part * kRows + own] = ml;
+#pragma unroll
+    for (int j = 0; j < kRows / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (row_of_item(place.row(j) + e) >= work.item.rows) continue;
+        float2* const sums = first_in_part(part, place, e);
+#pragma unroll
+        for (int m = 0; m < kMatrices; ++m) sums[in_part(j, m)] = make_float2(acc[m][4 * j + e], acc[m][4 * j + 2 + e]);
+      }
+    }
+    if (!work.two_parts) return;  // only the other kernel reads it
+    named_barrier_sync(own_barrier(), kWarpgroup);
+    if (own == 0) publish_word(mla_published(call, part, half), mla_launch());
+  }
+
+  // Adds the one part that is behind this block's keys to this half of the rows.
+  PD_MEMBER void add_part(const MlaWork& work, float2& ml) {
+    const int64_t part = mla_part(call, static_cast<int>(blockIdx.x) - 1, blockIdx.y, false);
+    const NarrowPlace place;
+    const int own = place.thread;
+    if (own == 0) {
+      // The first half of a part has what both need.
+      await_word(mla_published(call, part, 0), mla_launch());
+      if (half == 1) await_word(mla_published(call, part, 1), mla_launch());
+    }
+    named_barrier_sync(own_barrier(), kWarpgroup);
+    if (own < kRows && row_of_item(own) < work.item.rows) {
+      const float2 other = load_shared_by_blocks(call.ml + part * kRows + own);
+      const float top = fmaxf(ml.x, other.x), shift = top == -INFINITY ? 0.f : top;
+      const float mine = fast_exp2(ml.x - shift), theirs = fast_exp2(other.x - shift);
+      control.factor[half][own] = mine;
+      control.other_factor[half][own] = theirs;
+      ml = make_float2(top, ml.y * mine + other.y * theirs);
+    }
+    named_barrier_sync(own_barrier(), kWarpgroup);
+#pragma unroll
+    for (int j = 0; j < kRows / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int row = place.row(j) + e;
+        if (row_of_item(row) >= work.item.rows) continue;
+        const float mine = control.factor[half][row], theirs = control.other_factor[half][row];
+        const float2* const other = first_in_part(part, place, e);
+#pragma unroll
+        for (int m = 0; m < kMatrices; ++m) {
+          const float2 sums = load_shared_by_blocks(other + in_part(j, m));
+          acc[m][4 * j + e] = acc[m][4 * j + e] * mine + sums.x * theirs;
+          acc[m][4 * j + 2 + e] = acc[m][4 * j + 2 + e] * mine + sums.y * theirs;
+        }
+      }
+    }
+  }
+
+  // Writes this half of the rows.
+  PD_MEMBER void write_rows(const MlaWork& work, const float2& ml) {
+    const NarrowPlace place;
+    const int own = place.thread;
+    if (own < kRows) {
+      const bool exists = row_of_item(own) < work.item.rows;
+      control.target[half][own] = -1;
+      if (exists) {
+        const RowTarget target = row_target(p, call, work.item, work.head, row_of_item(own));
+        control.target[half][own] = target.out;
+        control.last_factor[half][own] = finish_row(p, target, work.item.b, work.head, ml.x, ml.y, half == 0);
+      }
+    }
+    named_barrier_sync(own_barrier(), kWarpgroup);
+    const bool bf16 = p.q_dtype == DType::kBFloat16;
+    uint16_t* const out = static_cast<uint16_t*>(p.out) + half * Sizes::kDimV + place.warp * 16 + place.g * 2;
+#pragma unroll
+    for (int j = 0; j < kRows / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int64_t target = control.target[half][place.row(j) + e];
+        const float factor = control.last_factor[half][place.row(j) + e];
+        if (target < 0) continue;
+#pragma unroll
+        for (int m = 0; m < kMatrices; ++m) {
+          const float x = acc[m][4 * j + e] * factor, y = acc[m][4 * j + 2 + e] * factor;
+          *reinterpret_cast<uint32_t*>(out + target + m * 64) = bf16 ? pack_pair<true>(x, y) : pack_pair<false>(x, y);
+        }
+      }
+    }
+  }
+
+  PD_MEMBER void run() {
+    while (const MlaWork* const work = next()) {
+#pragma unroll
+      for (int i = 0; i < kMatrices * kRows / 2; ++i) acc[i / (kRows / 2)][i % (kRows / 2)] = 0.f;
+      store_sums(Sums{});
+      add_tiles(*work);
+      float2 ml = finish_sums();
+      if (!work->first || (work->behind > 0 && !work->two_parts)) {
+        write_part(*work, ml);
+      } else {
+        if (work->two_parts) add_part(*work, ml);
+        write_rows(*work, ml);
+      }
+      release_work();
+    }
+  }
+};
+
+PD_DEVICE void init_narrow_barriers(const MlaCall& call, NarrowControl& control) {
+  using Sizes = NarrowMlaSizes;
+  for (int i = 0; i < Sizes::kStages; ++i) {
+    barrier_init(shared_address(&control.keys_full[i]), Sizes::kLoaders * (call.box_rows > 0 ? 1 : kWarp));
+    barrier_init(shared_address(&control.keys_empty[i]), Sizes::kConsumerWarps * call.cluster);
+    barrier_init(shared_address(&control.edge[i]), 1);
+  }
+  for (int i = 0; i < 2; ++i) {
+    barrier_init(shared_address(&control.ready[i]), kWarpgroup);
+    barrier_init(shared_address(&control.work_full[i]), 1);
+    barrier_init(shared_address(&control.work_empty[i]), Sizes::kLoaders + Sizes::kConsumerWarps);
+  }
+  fence_async_proxy();
+  publish_barriers();
+}
+
+template <typename Kv, bool kFull>
+__global__ void __launch_bounds__(NarrowMlaSizes::kThreads, 1)
+    narrow_mla_kernel(const __grid_constant__ Problem p, const __grid_constant__ MlaCall call) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ uint8_t raw[];
+  __shared__ NarrowControl control;
+  // The same in every block of a cluster, as its copies go to the same place.
+  const uint32_t shared = (shared_address(raw) + kBlockBytes - 1) & ~(kBlockBytes - 1u);
+  if (threadIdx.x == 0) {
+    init_narrow_barriers(call, control);
+    prefetch_description(call.latents);
+    prefetch_description(call.rope);
+  }
+  if (call.cluster > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  wait_for_predecessor();
+  let_successor_start();
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
+  if (warpgroup == 0) {
+    give_registers<NarrowMlaSizes::kProducerRegisters>();
+    const int warp = threadIdx.x / kWarp;
+    if (warp < NarrowMlaSizes::kLoaders) {
+      NarrowLoader loader;
+      loader.start(call, warp);
+      if (call.box_rows > 0) {
+        loader.run<true>(p, call, control, shared);
+      } else {
+        loader.run<false>(p, call, control, shared);
+      }
+    } else {
+      direct_mla(p, call, control);
+    }
+  } else {
+    take_registers<NarrowMlaSizes::kConsumerRegisters>();
+    NarrowTiles<Kv, kFull> tiles = {p, call, control};
+    tiles.start(warpgroup - 1, shared);
+    tiles.run();
+  }
+  if (blockIdx.y == 0) clear_unclaimed(p);
+  // A block stays while another may still copy into it or arrive at its barriers.
+  if (call.cluster > 1) cluster_sync();
+#endif
+}
+
+}  // namespace paged_attn
