@@ -9,6 +9,10 @@ namespace paged_attn {
 // Named barriers: of both consumers, of each consumer.
 constexpr int kMeet = 1, kPart = 2;
 
+// At the barrier of keys that have come: a lane of each producer warp says that its boxes are on their way, or each
+// lane that its pieces are there.
+PD_DEVICE int keys_arrivals(const MlaCall& call) { return MlaSizes::kLoaders * (call.box_rows > 0 ? 1 : kWarp); }
+
 // The copies of one lane of a producer warp.
 struct MlaCopier {
   using Sizes = MlaSizes;

@@ -19,7 +19,8 @@
 //   barrier        arrivals                                   waited for by
 //   work_full      1: the director                            loaders, consumers
 //   work_empty     3 loader warps + 8 consumer warps          the director
-//   keys_full      3 loader warps, and 73728 bytes            consumers
+//   keys_full      3 loader warps and 73728 bytes, or their   consumers
+//                  96 threads when they copy in pieces
 //   keys_empty     8 consumer warps of every block of the     loaders
 //                  cluster
 //   edge           1: loader 0, and 73728 bytes               loaders, where a tile has rows that nobody sees
@@ -87,8 +88,9 @@ struct MlaConsumer {
   PD_MEMBER int row_of_item(int r) const { return static_cast<int>(blockIdx.y) * MlaSizes::kRows + row + 8 * r; }
   PD_MEMBER uint32_t stage() const { return shared + MlaSizes::kKeysAt + keys.stage * MlaSizes::kKeyBytes; }
 
-  PD_MEMBER void await_keys(MlaControl& control, int which) const {
+  PD_MEMBER void await_keys(const MlaCall& call, MlaControl& control, int which) const {
     barrier_wait(shared_address(&control.keys_full[keys.stage][which]), keys.phase);
+    if (call.box_rows == 0) fence_async_proxy();
   }
 
   // This consumer is done with its half of the tile, and so is the other one.
@@ -119,7 +121,7 @@ struct MlaConsumer {
       }
 #pragma unroll 1
       for (int tiles = work.tile_end - work.tile; tiles > 0; --tiles) {
-        await_keys(control, half);
+        await_keys(call, control, half);
         release_keys(call, control);
       }
       release_work(control);
@@ -310,7 +312,7 @@ struct MlaTiles {
 
   // A tile of the other consumer.
   PD_MEMBER void add_other() {
-    own.await_keys(control, own.half);
+    own.await_keys(call, control, own.half);
     take_weights();
     issue_tile_values(own.stage());
     await_values();
@@ -324,17 +326,17 @@ struct MlaTiles {
     if (kBehind) own.keys.advance();
     const int here = own.half * kHalf, there = kHalf - here;
     const uint64_t queries = matrix_descriptor(own.shared, kRowBytes), keys = matrix_descriptor(own.stage(), kRowBytes);
-    own.await_keys(control, own.half);
+    own.await_keys(call, control, own.half);
     settle(s);
     products_begin();
     issue_columns<Shape, kHalf>(s, advance(queries, here * kQueryColumn), advance(keys, here * kKeyColumn), true);
     products_commit();
     if (kBehind) {
-      before.await_keys(control, own.half);
+      before.await_keys(call, control, own.half);
       take_weights();
       issue_tile_values(before.stage());
     }
-    own.await_keys(control, 1 - own.half);
+    own.await_keys(call, control, 1 - own.half);
     products_begin();
     issue_columns<Shape, kHalf>(s, advance(queries, there * kQueryColumn), advance(keys, there * kKeyColumn), false);
     issue_columns<Shape, 1>(s, advance(queries, 2 * kHalf * kQueryColumn), advance(keys, 2 * kHalf * kKeyColumn),
@@ -384,7 +386,7 @@ struct MlaTiles {
 PD_DEVICE void init_mla_barriers(const MlaCall& call, MlaControl& control) {
   for (int i = 0; i < MlaSizes::kStages; ++i) {
     for (int half = 0; half < MlaSizes::kHalves; ++half) {
-      barrier_init(shared_address(&control.keys_full[i][half]), MlaSizes::kLoaders);
+      barrier_init(shared_address(&control.keys_full[i][half]), keys_arrivals(call));
       barrier_init(shared_address(&control.keys_empty[i][half]), MlaSizes::kConsumerWarps / 2 * call.cluster);
       barrier_init(shared_address(&control.edge[i][half]), 1);
     }

@@ -12,17 +12,14 @@ namespace paged_attn {
 
 struct MlaLoader : MlaCopier {
   static constexpr int kColumnBytes = kKeys * kRowBytes;
-  static constexpr uint32_t kNothing = ~0u;
 
   Ring<Sizes::kStages> ring;
   uint32_t edge_phases;  // a bit for every half of a stage
-  uint32_t gathered;     // the barrier of a half that is on its way and has not been announced, or kNothing
 
   PD_MEMBER void start(const MlaCall& call, int warp) {
     start_copier(call, warp);
     ring = {};
     edge_phases = 0;
-    gathered = kNothing;
   }
 
   PD_MEMBER int own_half() const { return own_column < Sizes::kLatentColumns / 2 ? 0 : 1; }
@@ -102,35 +99,16 @@ struct MlaLoader : MlaCopier {
     }
   }
 
-  // The copies of the last half that was asked for have come.
-  PD_MEMBER void announce() {
-    fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(gathered);
-    gathered = kNothing;
-  }
-
-  // Says that a half has come when the next one is on its way, or when there is nothing else to do.
+  // Every lane arrives when its own pieces are there.
   PD_MEMBER void gather(const Problem& p, const MlaCall& call, MlaControl& control, const KeyPlaces& places,
-                        uint32_t stage, int key, int head) {
+                        uint32_t stage, int key, int head) const {
     const Lookup at = look_up(p, call, places, key, head);
 #pragma unroll 1
     for (int i = 0; i < Sizes::kHalves; ++i) {
       const int half = i ^ ring.stage;
-      const uint32_t empty = shared_address(&control.keys_empty[ring.stage][half]);
-      const bool waits = gathered != kNothing;
-      if (waits && __any_sync(~0u, !barrier_passed(empty, ring.phase ^ 1))) {
-        await_pieces();
-        announce();
-      }
-      barrier_wait(empty, ring.phase ^ 1);
+      barrier_wait(shared_address(&control.keys_empty[ring.stage][half]), ring.phase ^ 1);
       copy_pieces(p, at, stage, half);
-      commit_pieces();
-      if (gathered != kNothing) {
-        await_batches<1>();
-        announce();
-      }
-      gathered = shared_address(&control.keys_full[ring.stage][half]);
+      arrive_with_pieces(shared_address(&control.keys_full[ring.stage][half]));
     }
   }
 
@@ -158,10 +136,6 @@ struct MlaLoader : MlaCopier {
           gather(p, call, control, places, stage, tile * kKeys, head);
         }
         ring.advance();
-      }
-      if (!kBoxes && gathered != kNothing) {
-        await_pieces();
-        announce();
       }
     }
   }

@@ -635,7 +635,7 @@ struct NarrowTiles {
 PD_DEVICE void init_narrow_barriers(const MlaCall& call, NarrowControl& control) {
   using Sizes = NarrowMlaSizes;
   for (int i = 0; i < Sizes::kStages; ++i) {
-    barrier_init(shared_address(&control.keys_full[i]), Sizes::kLoaders * (call.box_rows > 0 ? 1 : kWarp));
+    barrier_init(shared_address(&control.keys_full[i]), keys_arrivals(call));
     barrier_init(shared_address(&control.keys_empty[i]), Sizes::kConsumerWarps * call.cluster);
     barrier_init(shared_address(&control.edge[i]), 1);
   }

@@ -27,13 +27,13 @@ struct NarrowControl {
   bool multiples;  // they are positive multiples
   float score_scale[kRows], slope[kRows];
   int position[kRows];
-  bool moved[kConsumers];                 // reference scores, with the last tile of a consumer
-  float factor[kConsumers][kRows];        // of sums, where one has moved
-  float top[kWarps][kRows];               // the largest score of a tile, of the keys of a warp
-  float sum[kConsumers][kWarps][kRows];   // of the weights of a finished row
-  float last_factor[kConsumers][kRows];   // from its sums to its output
-  float other_factor[kConsumers][kRows];  // of the part of another cluster
-  int64_t target[kConsumers][kRows];      // where its output begins; -1: nowhere
+  bool moved[kConsumers];                      // reference scores, with the last tile of a consumer
+  alignas(8) float factor[kConsumers][kRows];  // of sums, where one has moved; read in pairs
+  float top[kWarps][kRows];                    // the largest score of a tile, of the keys of a warp
+  float sum[kConsumers][kWarps][kRows];        // of the weights of a finished row
+  float last_factor[kConsumers][kRows];        // from its sums to its output
+  float other_factor[kConsumers][kRows];       // of the part of another cluster
+  int64_t target[kConsumers][kRows];           // where its output begins; -1: nowhere
 };
 
 }  // namespace paged_attn
