@@ -106,9 +106,9 @@ PD_DEVICE void clear_published(const MlaCall& call, int threads) {
 }
 
 template <int kTeams, int kBatch>
-PD_DEVICE void combine_rows(const Problem& p, const MlaCall& call, PairSum* shared_sums) {
-  const int team = threadIdx.x / kCombineTeam, thread = threadIdx.x % kCombineTeam;
-  const int entry = static_cast<int>(blockIdx.x) >> call.row_shift;
+PD_DEVICE void combine_rows(const Problem& p, const MlaCall& call, int number, PairSum* shared_sums) {
+  const int team = kTeams > 1 ? this_thread() / kCombineTeam : 0, thread = this_thread() % kCombineTeam;
+  const int entry = number >> call.row_shift;
   const MlaRecord record = call.records[entry];
   if (record.behind == 0) return;
   // Nobody has written a record of an item without rows.
@@ -116,7 +116,7 @@ PD_DEVICE void combine_rows(const Problem& p, const MlaCall& call, PairSum* shar
   const int index = call.kv_heads.divide(pair);
   const int head = pair - index * static_cast<int>(p.kv_heads);
   const Item item = load_item(p, call, index);
-  const CombinePlace place(static_cast<int>(blockIdx.x) - (entry << call.row_shift), item);
+  const CombinePlace place(number - (entry << call.row_shift), item);
   if (!place.exists[0]) return;
   PairSum sum = add_parts<kBatch>(call, record, place, thread, team, kTeams);
   if constexpr (kTeams > 1) {
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kCombineTeams* kCombineTeam)
   __shared__ PairSum shared_sums[kCombineTeams * kCombineTeam];
   wait_for_predecessor();
   let_successor_start();
-  combine_rows<kCombineTeams, 8>(p, call, shared_sums);
+  combine_rows<kCombineTeams, 8>(p, call, blockIdx.x, shared_sums);
   clear_published(call, kCombineTeams * kCombineTeam);
 }
 
@@ -146,8 +146,18 @@ __global__ void __launch_bounds__(kCombineTeam, 10)
     mla_combine_many(const __grid_constant__ Problem p, const __grid_constant__ MlaCall call) {
   wait_for_predecessor();
   let_successor_start();
-  combine_rows<1, 2>(p, call, nullptr);
   clear_published(call, kCombineTeam);
+  // Most places have nothing to add: which of this block's do is asked for all at once.
+  unsigned found = 0;
+#pragma unroll
+  for (int i = 0; i < MlaSizes::kCombinePlaces; ++i) {
+    const int place = static_cast<int>(blockIdx.x) + i * static_cast<int>(gridDim.x);
+    if (place < call.combine_places && call.records[place >> call.row_shift].behind > 0) found |= 1u << i;
+  }
+#pragma unroll 1
+  for (int place = blockIdx.x; found != 0; found >>= 1, place += gridDim.x) {
+    if (found & 1) combine_rows<1, 2>(p, call, place, nullptr);
+  }
 }
 
 }  // namespace

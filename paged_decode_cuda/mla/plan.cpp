@@ -12,7 +12,8 @@ constexpr int kSplitKeys = 2048;  // of a request whose splits must not depend o
 constexpr int kDeterministicSplits = 16;
 constexpr int kPairCost = 3;  // tiles that a block reads while it ends one item and begins another
 constexpr int kMinUnits = 2;
-constexpr int kSwizzledRows = 8;  // a box begins where the swizzle does
+constexpr int kCombineBlocks = 10;  // of the kernel that adds parts of many rows, on a multiprocessor
+constexpr int kSwizzledRows = 8;    // a box begins where the swizzle does
 
 // k_cache of 576, of which v_cache is the first 512.
 bool joined(const Problem& p) { return p.head_dim == MlaSizes::kDim && p.head_dim_v == MlaSizes::kLatents && !p.qv; }
@@ -124,8 +125,10 @@ MlaPlan plan_mla(const Problem& p, const DeviceLimits& limits) {
   if (plan.cut) plan.parts = plan.clusters * plan.cluster * (work.balanced ? 2 : 1);
   // A stretch has the first keys of one cut pair at most.
   plan.by_cluster = work.balanced && pairs > plan.clusters;
-  plan.combine_blocks = (plan.by_cluster ? plan.clusters : pairs) << row_shift;  // halves of two rows
-  plan.few_rows = plan.combine_blocks <= 2 * limits.processors;
+  plan.combine_places = (plan.by_cluster ? plan.clusters : pairs) << row_shift;
+  plan.few_rows = plan.combine_places <= 2 * limits.processors;
+  plan.combine_blocks = pd_min(plan.combine_places, int64_t{kCombineBlocks} * limits.processors);
+  plan.combine_blocks = pd_max(plan.combine_blocks, pd_ceil_div(plan.combine_places, MlaSizes::kCombinePlaces));
   // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere.
   const int64_t box = c.block_table ? greatest_divisor(MlaSizes::kKeys, c.page_size) : MlaSizes::kKeys;
   plan.box_rows = box % kSwizzledRows == 0 ? static_cast<int32_t>(box) : 0;

@@ -19,10 +19,11 @@ struct MlaPlan {
   int cluster;       // blocks of each: 64 rows of the same keys in each block
   bool cut;          // some rows may have their keys in several clusters
   int64_t parts;     // that all clusters may leave, 64 rows each
-  // The kernel that adds parts: a block for half of two rows, with four teams of threads where rows are few.
+  // The kernel that adds parts. A place is half of two rows. Where there are few, each has a block with four teams of
+  // threads; where there are many, as many blocks as the device holds take them in turns.
   bool by_cluster;  // it looks for them cluster by cluster, not pair by pair
   bool few_rows;
-  int64_t combine_blocks;
+  int64_t combine_places, combine_blocks;
 };
 
 // "" or why the kernel does not serve this.

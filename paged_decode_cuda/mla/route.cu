@@ -74,6 +74,7 @@ void launch_mla(const Problem& p, const MlaPlan& plan, const Context& context) {
     call.records = reinterpret_cast<MlaRecord*>(data + layout.records);
     call.published = reinterpret_cast<unsigned long long*>(data + layout.published);
     call.parts = plan.parts;
+    call.combine_places = static_cast<int32_t>(plan.combine_places);
   }
   const Grid grid = {plan.clusters, MlaSizes::kThreads, plan.shared_bytes};
   launch_in_clusters(find_kernel(p, plan.all_scores), grid, plan.cluster, context, split, call);

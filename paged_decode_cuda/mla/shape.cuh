@@ -32,6 +32,7 @@ struct MlaCall : Plan {
   float2* ml;                     // [parts, 64]
   unsigned long long* published;  // [parts, half]: the number of the launch when the sums of that half are there
   int64_t parts;
+  int32_t combine_places;  // see MlaPlan
 };
 
 PD_DEVICE unsigned long long* mla_published(const MlaCall& call, int64_t part, int half) {

@@ -29,6 +29,7 @@ struct MlaSizes {
   static constexpr int kKeysAt = kQueryBytes, kWeightsAt = kKeysAt + kStages * kKeyBytes;
   static constexpr int kSharedBytes = kWeightsAt + kWeightBytes + kBlockBytes;  // its start is aligned by hand
 
+  static constexpr int kCombinePlaces = 8;  // at most that a block adds one after the other, see MlaPlan
   static constexpr int kRowShift = 6, kTileShift = 6;
   static_assert(kRows == 1 << kRowShift && kKeys == 1 << kTileShift, "as the plan counts them");
 };
