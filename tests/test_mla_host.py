@@ -15,22 +15,20 @@ from blocks import HOST, Call, Case, compile_kernels, numbers_of
 def library(tmp_path_factory):
     root = tmp_path_factory.mktemp("mla")
     cuda = root / "paged_decode_cuda"
-    sources = [cuda / "mla" / name for name in ("bf16.cu", "fp16.cu", "e4m3.cu", "e5m2.cu", "combine.cu", "route.cu", "plan.cpp")]
-    in_shared_memory = (
-        *(
-            change
-            for kernel, control in (("kernel", "MlaControl"), ("narrow_kernel", "NarrowControl"))
-            for change in (
-                (f"mla/{kernel}.cuh", f"__shared__ {control} control;", f"{control}& control = block_control<{control}>();"),
-                (f"mla/{kernel}.cuh", "extern __shared__ uint8_t raw[];", "uint8_t* const raw = block_raw();"),
-            )
-        ),
+    instances = ("bf16.cu", "fp16.cu", "e4m3.cu", "e5m2.cu")
+    sources = [cuda / "mla" / name for name in (*instances, "combine.cu", "route.cu", "plan.cpp")]
+    in_shared_memory = [
         (
             "mla/combine.cu",
             "__shared__ PairSum shared_sums[kCombineTeams * kCombineTeam];",
             "PairSum* const shared_sums = reinterpret_cast<PairSum*>(block_raw());",
-        ),
-    )
+        )
+    ]
+    for path, control in (("mla/kernel.cuh", "MlaControl"), ("mla/narrow_kernel.cuh", "NarrowControl")):
+        in_shared_memory += [
+            (path, f"__shared__ {control} control;", f"{control}& control = block_control<{control}>();"),
+            (path, "extern __shared__ uint8_t raw[];", "uint8_t* const raw = block_raw();"),
+        ]
     return compile_kernels(root, [*sources, cuda / "plan.cpp", HOST / "mla.cpp"], in_shared_memory)
 
 
