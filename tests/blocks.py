@@ -72,9 +72,9 @@ class Case:
         self.batch, self.q_heads, self.kv_heads, self.dtype, self.seed = len(lens), q_heads, kv_heads, dtype, seed
         self.packed = isinstance(q_lens, (list, tuple))
         self.q_lens = list(q_lens) if self.packed else [q_lens] * self.batch
-        random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+        random = lambda *shape, times=1.0: (torch.randn(*shape, generator=generator) * times).to(dtype)  # noqa: E731
         self.total_q = sum(self.q_lens)
-        self.q = random(self.total_q, q_heads, self.KEYS.stop - self.KEYS.start) * options.get("q_times", 1.0)
+        self.q = random(self.total_q, q_heads, self.KEYS.stop - self.KEYS.start, times=options.get("q_times", 1.0))
         self.max_pages = max(1, -(-max(lens) // page_size))
         self.num_pages = self.batch * self.max_pages + 2
         self.kv_dtype = options.get("kv_dtype", dtype)
