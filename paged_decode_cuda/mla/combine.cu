@@ -1,4 +1,4 @@
-// Adds the parts of rows whose keys were in three clusters or more, and writes them.
+// Adds the parts of rows whose keys were in several clusters, and writes them, but for those that mla_kernel has added.
 //
 // A place is half of the columns of two rows, which a team of 128 threads adds, 16 bytes of every part each. A block
 // has four teams. Each has a place of its own, or, where rows are few and parts many, all four share one.
@@ -98,26 +98,27 @@ PD_DEVICE void write_pair(const Problem& p, const MlaCall& call, const Item& ite
 }
 
 // What was published is as if it had not been, for a replay of this launch.
-PD_DEVICE void clear_published(const MlaCall& call, int threads) {
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x; i < call.parts * 2;
-       i += gridDim.x * threads) {
+PD_DEVICE void clear_published(const MlaCall& call) {
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kCombineTeam + threadIdx.x; i < call.parts * 2;
+       i += gridDim.x * kCombineTeam) {
     store_relaxed(call.published + i, 0);
   }
 }
 
-template <int kTeams, int kBatch>
+// kByCluster: the record is that of a cluster, and has parts.
+template <int kTeams, int kBatch, bool kByCluster>
 PD_DEVICE void combine_rows(const Problem& p, const MlaCall& call, int number, PairSum* shared_sums) {
-  const int team = kTeams > 1 ? this_thread() / kCombineTeam : 0, thread = this_thread() % kCombineTeam;
+  const int team = threadIdx.x / kCombineTeam, thread = threadIdx.x % kCombineTeam;
   const int entry = number >> call.row_shift;
-  const MlaRecord record = call.records[entry];
-  if (record.behind == 0) return;
-  // Nobody has written a record of an item without rows.
-  const int pair = call.by_cluster ? record.pair : entry;
-  const int index = call.kv_heads.divide(pair);
-  const int head = pair - index * static_cast<int>(p.kv_heads);
+  MlaRecord record = {entry, 0, 0};
+  if (kByCluster) record = call.records[entry];
+  const int index = call.kv_heads.divide(record.pair);
+  const int head = record.pair - index * static_cast<int>(p.kv_heads);
   const Item item = load_item(p, call, index);
   const CombinePlace place(number - (entry << call.row_shift), item);
-  if (!place.exists[0]) return;
+  if (!place.exists[0]) return;  // of an item without rows nobody has written a record
+  if (!kByCluster) record = call.records[entry];
+  if (record.behind == 0) return;
   PairSum sum = add_parts<kBatch>(call, record, place, thread, team, kTeams);
   if constexpr (kTeams > 1) {
     if (team > 0) shared_sums[team * kCombineTeam + thread] = sum;
@@ -138,16 +139,22 @@ __global__ void __launch_bounds__(kCombineTeams* kCombineTeam)
   __shared__ PairSum shared_sums[kCombineTeams * kCombineTeam];
   wait_for_predecessor();
   let_successor_start();
-  combine_rows<kCombineTeams, 8>(p, call, blockIdx.x, shared_sums);
-  clear_published(call, kCombineTeams * kCombineTeam);
+  combine_rows<kCombineTeams, 8, false>(p, call, blockIdx.x, shared_sums);
 }
 
 __global__ void __launch_bounds__(kCombineTeam, 10)
     mla_combine_many(const __grid_constant__ Problem p, const __grid_constant__ MlaCall call) {
   wait_for_predecessor();
   let_successor_start();
-  clear_published(call, kCombineTeam);
-  // Most places have nothing to add: which of this block's do is asked for all at once.
+  combine_rows<1, 2, false>(p, call, blockIdx.x, nullptr);
+}
+
+// Most clusters have nothing to add: which of this block's places do is asked for all at once.
+__global__ void __launch_bounds__(kCombineTeam, 10)
+    mla_combine_rest(const __grid_constant__ Problem p, const __grid_constant__ MlaCall call) {
+  wait_for_predecessor();
+  let_successor_start();
+  clear_published(call);
   unsigned found = 0;
 #pragma unroll
   for (int i = 0; i < MlaSizes::kCombinePlaces; ++i) {
@@ -156,14 +163,18 @@ __global__ void __launch_bounds__(kCombineTeam, 10)
   }
 #pragma unroll 1
   for (int place = blockIdx.x; found != 0; found >>= 1, place += gridDim.x) {
-    if (found & 1) combine_rows<1, 2>(p, call, place, nullptr);
+    if (found & 1) combine_rows<1, 2, true>(p, call, place, nullptr);
   }
 }
 
 }  // namespace
 
-const void* mla_combine_kernel(bool few_rows) {
-  return few_rows ? reinterpret_cast<const void*>(&mla_combine_few) : reinterpret_cast<const void*>(&mla_combine_many);
+const void* mla_combine_kernel(MlaCombine which) {
+  switch (which) {
+    case MlaCombine::kFew: return reinterpret_cast<const void*>(&mla_combine_few);
+    case MlaCombine::kMany: return reinterpret_cast<const void*>(&mla_combine_many);
+    default: return reinterpret_cast<const void*>(&mla_combine_rest);
+  }
 }
 
 }  // namespace paged_attn

@@ -97,7 +97,8 @@ PD_DEVICE void direct_mla(const Problem& p, const MlaCall& call, Control& contro
       next.behind = partials_behind(next.item, segment, dealing);
       // Before the last part of a pair stand others of a whole stretch each, but for the first one.
       const int before = segment.tile - next.item.first_tile;
-      next.two_parts = next.first ? next.behind == 1 : next.behind == 0 && before <= dealing.length;
+      next.two_parts =
+          call.by_cluster && (next.first ? next.behind == 1 : next.behind == 0 && before <= dealing.length);
       const MlaRecord own = {segment.pair, static_cast<int>(blockIdx.x), next.two_parts ? 0 : next.behind};
       if (lane == 0 && next.first && says && !call.by_cluster) call.records[segment.pair] = own;
       if (next.first && own.behind > 0) cut = own;

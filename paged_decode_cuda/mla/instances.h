@@ -1,6 +1,8 @@
 // The kernels that exist, of a Problem and an MlaCall.
 #pragma once
 
+#include "plan.h"
+
 namespace paged_attn {
 
 constexpr int kCombineTeam = 128, kCombineTeams = 4;  // threads; where rows are few
@@ -10,6 +12,6 @@ const void* mla_kernel_bf16(bool all_scores);
 // Of 8-bit caches, with q in either.
 const void* mla_kernel_e4m3(bool all_scores);
 const void* mla_kernel_e5m2(bool all_scores);
-const void* mla_combine_kernel(bool few_rows);
+const void* mla_combine_kernel(MlaCombine which);
 
 }  // namespace paged_attn

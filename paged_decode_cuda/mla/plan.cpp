@@ -123,12 +123,16 @@ MlaPlan plan_mla(const Problem& p, const DeviceLimits& limits) {
   plan.cut = work.balanced || work.max_splits.divisor > 1;
   // A stretch of the line may end one item, whose first keys are another's, and begin one that others end.
   if (plan.cut) plan.parts = plan.clusters * plan.cluster * (work.balanced ? 2 : 1);
-  // A stretch has the first keys of one cut pair at most.
-  plan.by_cluster = work.balanced && pairs > plan.clusters;
-  plan.combine_places = (plan.by_cluster ? plan.clusters : pairs) << row_shift;
-  plan.few_rows = plan.combine_places <= 2 * limits.processors;
-  plan.combine_blocks = pd_min(plan.combine_places, int64_t{kCombineBlocks} * limits.processors);
-  plan.combine_blocks = pd_max(plan.combine_blocks, pd_ceil_div(plan.combine_places, MlaSizes::kCombinePlaces));
+  // A stretch has the first keys of one cut pair at most, so with more pairs than clusters parts are found cluster by
+  // cluster, and seldom has a pair more than two.
+  const bool by_cluster = work.balanced && pairs > plan.clusters;
+  plan.combine_places = plan.combine_blocks = (by_cluster ? plan.clusters : pairs) << row_shift;
+  plan.combine = plan.combine_places <= 2 * limits.processors ? MlaCombine::kFew : MlaCombine::kMany;
+  if (by_cluster) {
+    plan.combine = MlaCombine::kRest;
+    plan.combine_blocks = pd_min(plan.combine_places, int64_t{kCombineBlocks} * limits.processors);
+    plan.combine_blocks = pd_max(plan.combine_blocks, pd_ceil_div(plan.combine_places, MlaSizes::kCombinePlaces));
+  }
   // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere.
   const int64_t box = c.block_table ? greatest_divisor(MlaSizes::kKeys, c.page_size) : MlaSizes::kKeys;
   plan.box_rows = box % kSwizzledRows == 0 ? static_cast<int32_t>(box) : 0;

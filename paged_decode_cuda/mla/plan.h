@@ -10,6 +10,13 @@
 
 namespace paged_attn {
 
+// Who adds the parts of rows.
+enum class MlaCombine {
+  kFew,   // a block with four teams of threads for each place
+  kMany,  // a block with one team for each place
+  kRest,  // two parts are added by the cluster with the first keys; as many blocks as the device holds find the others
+};
+
 struct MlaPlan {
   Plan work;         // an item is the rows of a cluster
   bool all_scores;   // with softcap and ALiBi
@@ -19,10 +26,8 @@ struct MlaPlan {
   int cluster;       // blocks of each: 64 rows of the same keys in each block
   bool cut;          // some rows may have their keys in several clusters
   int64_t parts;     // that all clusters may leave, 64 rows each
-  // The kernel that adds parts. A place is half of two rows. Where there are few, each has a block with four teams of
-  // threads; where there are many, as many blocks as the device holds take them in turns.
-  bool by_cluster;  // it looks for them cluster by cluster, not pair by pair
-  bool few_rows;
+  // The kernel that adds parts. A place is half of two rows.
+  MlaCombine combine;
   int64_t combine_places, combine_blocks;
 };
 

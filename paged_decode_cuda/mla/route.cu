@@ -35,7 +35,7 @@ MlaCall mla_call(const Problem& p, const MlaPlan& plan) {
                     describe_cache(p, c.v, p.head_dim_v, v, plan.box_rows, kColumn, call.latents);
   call.box_rows = bulk ? plan.box_rows : 0;
   call.cluster = plan.cluster;
-  call.by_cluster = plan.by_cluster;
+  call.by_cluster = plan.combine == MlaCombine::kRest;
   return call;
 }
 
@@ -79,8 +79,8 @@ void launch_mla(const Problem& p, const MlaPlan& plan, const Context& context) {
   const Grid grid = {plan.clusters, MlaSizes::kThreads, plan.shared_bytes};
   launch_in_clusters(find_kernel(p, plan.all_scores), grid, plan.cluster, context, split, call);
   if (plan.cut) {
-    const int threads = plan.few_rows ? kCombineTeams * kCombineTeam : kCombineTeam;
-    launch(mla_combine_kernel(plan.few_rows), {plan.combine_blocks, threads, 0}, context, split, call);
+    const int threads = plan.combine == MlaCombine::kFew ? kCombineTeams * kCombineTeam : kCombineTeam;
+    launch(mla_combine_kernel(plan.combine), {plan.combine_blocks, threads, 0}, context, split, call);
   }
 }
 

@@ -26,7 +26,7 @@ struct MlaCall : Plan {
   int32_t box_rows;           // slots of a box; 0: no bulk copies
   int32_t cluster;            // blocks of a cluster
   int32_t slots;              // parts that a block may leave; 0: nothing is ever cut
-  bool by_cluster;            // whose records there are: of clusters, or of pairs
+  bool by_cluster;            // whose records there are: of clusters, or of pairs; see MlaCombine::kRest
   MlaRecord* records;
   float* sums;                    // [parts, half, 32, 128, 4]: see mla_sums()
   float2* ml;                     // [parts, 64]
