@@ -13,7 +13,6 @@ constexpr int kDeterministicSplits = 16;
 constexpr int kPairCost = 3;  // tiles that a block reads while it ends one item and begins another
 constexpr int kMinUnits = 2;
 constexpr int kCombineBlocks = 10;  // of the kernel that adds parts of many rows, on a multiprocessor
-constexpr int kSwizzledRows = 8;    // a box begins where the swizzle does
 
 // k_cache of 576, of which v_cache is the first 512.
 bool joined(const Problem& p) { return p.head_dim == MlaSizes::kDim && p.head_dim_v == MlaSizes::kLatents && !p.qv; }
