@@ -168,7 +168,41 @@ def test_page_size(paged_attn, device, long_route, page_size, options):
     case = dataclasses.replace(BASE, page_size=page_size, lens=(700, 0, 257, 256, 64, 511), **options)
     explained = on_the_route(paged_attn, case, device, long_route)
     if long_route == "prefill":
-        assert (explained.plan["box_rows"] > 0) == (page_size % 8 == 0)
+        # Boxes of 8 rows take longer than gathering, but for wide heads, which have fewer warps that gather.
+        assert (explained.plan["box_rows"] > 0) == (page_size % (16 if case.head_dim == 128 else 8) == 0)
+
+
+TALL = {
+    "plain": {},
+    "not_causal": {"causal": False, "dtype": "float16"},
+    "varlen": {"varlen_q": True, "q_len": 300, "batch": 20},
+    "more_q_than_keys": {"q_len": 170, "kv_len": 50},
+    "window": {"window": (60, 20), "causal": False},
+    "chunk": {"chunk": 32},
+    "leftpad": {"leftpad": True},
+    "sink": {"sink": "float32"},
+    "scale_negative": {"scale": -0.05},
+    # Later keys have scores far above those that came first: weights beyond 16 bits, then beyond float32.
+    "scores_grow": {"scale": 3.0},
+    "scores_grow_fp16": {"scale": 3.0, "dtype": "float16", "page_size": 1},
+    "scores_grow_more": {"scale": 30.0, "window": (100, -1)},
+    "page_1": {"page_size": 1},
+    "page_24": {"page_size": 24},
+    "contiguous": {"page_size": 0},
+    "mha": {"q_heads": 4, "q_len": 400, "batch": 17},
+    "group_5": {"q_heads": 20},
+    "dim_40": {"head_dim": 40},
+    "append": {"append": 40},
+    "deterministic": {"batch": 3, "deterministic": True},
+}
+
+
+@pytest.mark.parametrize("feature", TALL)
+def test_tall_tiles(paged_attn, device, long_route, feature):
+    """Narrow heads, and rows for every multiprocessor: prefill takes tiles of 256 rows."""
+    narrow = dataclasses.replace(BASE, batch=40, q_len=70, head_dim=64)
+    explained = on_the_route(paged_attn, dataclasses.replace(narrow, **TALL[feature]), device, long_route)
+    assert long_route != "prefill" or explained.plan["rows_per_tile"] == 256
 
 
 PARTS = {
