@@ -182,6 +182,18 @@ def test_shares_differ_by_little(library):
         assert max(tiles.values()) <= 1.1 * sum(tiles.values()) / numbers.blocks + 1 + numbers.warps
 
 
+def test_where_a_block_has_all_warps(library):
+    """Up to one pair for each multiprocessor, of 8 rows in 16 bits up to one for each small block."""
+
+    def warps(batch, kv_bytes=2, q_len=1):
+        sizes = {"kv_heads": 8, "group": 4, "head_dim": 128, "kv_bytes": kv_bytes, "q_len": q_len}
+        return plan(library, GPUS["sm_90"], lens=[4096] * batch, **sizes)[0].warps
+
+    assert [warps(batch) for batch in (16, 17, 49, 50)] == [12, 12, 12, 4]
+    assert [warps(batch, kv_bytes=1) for batch in (16, 17)] == [12, 4]
+    assert [warps(batch, q_len=4) for batch in (16, 17)] == [8, 4]
+
+
 def test_sizes_beyond_32_bits_are_refused_or_planned(library):
     """Nothing overflows: so many tokens, and a hint that is as large as it can be."""
     lens, q_lens = [3] * 1000, [1] * 1000

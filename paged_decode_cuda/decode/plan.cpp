@@ -118,9 +118,13 @@ void plan_balanced(const Problem& p, const RowTiles& tiles, const DeviceLimits& 
   plan_direct_rows(p, tiles.instance.row_shift, tiles.each, work);
   const int64_t pairs = work.items * p.kv_heads;
   const int64_t units = pairs * pd_ceil_div(capacity_of(p), int64_t{1} << tiles.instance.tile_shift);
-  // No more pairs than multiprocessors: most are cut. With more of them, all warps of a big block would
-  // meet too often. Only where results may depend on the batch, as the number of warps decides the order of sums.
-  const bool few = pairs <= limits.processors && most_warps(tiles.instance, limits) > tiles.instance.warps;
+  // Few pairs: most are cut, and a big block of each multiprocessor leaves fewer partials. With more of them, all its
+  // warps would meet too often. 8 rows of 16 bits make the end of a segment short: there a big block also pays where it
+  // has whole pairs and small ones would have none. Only where results may depend on the batch, as the number of warps
+  // decides the order of sums.
+  const bool short_ends = tiles.instance.row_tiles == 1 && tiles.instance.bytes == 2;
+  const int64_t most_few = limits.processors * (short_ends ? tiles.instance.blocks : 1);
+  const bool few = pairs <= most_few && most_warps(tiles.instance, limits) > tiles.instance.warps;
   plan_block(limits, few, units, plan);
   plan.blocks = int64_t{limits.processors} * plan.blocks_per_processor;
   plan_balanced_cuts(p, plan.blocks, kPairCost / plan.blocks_per_processor, (few ? 1 : 2) * plan.warps, work);
