@@ -153,8 +153,13 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
       release(control.queries_empty[queries.stage]);
       queries.advance();
     } else if (tile >= last_tile) {
+      // Queries without a second stage are given back with their last scores.
+      const auto end_scores = [&]() {
+        release_keys();
+        if (Shape::kQueryStages == 1 && tile == last_tile) release(control.queries_empty[queries.stage]);
+      };
       score();
-      release_keys();
+      end_scores();
       prepare();
       rows.weigh(s);
       pack_weights<kBf16>(s, weights);
@@ -177,7 +182,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
         if (turns) named_barrier_arrive(kTurn + other, 2 * kWarpgroup);
         products_wait<1>();
         settle(s);
-        release_keys();
+        end_scores();
         prepare();
         const auto end_values = [&]() {
           products_wait<0>();
@@ -186,7 +191,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
           release(control.values_empty[values.stage]);
           values.advance();
         };
-        if constexpr (Shape::kTurns) {
+        if constexpr (Shape::kLateWait) {
           rows.weigh(s);
           await_value(rows.l[0] + rows.l[1]);
           end_values();
@@ -197,7 +202,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
         }
         pack_weights<kBf16>(s, weights);
       }
-      release(control.queries_empty[queries.stage]);
+      if (Shape::kQueryStages > 1) release(control.queries_empty[queries.stage]);
       queries.advance();
       rescale();
       add_values();
