@@ -11,14 +11,6 @@ namespace {
 constexpr int kMaxSplits = 256;
 constexpr int64_t kFewRows = 16;  // of a request and kv_head: what a tile of the decode kernel holds
 
-// Tokens of the longest request, as far as the host can tell. max_q_len may be no more than the sum of all.
-int64_t longest_query(const Problem& p) {
-  if (!p.cu_seqlens_q) return p.max_q_len;
-  const int64_t said = pd_min(pd_max(p.max_q_len, 1), p.total_q);
-  const bool says_nothing = said == p.total_q && p.batch > 1;
-  return says_nothing ? pd_ceil_div(p.total_q, p.batch) : said;
-}
-
 // Places of keys count pieces of 16 bytes in 32 bits.
 bool fits_32_bits(const Problem& p) {
   const Cache& c = p.cache;
@@ -29,6 +21,14 @@ bool fits_32_bits(const Problem& p) {
 }
 
 }  // namespace
+
+// max_q_len may be no more than the sum of all.
+int64_t longest_query(const Problem& p) {
+  if (!p.cu_seqlens_q) return p.max_q_len;
+  const int64_t said = pd_min(pd_max(p.max_q_len, 1), p.total_q);
+  const bool says_nothing = said == p.total_q && p.batch > 1;
+  return says_nothing ? pd_ceil_div(p.total_q, p.batch) : said;
+}
 
 bool has_few_rows(const Problem& p) {
   return !(p.deterministic && p.cu_seqlens_q) && longest_query(p) * p.group <= kFewRows;

@@ -84,6 +84,9 @@ void plan_packed_rows(const Problem& p, int row_shift, Plan& plan);
 // How many that are: every request ends with a tile that is not full.
 int64_t packed_tiles(const Problem& p, int row_shift);
 
+// Tokens of the longest request, as far as the host can tell.
+int64_t longest_query(const Problem& p);
+
 // Whether no request has more rows than a tile of the decode kernel, as far as the host can tell. Never where a result
 // must not depend on the other requests: then neither may the kernel, and a request may have many rows or few.
 bool has_few_rows(const Problem& p);

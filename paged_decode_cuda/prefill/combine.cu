@@ -17,7 +17,7 @@ PD_DEVICE int request_of(const Problem& p, int token) {
 }
 
 PD_DEVICE RowSum add_parts(const Problem& p, const PrefillCall& call, int token, int q_head, int quad) {
-  constexpr int kBatch = 4;  // parts whose loads are on their way together
+  constexpr int kBatch = 8;  // parts whose loads are on their way together
   RowSum sum;
 #pragma unroll 1
   for (int first = 0; first < call.parts; first += kBatch) {

@@ -47,11 +47,12 @@ struct TileLoader {
                    : place.x * plan.k_page_pieces + place.y * plan.k_slot_pieces + head * plan.k_head_pieces;
   }
 
-  // `row`: where the box begins, counted through one column after the other.
-  static PD_MEMBER void copy_own_box(const PrefillCall& plan, uint32_t stage, uint32_t arrived, uint32_t row, int head,
+  // Box `i` of a tile: all columns of its rows one after the other, as they lie side by side in memory.
+  static PD_MEMBER void copy_own_box(const PrefillCall& plan, uint32_t stage, uint32_t arrived, uint32_t i, int head,
                                      int2 place) {
-    copy_box(stage + row * kRowBytes, kValues ? plan.values : plan.keys, arrived, row / kKeys * Shape::kColumnDims,
-             place.y, head, place.x);
+    const uint32_t column = i % kColumns, row = i / kColumns * plan.box_rows;
+    copy_box(stage + (column * kKeys + row) * kRowBytes, kValues ? plan.values : plan.keys, arrived,
+             column * Shape::kColumnDims, place.y, head, place.x, plan.copy_policy);
   }
 
   static PD_MEMBER void run(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control,
@@ -60,9 +61,7 @@ struct TileLoader {
     const uint32_t full = shared_address(kValues ? control.values_full : control.keys_full);
     const uint32_t empty = shared_address(kValues ? control.values_empty : control.keys_empty);
     const uint32_t stages = shared + (kValues ? Shape::kValuesAt : Shape::kKeysAt);
-    // Boxes are counted by rows, through one column of a tile after the other.
-    constexpr int kRowsOfColumns = kKeys * kColumns;
-    const uint32_t own_row = lane * plan.box_rows;
+    const uint32_t own_row = lane / kColumns * plan.box_rows;
     Ring<kValues ? Shape::kValueStages : Shape::kKeyStages> ring;
     Ring<2> slot;
     while (true) {
@@ -90,10 +89,11 @@ struct TileLoader {
         if (bulk) {
           // Bytes may come before they are expected: the phase does not end without this arrival.
           if (lane == 0) barrier_arrive_expecting(arrived, kBytes);
-          if (own_row < kRowsOfColumns) copy_own_box(plan, stage, arrived, own_row, head, place);
+          if (own_row < kKeys) copy_own_box(plan, stage, arrived, lane, head, place);
 #pragma unroll 1
-          for (uint32_t row = own_row + kWarp * plan.box_rows; row < kRowsOfColumns; row += kWarp * plan.box_rows) {
-            copy_own_box(plan, stage, arrived, row, head, places.find_box(p, plan, key + row % kKeys, plan.box_rows));
+          for (uint32_t i = lane + kWarp; i / kColumns * plan.box_rows < kKeys; i += kWarp) {
+            copy_own_box(plan, stage, arrived, i, head,
+                         places.find_box(p, plan, key + i / kColumns * plan.box_rows, plan.box_rows));
           }
         } else {
 #pragma unroll 1

@@ -80,6 +80,7 @@ PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   plan.items = tiles / p.kv_heads;
   plan.parts = parts_of(p, tiles, plan.instance.rows, limits.processors);
   plan.blocks = pd_max(pd_min(tiles * plan.parts, limits.processors), 1);
+  plan.read_once = longest_query(p) * p.group <= plan.instance.rows;
   plan.l2_keys = kL2Bytes / ((p.head_dim + p.head_dim_v) * dtype_bytes(c.dtype));
   // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere. A box begins
   // where the swizzle does.

@@ -12,6 +12,7 @@ namespace paged_attn {
 struct PrefillPlan {
   PrefillInstance instance;
   bool all_scores;   // with softcap and ALiBi, which half of the instances do without
+  bool read_once;    // no two blocks copy the same keys, as far as the host can tell
   int32_t box_rows;  // slots of a page that one bulk copy takes; 0: pages are too small for that
   int64_t items;     // tiles of rows, at most, of every kv_head
   int64_t parts;     // that the keys of every item are cut into

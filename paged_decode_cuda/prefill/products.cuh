@@ -55,6 +55,9 @@ PD_DEVICE bool barrier_passed(uint32_t barrier, uint32_t phase) {
   return passed != 0;
 }
 
+// How L2 shall treat what is copied, as createpolicy encodes it: as usual, or as the first to leave.
+constexpr uint64_t kCopyAsUsual = 0x1000000000000000, kCopyReadOnce = 0x12f0000000000000;
+
 // Copies a box of a tensor; what lies outside of the tensor is zero.
 PD_DEVICE void copy_box(uint32_t shared, const CUtensorMap& tensor, uint32_t barrier, int dim, int slot, int head,
                         int page) {
@@ -62,6 +65,16 @@ PD_DEVICE void copy_box(uint32_t shared, const CUtensorMap& tensor, uint32_t bar
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
       "[%2];" ::"r"(shared),
       "l"(&tensor), "r"(barrier), "r"(dim), "r"(slot), "r"(head), "r"(page)
+      : "memory");
+}
+
+// The same with a policy.
+PD_DEVICE void copy_box(uint32_t shared, const CUtensorMap& tensor, uint32_t barrier, int dim, int slot, int head,
+                        int page, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, "
+      "%4, %5, %6}], [%2], %7;" ::"r"(shared),
+      "l"(&tensor), "r"(barrier), "r"(dim), "r"(slot), "r"(head), "r"(page), "l"(policy)
       : "memory");
 }
 

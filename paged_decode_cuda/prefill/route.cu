@@ -41,6 +41,7 @@ PrefillCall prefill_call(const Problem& p, const PrefillPlan& plan, const Layout
   call.blocks_in_grid = static_cast<int32_t>(plan.blocks);
   call.l2_keys = static_cast<int32_t>(plan.l2_keys);
   call.tickets = reinterpret_cast<unsigned long long*>(workspace);
+  call.copy_policy = plan.read_once ? kCopyReadOnce : kCopyAsUsual;
   call.parts = static_cast<int32_t>(plan.parts);
   call.ml = reinterpret_cast<float2*>(workspace + layout.ml);
   call.sums = reinterpret_cast<float*>(workspace + layout.sums);

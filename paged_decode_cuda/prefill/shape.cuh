@@ -19,6 +19,7 @@ struct PrefillCall : Plan {
   CUtensorMap keys, values;  // of the cache: [page, kv_head, slot, dim] from the slowest to the fastest
   CUtensorMap queries;       // [batch, token, kv_head, head of its group, dim]
   bool query_boxes;          // a tile of rows is a box of queries
+  uint64_t copy_policy;      // of L2, for keys and values
   int32_t box_rows;          // slots of a box; 0: no bulk copies
   int32_t blocks_in_grid;
   int32_t l2_keys;              // of one head, that L2 keeps

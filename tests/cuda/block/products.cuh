@@ -98,6 +98,11 @@ PD_DEVICE void copy_box(uint32_t target, const CUtensorMap& map, uint32_t barrie
                         int page) {
   copy_box_to(static_cast<uint16_t>(1 << blockIdx.y), target, map, barrier, dim, slot, head, page);
 }
+constexpr uint64_t kCopyAsUsual = 0, kCopyReadOnce = 1;
+PD_DEVICE void copy_box(uint32_t target, const CUtensorMap& map, uint32_t barrier, int dim, int slot, int head,
+                        int page, uint64_t) {
+  copy_box(target, map, barrier, dim, slot, head, page);
+}
 
 PD_DEVICE void copy_query_box(uint32_t target, const CUtensorMap& map, uint32_t barrier, int dim, int head, int token,
                               int b) {
