@@ -44,7 +44,6 @@ SIZE = {"page_size": PAGE_SIZE, "auto_switch_to_flash": False}
 if not hasattr(ContinuousBatchingConfig, "page_size"):  # transformers 5.17
     SIZE = {"block_size": PAGE_SIZE}
 PROFILED = 6  # steps
-MOST_CACHE_BYTES = 64 << 30
 
 
 def make_model(layers):
@@ -141,7 +140,7 @@ def no_attention_of_prompts():
     torch.nn.functional.scaled_dot_product_attention = own
 
 
-def run(model, way, graphs, prompts, samples, new_tokens):
+def run(model, way, graphs, prompts, samples, new_tokens, cache_bytes):
     """What the steps of one token for each request took."""
     attention, options, graphs_of_prompts = WAYS[way]
     model.set_attn_implementation(attention, allow_all_kernels=True)
@@ -151,7 +150,7 @@ def run(model, way, graphs, prompts, samples, new_tokens):
     pages = len(prompts) * samples * -(-longest // PAGE_SIZE) * 4 // 3
     page_bytes = 4 * PAGE_SIZE * model.config.num_hidden_layers * model.config.num_key_value_heads * 128
     settings = ContinuousBatchingConfig(
-        num_blocks=min(pages, MOST_CACHE_BYTES // page_bytes), use_async_batching=False,
+        num_blocks=min(pages, cache_bytes // page_bytes), use_async_batching=False,
         use_cuda_graph=(graphs and graphs_of_prompts, graphs), **SIZE, **options,
     )  # fmt: skip
     generation = GenerationConfig(
@@ -179,6 +178,7 @@ def parse_args():
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--graphs", nargs="+", choices=("yes", "no"), default=["yes", "no"])
     parser.add_argument("--sdpa", type=int, default=4096, help="longest context for sdpa, which computes all pairs")
+    parser.add_argument("--cache-gb", type=int, default=64, help="the largest cache")
     parser.add_argument("--no-prompt-attention", action="store_true", help="sdpa of prompts gives zeros")
     parser.add_argument("--out", type=Path, help="write what was measured to this file as JSON")
     return parser.parse_args()
@@ -212,7 +212,7 @@ def main():
         start = time.perf_counter()
         row = {"context": context, "requests": requests, "samples": samples, "way": way, "graphs": graphs}
         with no_attention_of_prompts() if args.no_prompt_attention else contextlib.nullcontext():
-            row |= run(model, way, graphs, prompts, samples, args.new_tokens)
+            row |= run(model, way, graphs, prompts, samples, args.new_tokens, args.cache_gb << 30)
         rows.append(row | {"seconds": round(time.perf_counter() - start, 1)})
         print(json.dumps(rows[-1]), flush=True)
         torch.cuda.empty_cache()

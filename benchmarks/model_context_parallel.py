@@ -16,7 +16,7 @@ START = 5e-6  # an attention call without keys
 LINKS = {2: (12e-6, 450e9), 8: (18e-6, 450e9), 64: (60e-6, 50e9)}  # NVLink in one host; 400 Gb/s between hosts
 # Of a token of 32 heads, by the number of parts.
 MERGES = {
-    "merge_parts": {2: 3.2e-6, 8: 7.9e-6, 64: 52.6e-6},
+    "merge_parts": {2: 2.5e-6, 8: 4.8e-6, 64: 27.0e-6},
     "PyTorch": {2: 9.4e-6, 8: 11.7e-6, 64: 17.8e-6},
 }
 

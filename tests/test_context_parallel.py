@@ -166,6 +166,7 @@ def be_a_rank(rank: int, file: str) -> None:
     import kernels
 
     torch.set_num_threads(1)
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # which nothing here uses
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
