@@ -40,16 +40,28 @@ struct Float32Rows {
 
   // q.k of a tile.
   static PD_MEMBER void score_keys(const char* queries, const char* keys, int head_dim, Scores& s) {
+    if constexpr (Shape::kSumDims >= kHeadDim) {
+      score_dims<false>(queries, keys, 0, head_dim, s);
+    } else {
+#pragma unroll
+      for (int sub = 0; sub < kSubTiles; ++sub)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) s[sub][r] = 0.f;
+#pragma unroll 1
+      for (int from = 0; from < head_dim; from += Shape::kSumDims)
+        score_dims<true>(queries, keys, from, min(from + Shape::kSumDims, head_dim), s);
+    }
+  }
+
+  // The same of the dimensions from `from` to `until`. kAdds: to what is there.
+  template <bool kAdds>
+  static PD_MEMBER void score_dims(const char* queries, const char* keys, int from, int until, Scores& s) {
     const int thread = this_thread(), g = thread % kWarp / 4, t = thread % 4;
-    float rest[kSubTiles][4] = {};
-#pragma unroll
-    for (int sub = 0; sub < kSubTiles; ++sub)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) s[sub][r] = 0.f;
+    float part[kSubTiles][4] = {}, rest[kSubTiles][4] = {};
     queries += lane_row(0) * Shape::kPieces * 16;
     keys += g * Shape::kPieces * 16;
 #pragma unroll 1
-    for (int chunk = 0; chunk * 16 < head_dim; ++chunk) {
+    for (int chunk = from / 16; chunk * 16 < until; ++chunk) {
       const int place = Shape::place_k(g, chunk * 4 + t) * 16;  // rows g + 8 and those of other sub-tiles are as even
       const uint4 low = *reinterpret_cast<const uint4*>(queries + place);
       const uint4 high = *reinterpret_cast<const uint4*>(queries + 8 * Shape::kPieces * 16 + place);
@@ -60,18 +72,23 @@ struct Float32Rows {
         const char* row = keys + sub * 8 * Shape::kPieces * 16 + place;
         const uint4 first = *reinterpret_cast<const uint4*>(row);
         const uint4 second = *reinterpret_cast<const uint4*>(row + 8 * Shape::kPieces * 16);
-        float (&sum)[2][4] = *reinterpret_cast<float (*)[2][4]>(&s[sub]);
+        float (&sum)[2][4] = *reinterpret_cast<float (*)[2][4]>(&part[sub]);
         float (&small)[2][4] = *reinterpret_cast<float (*)[2][4]>(&rest[sub]);
-        const Tf32Pair<2> low_keys[2] = {Tf32Pair<2>({first.x, first.y}), Tf32Pair<2>({second.x, second.y})};
+        const Tf32Pair<2> low_keys[2] = {Tf32Pair<2>({first.x, first.y}, Shape::kRounded),
+                                         Tf32Pair<2>({second.x, second.y}, Shape::kRounded)};
         add_products(sum, small, rows[0], low_keys);
-        const Tf32Pair<2> high_keys[2] = {Tf32Pair<2>({first.z, first.w}), Tf32Pair<2>({second.z, second.w})};
+        const Tf32Pair<2> high_keys[2] = {Tf32Pair<2>({first.z, first.w}, Shape::kRounded),
+                                          Tf32Pair<2>({second.z, second.w}, Shape::kRounded)};
         add_products(sum, small, rows[1], high_keys);
       }
     }
 #pragma unroll
     for (int sub = 0; sub < kSubTiles; ++sub)
 #pragma unroll
-      for (int r = 0; r < 4; ++r) s[sub][r] = with_rest(s[sub][r], rest[sub][r]);
+      for (int r = 0; r < 4; ++r) {
+        const float sum = with_rest(part[sub][r], rest[sub][r]);
+        s[sub][r] = kAdds ? s[sub][r] + sum : sum;
+      }
   }
 
   // From q.k to weights, which are in s afterwards.
@@ -191,8 +208,8 @@ struct Float32Rows {
 #pragma unroll
           for (int sub = 0; sub < 2; ++sub) {
             const uint4 &x = first[sub], &y = second[sub];
-            keys[sub][0] = Tf32Pair<2>({half ? x.z : x.x, half ? y.z : y.x});
-            keys[sub][1] = Tf32Pair<2>({half ? x.w : x.y, half ? y.w : y.y});
+            keys[sub][0] = Tf32Pair<2>({half ? x.z : x.x, half ? y.z : y.x}, Shape::kRounded);
+            keys[sub][1] = Tf32Pair<2>({half ? x.w : x.y, half ? y.w : y.y}, Shape::kRounded);
             add_small_products(sum, weights[sub], keys[sub]);
           }
           if constexpr (kInfinite) {

@@ -13,6 +13,10 @@ struct Float32Shape : Float32Sizes<kHeadDim> {
   using Sizes = Float32Sizes<kHeadDim>;
   static constexpr int kChunks = kHeadDim / 16;       // of a product over dimensions: 4 pieces
   static constexpr int kValueChunks = kHeadDim / 32;  // of a row of values: 8 pieces
+  // Sums of more than 128 products are cut off too often on the matrix unit. Added in float32 every 128 products they
+  // leave room for parts of keys and values that are cut off.
+  static constexpr int kSumDims = 128;
+  static constexpr bool kRounded = kHeadDim <= 128;
   static constexpr int kSubTiles = Sizes::kTileKeys / 8;
   static constexpr int kWarpKeys = Sizes::kTileKeys / Sizes::kWarps;  // that a warp copies
 
