@@ -114,12 +114,13 @@ def test_tall_tiles_of_rows(library):
 
 @pytest.mark.parametrize("head_dim, head_dim_v", [(16, 16), (64, 64), (64, 128), (80, 80), (128, 128)])
 def test_plans_of_8_bits(library, head_dim, head_dim_v):
-    """A warpgroup more than in 16 bits, which transposes; twice as many keys of a head fit into L2."""
+    """As in 16 bits, with a third consumer up to head_dim 64; twice as many keys of a head fit into L2."""
     for page_size in (1, 8, 16, 24, 256):
         options = {"head_dim": head_dim, "head_dim_v": head_dim_v, "q_bytes": 1, "kv_bytes": 1, "page_size": page_size}
         assert refusal(library, PROMPTS, **options) == ""
         n = numbers_of(library, PROMPTS, **options)
-        assert n.rows == 192 and n.threads == 512 and n.shared_bytes <= 232448
+        assert (n.rows, n.threads) == ((192, 512) if max(head_dim, head_dim_v) <= 64 else (128, 384))
+        assert n.shared_bytes <= 232448
         assert n.keys % max(1, n.box_rows) == 0 and page_size % max(1, n.box_rows) == 0 and n.box_rows % 8 == 0
         assert (n.box_rows > 0) == (page_size % 8 == 0)
         assert n.l2_keys == (24 << 20) // (head_dim + head_dim_v)

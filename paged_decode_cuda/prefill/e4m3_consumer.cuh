@@ -1,9 +1,10 @@
-// A consumer warpgroup of the prefill kernel whose operands are 8-bit. Its queries stay in registers, and it takes a
-// tile of keys in one step or two; see transposer.cuh for the orders of keys and dimensions in the second product.
+// A consumer warpgroup of the prefill kernel whose operands are 8-bit; see transposer.cuh for the orders of keys and
+// dimensions in the second product.
 //
 // The matrix unit adds 8-bit products with fewer bits than float32 has, and cuts off what it cannot hold: a sum over
-// thousands of keys would come out too small. So it adds those of a few tiles only (kTilesOfSum). Then the sums are put
-// away in shared memory, in float32, with those of the tiles before.
+// thousands of keys would come out too small. So it makes the sums of one tile of keys only, 64 dimensions at a time,
+// and they are added in float32. One part is made under the search for the largest scores, the other one under the
+// exponentials.
 #pragma once
 
 #include "e4m3_products.cuh"
@@ -20,107 +21,67 @@ struct E4m3Step {
 
 template <typename Shape, bool kFull>
 struct E4m3Consumer {
-  static constexpr int kStepKeys = Shape::kStepKeys;
-  using Weights = uint32_t[kStepKeys / 8];
+  static constexpr int kParts = Shape::kDimV / Shape::kPartDims;
+  static constexpr int kKeys = Shape::kStepKeys, kSteps = Shape::kKeys / kKeys;
+  using Weights = uint32_t[kKeys / 8];
 
-  float s[kStepKeys / 2], acc[Shape::kDimV / 2];
-  uint32_t query[Shape::kDim / 8];
+  float s[kKeys / 2], acc[Shape::kDimV / 2], part[Shape::kPartDims / 2];
   PrefillRows<E4m3Step<Shape>, kFull> rows;
   float factor[2];
   bool moved;
-  float base_away[2];  // reference scores of the sums that were put away
-
-  // 16 rows of this warp from `queries`, where those of the block lie.
-  PD_MEMBER void load_query(uint32_t queries, int first_row) {
-    const int lane = threadIdx.x % kWarp, row = first_row + lane % 16;
-#pragma unroll
-    for (int k = 0; k < Shape::kDim / 32; ++k) {
-      load_matrices(queries + row * kRowBytes + ((2 * k + lane / 16) ^ row % 8) * 16, query[4 * k], query[4 * k + 1],
-                    query[4 * k + 2], query[4 * k + 3]);
-    }
-  }
 
   // Issues scores = q k^T.
-  PD_MEMBER void issue_scores(uint64_t keys) {
+  PD_MEMBER void issue_scores(uint64_t queries, uint64_t keys) {
     settle(s);
-    settle(query);
     products_begin();
 #pragma unroll
-    for (int k = 0; k < Shape::kDim / 32; ++k) {
-      multiply_e4m3(s, query[4 * k], query[4 * k + 1], query[4 * k + 2], query[4 * k + 3], advance(keys, k * 32),
-                    k > 0);
-    }
+    for (int k = 0; k < Shape::kDim / 32; ++k) multiply_e4m3(s, advance(queries, k * 32), advance(keys, k * 32), k > 0);
     products_commit();
   }
 
-  // Issues acc += weights v.
-  PD_MEMBER void issue_values(Weights& weights, uint64_t values) {
-    rescale();
-    settle(acc);
+  // Issues part = weights v, of part `kPart` of the dimensions, or adds it to what is there.
+  template <int kPart, bool kKeep>
+  PD_MEMBER void issue_part(Weights& weights, uint64_t values) {
+    settle(part);
     settle(weights);
     products_begin();
 #pragma unroll
-    for (int k = 0; k < kStepKeys / 32; ++k) {
-      multiply_e4m3(acc, weights[4 * k], weights[4 * k + 1], weights[4 * k + 2], weights[4 * k + 3],
-                    advance(values, k * 32), 1);
+    for (int k = 0; k < kKeys / 32; ++k) {
+      multiply_e4m3(part, weights[4 * k], weights[4 * k + 1], weights[4 * k + 2], weights[4 * k + 3],
+                    advance(values, kPart * Shape::kPartDims * kRowBytes + k * 32), kKeep || k > 0);
     }
     products_commit();
   }
 
-  // Takes the sums to references that have moved since.
-  PD_MEMBER void rescale() {
-    if (moved) {
+  // Once it is there.
+  template <int kPart>
+  PD_MEMBER void add_part() {
 #pragma unroll
-      for (int i = 0; i < Shape::kDimV / 2; ++i) acc[i] *= factor[i / 2 % 2];
-    }
-    moved = false;
+    for (int i = 0; i < Shape::kPartDims / 2; ++i) acc[kPart * Shape::kPartDims / 2 + i] += part[i];
   }
 
-  // Adds what was put away at `place`.
-  PD_MEMBER void fetch(uint32_t place) {
-    rescale();
-    float f[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) f[r] = fast_rescale(base_away[r], rows.base[r]);
-#pragma unroll
-    for (int i = 0; i < Shape::kDimV / 8; ++i) {
-      float4 x;
-      load_sums(place + i * kWarpgroup * 16, x);
-      acc[4 * i] = fmaf(x.x, f[0], acc[4 * i]);
-      acc[4 * i + 1] = fmaf(x.y, f[0], acc[4 * i + 1]);
-      acc[4 * i + 2] = fmaf(x.z, f[1], acc[4 * i + 2]);
-      acc[4 * i + 3] = fmaf(x.w, f[1], acc[4 * i + 3]);
-    }
-  }
-
-  // Puts the sums away, with what is there unless they are the `first`.
-  PD_MEMBER void put_away(uint32_t place, bool first) {
-    if (first) {
-      rescale();
-    } else {
-      fetch(place);
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) base_away[r] = rows.base[r];
-#pragma unroll
-    for (int i = 0; i < Shape::kDimV / 8; ++i)
-      store_sums(place + i * kWarpgroup * 16, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
-#pragma unroll
-    for (int i = 0; i < Shape::kDimV / 2; ++i) acc[i] = 0.f;
-  }
-
-  // From q.k to weights. Where a reference moves, rescale() does the sums: a product may be on its way to them.
-  PD_MEMBER void weigh(const Problem& p, const Item& item, int first_key) {
+  // Scores with their references, from q.k. Where a reference moves, rescale() does the sums later.
+  PD_MEMBER void find_base(const Problem& p, const Item& item, int first_key) {
     rows.score(p, s, first_key);
-    if (first_key + kStepKeys > item.inner_end || first_key < item.inner_begin) rows.mask(s, first_key);
+    if (first_key + kKeys > item.inner_end || first_key < item.inner_begin) rows.mask(s, first_key);
     moved = rows.move_base(s, factor);
-    rows.weigh(s);
+  }
+
+  template <bool kUnfinished>
+  PD_MEMBER void rescale() {
+    if (!moved) return;
+#pragma unroll
+    for (int i = 0; i < Shape::kDimV / 2; ++i) acc[i] *= factor[i / 2 % 2];
+    if constexpr (kUnfinished) {
+#pragma unroll
+      for (int i = 0; i < Shape::kPartDims / 2; ++i) part[i] *= factor[i / 2 % 2];
+    }
   }
 
   // Weights as operands of the second product: of two blocks of 8 keys, two neighbours each.
   PD_MEMBER void pack(Weights& weights) const {
 #pragma unroll
-    for (int i = 0; i < kStepKeys / 8; ++i) {
+    for (int i = 0; i < kKeys / 8; ++i) {
       const int at = i / 2 * 8 + i % 2 * 2;
       weights[i] = pack_e4m3(s[at], s[at + 1], s[at + 4], s[at + 5]);
     }
@@ -170,9 +131,9 @@ struct E4m3Consumer {
 template <typename Shape, bool kFull>
 PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control,
                             uint32_t shared) {
-  constexpr int kStepKeys = Shape::kStepKeys, kSteps = Shape::kKeys / kStepKeys;  // of a tile
   const int consumer = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0) - 1, lane = threadIdx.x % kWarp;
-  const int warp_row = consumer * 64 + threadIdx.x / kWarp % 4 * 16;
+  const int first_row = consumer * 64 + threadIdx.x / kWarp % 4 * 16 + lane / 4;
+  const uint64_t first_queries = matrix_descriptor(shared + consumer * 64 * kRowBytes, kRowBytes);
   const uint64_t first_keys = matrix_descriptor(shared + Shape::kKeysAt, kRowBytes);
   const uint64_t first_values = matrix_descriptor(shared + Shape::kTransposedAt, kRowBytes);
   Ring<Shape::kKeyStages> keys;
@@ -181,6 +142,8 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
   Ring<Shape::kQueryStages> queries;
   E4m3Consumer<Shape, kFull> own;
   typename E4m3Consumer<Shape, kFull>::Weights weights;
+  constexpr int kLast = E4m3Consumer<Shape, kFull>::kParts - 1, kStepKeys = Shape::kStepKeys;
+  constexpr int kSteps = Shape::kKeys / kStepKeys;
 
   auto release = [&](uint64_t& barrier) {
     if (lane == 0) barrier_arrive(shared_address(&barrier));
@@ -189,14 +152,6 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
   auto await = [&](uint64_t& barrier, uint32_t phase) {
     barrier_wait(shared_address(&barrier), phase);
     if (gathered) fence_async_proxy();
-  };
-  const int thread = consumer * Shape::kDimV / 8 * kWarpgroup + threadIdx.x % kWarpgroup;
-  const uint32_t sums = shared + Shape::kSumsAt + thread * 16;  // piece i is kWarpgroup * i pieces further
-  auto keys_of = [&](int step) {
-    return advance(first_keys, keys.stage * Shape::kKeyBytes + step * kStepKeys * kRowBytes);
-  };
-  auto values_of = [&](int step) {
-    return advance(first_values, values.stage * Shape::kTransposedBytes + step * kStepKeys);
   };
   auto release_keys = [&]() {
     release(control.keys_empty[keys.stage]);
@@ -214,12 +169,10 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
     await(control.queries_full[queries.stage], queries.phase);
     const int last_tile = work.item.first_tile;
     int tile = last_tile + work.item.tiles - 1;
-    own.load_query(shared + queries.stage * Shape::kQueryBytes, warp_row);
-    __syncwarp();
-    release(control.queries_empty[queries.stage]);
-    queries.advance();
     if (consumer * 64 >= work.item.rows) {
       // No row for this warpgroup: it only lets the stages pass.
+      release(control.queries_empty[queries.stage]);
+      queries.advance();
 #pragma unroll 1
       for (; tile >= last_tile; --tile) {
         await(control.keys_full[keys.stage], keys.phase);
@@ -232,40 +185,54 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
       slot.advance();
       continue;
     }
-    own.rows.start(p, plan, work, warp_row + lane / 4);
+    const uint64_t own_queries = advance(first_queries, queries.stage * Shape::kQueryBytes);
+    own.rows.start(p, plan, work, first_row);
 #pragma unroll
     for (int i = 0; i < Shape::kDimV / 2; ++i) own.acc[i] = 0.f;
-    own.moved = false;
-    int until = Shape::kTilesOfSum;  // the sums are put away
-    bool first = true;
+    auto keys_of = [&](int step) {
+      return advance(first_keys, keys.stage * Shape::kKeyBytes + step * kStepKeys * kRowBytes);
+    };
+    auto values_of = [&](int step) {
+      return advance(first_values, values.stage * Shape::kTransposedBytes + step * kStepKeys);
+    };
+    auto await_part = [&]() {
+      products_wait<0>();
+      settle(own.part);
+    };
     // From step kFrom of a tile, whose weights are there, to the one before it: kTo of this tile or of the next one.
     auto step = [&]<int kFrom, int kTo>() {
       if (kTo == kSteps - 1) await(control.keys_full[keys.stage], keys.phase);
-      own.issue_scores(keys_of(kTo));
+      own.issue_scores(own_queries, keys_of(kTo));
       if (kFrom == kSteps - 1) await(control.transposed_full[values.stage], values.phase);
-      own.issue_values(weights, values_of(kFrom));
+      own.template issue_part<0, (kFrom < kSteps - 1)>(weights, values_of(kFrom));
       products_wait<1>();
       settle(own.s);
       if (kTo == 0) release_keys();
-      own.weigh(p, work.item, tile * Shape::kKeys + kTo * kStepKeys);
-      products_wait<0>();
-      settle(own.acc);
+      own.find_base(p, work.item, tile * Shape::kKeys + kTo * kStepKeys);
+      if constexpr (kLast > 0) {
+        await_part();
+        own.template add_part<0>();
+        own.template issue_part<kLast, false>(weights, values_of(kFrom));
+      }
+      own.rows.weigh(own.s);
+      await_value(own.rows.l[0] + own.rows.l[1]);
+      await_part();
       settle(weights);
+      if (kFrom == 0) {
+        own.template add_part<kLast>();
+        release_values();
+      }
+      own.template rescale<(kFrom > 0)>();
       own.pack(weights);
-      if (kFrom > 0) return;
-      release_values();
-      if (--until > 0) return;
-      own.put_away(sums, first);
-      first = false;
-      until = Shape::kTilesOfSum;
     };
     if (tile >= last_tile) {
       await(control.keys_full[keys.stage], keys.phase);
-      own.issue_scores(keys_of(kSteps - 1));
+      own.issue_scores(own_queries, keys_of(kSteps - 1));
       products_wait<0>();
       settle(own.s);
       if (kSteps == 1) release_keys();
-      own.weigh(p, work.item, tile * Shape::kKeys + (kSteps - 1) * kStepKeys);
+      own.find_base(p, work.item, tile * Shape::kKeys + (kSteps - 1) * kStepKeys);
+      own.rows.weigh(own.s);
       own.pack(weights);
 #pragma unroll 1
       while (true) {
@@ -274,13 +241,19 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
         step.template operator()<0, kSteps - 1>();
       }
       if (kSteps == 1) await(control.transposed_full[values.stage], values.phase);
-      own.issue_values(weights, values_of(0));
-      products_wait<0>();
-      settle(own.acc);
+      own.template issue_part<0, (kSteps > 1)>(weights, values_of(0));
+      await_part();
+      own.template add_part<0>();
+      if constexpr (kLast > 0) {
+        own.template issue_part<kLast, false>(weights, values_of(0));
+        await_part();
+        own.template add_part<kLast>();
+      }
       release_values();
-      if (!first) own.fetch(sums);
     }
-    own.store(p, plan, work, warp_row + lane / 4);
+    release(control.queries_empty[queries.stage]);
+    queries.advance();
+    own.store(p, plan, work, first_row);
     __syncwarp();
     release(control.work_empty[slot.stage]);
     slot.advance();

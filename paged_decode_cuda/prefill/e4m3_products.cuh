@@ -7,14 +7,6 @@ namespace paged_attn {
 
 // ---- Matrices of 8 rows of 16 bytes, four at a time; their rows begin where the lanes say, 8 lanes for each ----
 
-// Lane 4 i + j gets word j of row i of each.
-PD_DEVICE void load_matrices(uint32_t row, uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
-               : "r"(row)
-               : "memory");
-}
-
 // Lane 4 i + j gets pair i of 8-bit values of rows 2 j and 2 j + 1 of each.
 PD_DEVICE void load_transposed(uint32_t row, uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -44,21 +36,18 @@ PD_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
   return word;
 }
 
-// Sums in float32.
-PD_DEVICE void load_sums(uint32_t place, float4& x) {
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(place)
-               : "memory");
-}
-PD_DEVICE void store_sums(uint32_t place, float x, float y, float z, float w) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(place), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
-}
-
 // ---- Products ----
 
-// d = or += 64 rows in registers times as many rows of shared memory as d has columns, 32 terms of both.
-#define PD_E4M3_PRODUCT(COLUMNS, COUNT, A, B, C, D, E, F)                                                         \
+// d = or += 64 rows times as many rows of shared memory as d has columns, 32 terms of both. The 64 rows are in shared
+// memory too, or in registers. A, B, C, D, E, F are the numbers of the operands behind the sums.
+#define PD_E4M3_PRODUCTS(COLUMNS, COUNT, A, B, C, D, E, F)                                                        \
+  PD_DEVICE void multiply_e4m3(float (&d)[COUNT], uint64_t a, uint64_t b, int keep) {                             \
+    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #C ", 0;\nwgmma.mma_async.sync.aligned.m64n" #COLUMNS \
+                 "k32.f32.e4m3.e4m3 {" PD_LIST_##COUNT "}, %" #A ", %" #B ", keep, 1, 1;\n}\n"                    \
+                 : PD_OPERANDS_##COUNT(d, 0)                                                                      \
+                 : "l"(a), "l"(b), "r"(keep)                                                                      \
+                 : "memory");                                                                                     \
+  }                                                                                                               \
   PD_DEVICE void multiply_e4m3(float (&d)[COUNT], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b, \
                                int keep) {                                                                        \
     asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #F ", 0;\nwgmma.mma_async.sync.aligned.m64n" #COLUMNS \
@@ -69,9 +58,9 @@ PD_DEVICE void store_sums(uint32_t place, float x, float y, float z, float w) {
                  : "memory");                                                                                     \
   }
 
-PD_E4M3_PRODUCT(64, 32, 32, 33, 34, 35, 36, 37)
-PD_E4M3_PRODUCT(128, 64, 64, 65, 66, 67, 68, 69)
+PD_E4M3_PRODUCTS(64, 32, 32, 33, 34, 35, 36, 37)
+PD_E4M3_PRODUCTS(128, 64, 64, 65, 66, 67, 68, 69)
 
-#undef PD_E4M3_PRODUCT
+#undef PD_E4M3_PRODUCTS
 
 }  // namespace paged_attn

@@ -239,11 +239,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     }
     for (int i = 0; i < Shape::kValueStages; ++i) {
       barrier_init(shared_address(&control.values_full[i]), copiers);
-      barrier_init(shared_address(&control.values_empty[i]), kTransposes ? 1 : Shape::kConsumerWarps);
+      barrier_init(shared_address(&control.values_empty[i]), kTransposes ? kWarp : Shape::kConsumerWarps);
     }
     if constexpr (kTransposes) {
       for (int i = 0; i < Shape::kTransposedStages; ++i) {
-        barrier_init(shared_address(&control.transposed_full[i]), 1);
+        barrier_init(shared_address(&control.transposed_full[i]), kWarp);
         barrier_init(shared_address(&control.transposed_empty[i]), Shape::kConsumerWarps);
       }
     }

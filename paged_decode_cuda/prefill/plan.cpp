@@ -32,7 +32,7 @@ int64_t parts_of(const Problem& p, int64_t tiles, int rows, int processors) {
 // that is more than half full; where results must not depend on the other requests, neither may the tiles.
 PrefillInstance instance_for(const Problem& p, int processors) {
   if (dtype_bytes(p.cache.dtype) == 1)
-    return find_prefill_e4m3_instance(pd_max(p.head_dim, p.head_dim_v), all_scores(p));
+    return find_prefill_e4m3_instance(p.head_dim, p.head_dim_v);
   const int rows = TallPrefillSizes64::kRows;
   const bool many = 2 * p.max_q_len * p.group > rows && most_tiles(p, rows) >= processors;
   return find_prefill_instance(p.head_dim, p.head_dim_v, !all_scores(p) && (many || p.deterministic));

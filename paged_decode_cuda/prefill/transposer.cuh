@@ -64,11 +64,8 @@ PD_DEVICE void transpose_values(PrefillControl<Shape>& control, uint32_t shared)
       transpose_tile<Shape>(shared + Shape::kValuesAt + values.stage * Shape::kValueBytes,
                             shared + Shape::kTransposedAt + transposed.stage * Shape::kTransposedBytes);
       fence_async_proxy();
-      __syncwarp();
-      if (lane == 0) {
-        barrier_arrive(shared_address(&control.transposed_full[transposed.stage]));
-        barrier_arrive(shared_address(&control.values_empty[values.stage]));
-      }
+      barrier_arrive(shared_address(&control.transposed_full[transposed.stage]));
+      barrier_arrive(shared_address(&control.values_empty[values.stage]));
       values.advance();
       transposed.advance();
     }

@@ -10,11 +10,6 @@ PD_DEVICE uint32_t row_of_lane(uint32_t row, int from) {
   if (place % 16 != 0) fail("a row of a matrix that is not aligned");
   return place;
 }
-PD_DEVICE void load_matrices(uint32_t row, uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
-  uint32_t* const words[4] = {&a, &b, &c, &d};
-  for (int m = 0; m < 4; ++m) memcpy(words[m], shared_at(row_of_lane(row, 8 * m + lane() / 4) + lane() % 4 * 4), 4);
-  __syncwarp();
-}
 PD_DEVICE void load_transposed(uint32_t row, uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
   uint32_t* const words[4] = {&a, &b, &c, &d};
   for (int m = 0; m < 4; ++m) {
@@ -34,10 +29,30 @@ PD_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
   return narrow_e4m3(a) | narrow_e4m3(b) << 8 | narrow_e4m3(c) << 16 | narrow_e4m3(d) << 24;
 }
 
-PD_DEVICE void load_sums(uint32_t place, float4& x) { memcpy(&x, shared_at(place), 16); }
-PD_DEVICE void store_sums(uint32_t place, float x, float y, float z, float w) {
-  const float sums[4] = {x, y, z, w};
-  memcpy(shared_at(place), sums, 16);
+template <int kCount, typename TermOf>
+PD_DEVICE void issue_e4m3(float* sums, uint64_t matrix, int keep, TermOf term_of) {
+  const int column = threadIdx.x % 4 * 2;
+  uint8_t* const memory = shared_at(0);
+  issue_product([=] {
+    const Matrix b(matrix);
+    for (int i = 0; i < kCount; ++i) {
+      double sum = keep ? sums[i] : 0.;
+      for (int t = 0; t < 32; ++t) {
+        const uint8_t other = memory[b.byte_at(i / 4 * 8 + column + i % 2, t)];
+        sum += double(term_of(i / 2 % 2, t)) * narrow_value<E4m3>(other);
+      }
+      sums[i] = static_cast<float>(sum);
+    }
+  });
+}
+
+// The rows of `rows` that belong to this thread's sums.
+template <int kCount>
+PD_DEVICE void multiply_e4m3(float (&d)[kCount], uint64_t rows, uint64_t matrix, int keep) {
+  const int row = threadIdx.x % kWarpgroup / kWarp * 16 + lane() / 4;
+  uint8_t* const memory = shared_at(0);
+  issue_e4m3<kCount>(d, matrix, keep,
+                     [=](int r, int t) { return narrow_value<E4m3>(memory[Matrix(rows).byte_at(row + 8 * r, t)]); });
 }
 
 // Terms 4 (lane % 4) ... + 3 of rows g and g + 8 are in a0 and a1; those 16 further in a2 and a3. The columns of d are
@@ -56,19 +71,7 @@ PD_DEVICE void multiply_e4m3(float (&d)[kCount], uint32_t a0, uint32_t a1, uint3
         all.x[i % 2][i / 2 * 16 + t * 4 + e] = narrow_value<E4m3>(static_cast<uint8_t>(word >> 8 * e));
     }
   }
-  const int column = threadIdx.x % 4 * 2;
-  float* const sums = d;
-  uint8_t* const memory = shared_at(0);
-  issue_product([=] {
-    const Matrix b(matrix);
-    for (int i = 0; i < kCount; ++i) {
-      double sum = keep ? sums[i] : 0.;
-      for (int t = 0; t < 32; ++t) {
-        sum += double(all.x[i / 2 % 2][t]) * narrow_value<E4m3>(memory[b.byte_at(i / 4 * 8 + column + i % 2, t)]);
-      }
-      sums[i] = static_cast<float>(sum);
-    }
-  });
+  issue_e4m3<kCount>(d, matrix, keep, [=](int r, int t) { return all.x[r][t]; });
 }
 
 }  // namespace paged_attn

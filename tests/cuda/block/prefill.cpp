@@ -20,7 +20,7 @@ const void* prefill_kernel_bf16(const PrefillInstance& instance, bool) {
   fail("no such instance of bf16");
 }
 const void* prefill_kernel_e4m3(const PrefillInstance&, bool) {
-  return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<E4m3, PrefillE4m3Sizes128<false>>, false>);
+  return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<E4m3, PrefillE4m3Sizes128>, false>);
 }
 const void* prefill_kernel_fp16(const PrefillInstance&, bool) { fail("no instance of fp16"); }
 
