@@ -32,18 +32,18 @@ class Inputs:
         generator = torch.Generator("cuda").manual_seed(1)
         head_dim_v = case.head_dim_v or case.head_dim
         self.case, keys = case, sum(case.kv_lens)
-        dtype = getattr(torch, case.dtype)
-        row = dtype.itemsize * case.kv_heads * (case.head_dim + head_dim_v)
+        dtype, kv_dtype = (getattr(torch, name) for name in (case.dtype, case.kv_dtype or case.dtype))
+        row = kv_dtype.itemsize * case.kv_heads * (case.head_dim + head_dim_v)
         self.copies = max(2, min(4, math.ceil(COPY_BYTES / (keys * row))))
 
-        def random(*shape):
+        def random(dtype, *shape):
             return [torch.randn(*shape, generator=generator, device="cuda").to(dtype) for _ in range(self.copies)]
 
-        self.q = random(sum(case.q_lens), case.q_heads, case.head_dim)
+        self.q = random(dtype, sum(case.q_lens), case.q_heads, case.head_dim)
         pages = [-(-n // case.page_size) for n in case.kv_lens] if case.page_size else []
         place = (sum(pages), case.page_size) if case.page_size else (keys,)
-        self.k = random(*place, case.kv_heads, case.head_dim)
-        self.v = random(*place, case.kv_heads, head_dim_v)
+        self.k = random(kv_dtype, *place, case.kv_heads, case.head_dim)
+        self.v = random(kv_dtype, *place, case.kv_heads, head_dim_v)
         self.cu_q, self.cu_k = (
             torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32, device="cuda")
             for n in (case.q_lens, case.kv_lens)
@@ -78,6 +78,8 @@ def ours(x):
 
 def fa3(x):
     case, (library, off) = x.case, fa3_library()
+    if case.kv_dtype:
+        raise Missing("q and the cache in one dtype only")
     window_right = 0 if case.causal and case.window_left >= 0 else -1
     options = off | {
         "is_causal": case.causal, "num_splits": 0, "sm_margin": 0, "window_size_left": case.window_left,
@@ -99,7 +101,7 @@ def fa3(x):
 def cudnn(x):
     case = x.case
     equal = len(set(case.q_lens)) == 1 and case.q_lens == case.kv_lens
-    if case.page_size or not equal or case.window_left >= 0 or case.dtype != "bfloat16":
+    if case.page_size or not equal or case.window_left >= 0 or case.dtype != "bfloat16" or case.kv_dtype:
         raise Missing("equal prompts in 16 bits only")
     backend = torch.nn.attention.SDPBackend.CUDNN_ATTENTION
 

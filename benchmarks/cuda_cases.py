@@ -53,12 +53,14 @@ class Prompts:
     causal: bool = True
     window_left: int = -1
     dtype: str = "bfloat16"  # of q, k and v
+    kv_dtype: str = ""  # of k and v, where it is another one
 
     @property
     def bytes(self):
         """Keys, values, queries and output, each once."""
-        head_dim_v, each = self.head_dim_v or self.head_dim, getattr(torch, self.dtype).itemsize
-        keys = each * (self.head_dim + head_dim_v) * self.kv_heads * sum(self.kv_lens)
+        head_dim_v = self.head_dim_v or self.head_dim
+        each, each_key = (getattr(torch, name).itemsize for name in (self.dtype, self.kv_dtype or self.dtype))
+        keys = each_key * (self.head_dim + head_dim_v) * self.kv_heads * sum(self.kv_lens)
         return keys + (each * self.head_dim + 2 * head_dim_v) * self.q_heads * sum(self.q_lens)
 
     @property
@@ -99,5 +101,8 @@ def prefill_cases():
         Prompts("B1 x 8192, e4m3", [8192], [8192], dtype=e4m3),
         Prompts("B1 x 32768, e4m3", [32768], [32768], dtype=e4m3),
         Prompts("B4 x 2048, D64, e4m3", [2048] * 4, [2048] * 4, head_dim=64, dtype=e4m3),
+        Prompts("B4 1024 on 4096, e4m3 cache", *chunk, page_size=16, kv_dtype=e4m3),
+        Prompts("B4 1024 on 4096, e5m2 cache, page 1", *chunk, page_size=1, kv_dtype="float8_e5m2"),
+        Prompts("B4 x 2048, D64, e4m3 cache", [2048] * 4, [2048] * 4, head_dim=64, kv_dtype=e4m3),
         Prompts("60 x 1 and 2 x 1024 on 4096", [1] * 60 + [1024] * 2, [4096] * 62, **mixed),
     ]
