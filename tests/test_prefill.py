@@ -137,27 +137,60 @@ EIGHT_BIT = {
     "plain": {},
     "e5m2": {"kv_dtype": "float8_e5m2"},
     "fp16": {"dtype": "float16"},
+    "fp16_e5m2": {"dtype": "float16", "kv_dtype": "float8_e5m2"},
     "descales": {"descale": "full"},
+    "not_causal": {"causal": False},
+    "varlen": {"varlen_q": True, "q_len": 90, "descale": "shared"},
+    "long": {"lens": (1500, 1, 129, 128, 700, 40)},
+    "many_tiles": {"batch": 24, "q_len": 200},
     "window_leftpad": {"window": (60, -1), "leftpad": True},
+    "window_both": {"window": (60, 20), "causal": False},
+    "chunk": {"chunk": 32},
+    "softcap": {"softcap": 2.5},
+    "alibi": {"alibi": "head", "dtype": "float16"},
+    "scale_0": {"scale": 0.0},
+    "scale_negative": {"scale": -0.05},
     "append": {"append": 40},
+    "rotary": {"append": 40, "rotary_dim": 64},
+    "batch_idx": {"batch_idx": True},
     "page_1": {"page_size": 1},
+    "page_3": {"page_size": 3, "lens": (700, 0, 257, 256, 64, 511)},
+    "page_24": {"page_size": 24, "kv_dtype": "float8_e5m2"},
+    "page_256": {"page_size": 256, "lens": (1500, 1, 129, 128, 700, 40)},
     "contiguous": {"page_size": 0},
+    "contiguous_rows": {"page_size": 0, "batch_idx": True, "leftpad": True},
+    "heads_first": {"layout": "heads_first"},
     "more_q_than_keys": {"q_len": 70, "kv_len": 50},
     "sink": {"sink": "float32"},
+    "parts": {"num_splits": 3, "lens": (1500, 1, 129, 128, 700, 40)},
+    "parts_alibi": {"num_splits": 2, "alibi": "batch", "descale": "full"},
+    "deterministic": {"deterministic": True},
+    "group_5": {"q_heads": 20},
+    "group_16": {"q_heads": 64, "q_len": 3},
+    "dim_16": {"head_dim": 16},
     "dim_64": {"head_dim": 64},
-    "dim_96": {"head_dim": 96},
+    "dim_80": {"head_dim": 80},
+    "dim_96": {"head_dim": 96, "kv_dtype": "float8_e5m2"},
     "dim_256": {"head_dim": 256},
     "dim_192_128": {"head_dim": 192, "head_dim_v": 128},
+    "dim_64_128": {"head_dim": 64, "head_dim_v": 128},
+    "e5m2_q": {"dtype": "float8_e5m2", "kv_dtype": "float8_e5m2", "q_descale": "full", "descale": "full"},
+    "e4m3_q_e5m2": {"dtype": "float8_e4m3fn", "kv_dtype": "float8_e5m2", "varlen_q": True, "q_len": 90},
+    "e4m3_q_dim_192_128": {"dtype": "float8_e4m3fn", "head_dim": 192, "head_dim_v": 128, "window": (60, 20)},
+    "e4m3_q_dim_256": {"dtype": "float8_e4m3fn", "head_dim": 256, "q_descale": "full"},
 }
 
 
 @pytest.mark.parametrize("feature", EIGHT_BIT)
 def test_8_bit_cache(paged_attn, device, long_route, feature):
-    """Widened on the route prefill_mma, if shared memory holds that; prefill leaves it to the decode kernel."""
+    """Widened on both routes; on prefill_mma if shared memory holds that."""
     case = dataclasses.replace(BASE, **({"kv_dtype": "float8_e4m3fn"} | EIGHT_BIT[feature]))
     explained = explained_call(paged_attn, case, device)
     if long_route == "prefill_mma" and explained.route != long_route:
-        assert case.head_dim > 128 and "shared memory" in explained.why_not[long_route], explained
+        wide = case.head_dim > 128 and "shared memory" in explained.why_not[long_route]
+        assert wide or case.dtype.startswith("float8"), explained  # 8-bit q is prefill's alone
+    else:
+        assert explained.route == long_route, explained
     check(paged_attn, case, device)
 
 
@@ -334,12 +367,7 @@ def test_streams_do_not_disturb_each_other(paged_attn, device):
 
 
 E4M3 = {"dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn"}
-ONLY_PREFILL = [
-    ({"kv_dtype": "float8_e4m3fn"}, "an 8-bit cache"),
-    (E4M3 | {"kv_dtype": "float8_e5m2"}, "e5m2"),
-    (E4M3 | {"head_dim": 144}, "head_dim above 128"),
-    ({"dtype": "float32"}, "float32"),
-]
+ONLY_PREFILL = [({"dtype": "float32"}, "float32")]
 ONLY_PREFILL_MMA = [(E4M3, "8-bit q")]
 
 

@@ -1,4 +1,6 @@
-"""The kernel of the route prefill on the host: bf16 of head_dim 64, 128 and 256, e4m3 of 128. See tests/blocks.py."""
+"""The kernel of the route prefill on the host: bf16 of head_dim 64, 128 and 256, e4m3 of 128, 8-bit caches that are
+widened of 128 and 256. See tests/blocks.py.
+"""
 
 import random
 
@@ -112,6 +114,47 @@ E4M3_CASES = [
 @pytest.mark.parametrize("name", E4M3_CASES)
 def test_attends_in_8_bits(library, name):
     case = Prompt(q_heads=4, dtype=torch.float8_e4m3fn, **CASES[name])
+    case.run(library)
+    case.judge()
+
+
+# An 8-bit cache of 16-bit q, which both become float16
+NARROW = [(torch.bfloat16, torch.float8_e4m3fn), (torch.float16, torch.float8_e5m2)]
+NARROW_CASES = [
+    *("one_tile", "two_requests", "edge_inside_a_page", "page_1_window", "page_3", "leftpad", "longer_than_keys"),
+    *("sinks", "three_parts", "parts_of_packed_requests"),
+]
+
+
+@pytest.mark.parametrize("dtype, kv_dtype", NARROW)
+@pytest.mark.parametrize("name", NARROW_CASES)
+def test_attends_to_an_8_bit_cache(library, name, dtype, kv_dtype):
+    case = Prompt(q_heads=4, dtype=dtype, kv_dtype=kv_dtype, **CASES[name])
+    case.run(library)
+    case.judge()
+
+
+@pytest.mark.parametrize("name", ["chunk", "page_3", "page_1_window", "parts_of_packed_requests"])
+def test_attends_to_an_8_bit_cache_with_wide_heads(library, name):
+    case = WidePrompt(q_heads=4, kv_dtype=torch.float8_e4m3fn, **CASES[name])
+    case.run(library)
+    case.judge()
+
+
+@pytest.mark.parametrize("prompt", [Prompt, WidePrompt])
+def test_widens_8_bit_queries(library, prompt):
+    """Where products of 8 bits do not serve: two formats, or a head_dim above 128."""
+    kv_dtype = torch.float8_e5m2 if prompt is Prompt else torch.float8_e4m3fn
+    case = prompt(lens=[300, 120], q_lens=[40, 70], q_heads=6, dtype=torch.float8_e4m3fn, kv_dtype=kv_dtype)
+    case.run(library)
+    assert case.judge() < 1e-2
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+@pytest.mark.parametrize("features", [{}, {"alibi": True, "softcap": 2.0}])
+def test_divides_queries_that_float16_does_not_hold(library, size, features):
+    case = Prompt(lens=[300], q_lens=40, q_heads=4, kv_dtype=torch.float8_e4m3fn, scale=192**-0.5 / size, **features)
+    case.q *= size
     case.run(library)
     case.judge()
 

@@ -25,9 +25,6 @@ PROMPTS = [1000, 300, 2000]
 PREFILL_REFUSES = {
     "a device of another compute capability than 9.0": {"capability": 100},
     "no more rows than one tile of the decode kernel": {"max_q_len": 4},
-    "an 8-bit cache": {"kv_bytes": 1},
-    "8-bit q or cache in e5m2": {"kv_bytes": -1, "q_bytes": 1},
-    "8-bit q with a head_dim above 128": {"kv_bytes": 1, "q_bytes": 1, "head_dim": 144},
     "8-bit q with a 16-bit cache": {"q_bytes": 1},
     "num_splits above 1 and more rows than it is meant for": {"num_splits": 2, "max_q_len": 20000},
     "float32": {"kv_bytes": 4, "q_bytes": 4},
@@ -124,6 +121,17 @@ def test_plans_of_8_bits(library, head_dim, head_dim_v):
         assert n.keys % max(1, n.box_rows) == 0 and page_size % max(1, n.box_rows) == 0 and n.box_rows % 8 == 0
         assert (n.box_rows > 0) == (page_size % 8 == 0)
         assert n.l2_keys == (24 << 20) // (head_dim + head_dim_v)
+
+
+@pytest.mark.parametrize("head_dim, head_dim_v", [(16, 16), (64, 128), (128, 128), (192, 128), (256, 256)])
+def test_plans_of_8_bit_caches(library, head_dim, head_dim_v):
+    """Nothing comes in bulk, as it is widened; another warpgroup helps where the consumers leave registers."""
+    options = {"head_dim": head_dim, "head_dim_v": head_dim_v, "kv_bytes": 1}
+    for page_size, other in itertools.product((1, 16, 256), ({}, {"kv_bytes": -1}, {"kv_bytes": -1, "q_bytes": -1})):
+        assert refusal(library, PROMPTS, page_size=page_size, **(options | other)) == ""
+        n = numbers_of(library, PROMPTS, page_size=page_size, **(options | other))
+        assert n.box_rows == 0 and n.rows == 128 and n.threads == (512 if head_dim <= 128 else 384)
+        assert n.shared_bytes <= 232448 and n.l2_keys == (24 << 20) // (head_dim + head_dim_v)
 
 
 def test_how_keys_are_cut(library):

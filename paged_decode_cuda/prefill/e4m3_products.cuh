@@ -7,6 +7,14 @@ namespace paged_attn {
 
 // ---- Matrices of 8 rows of 16 bytes, four at a time; their rows begin where the lanes say, 8 lanes for each ----
 
+// Lane 4 i + j gets word j of row i of each.
+PD_DEVICE void load_matrices(uint32_t row, uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+               : "r"(row)
+               : "memory");
+}
+
 // Lane 4 i + j gets pair i of 8-bit values of rows 2 j and 2 j + 1 of each.
 PD_DEVICE void load_transposed(uint32_t row, uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

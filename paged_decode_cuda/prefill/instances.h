@@ -9,6 +9,9 @@ const void* prefill_kernel_fp16(const PrefillInstance& instance, bool all_scores
 const void* prefill_kernel_bf16(const PrefillInstance& instance, bool all_scores);
 const void* prefill_kernel_e4m3(const PrefillInstance& instance, bool all_scores);  // q and cache; see e4m3_sizes.h
 
+const void* prefill_kernel_narrow(const PrefillInstance& instance,
+                                  bool all_scores);  // 16-bit q, 8-bit cache; see narrow_sizes.h
+
 // Adds the parts of rows whose keys were cut; a warp per row.
 constexpr int kCombineRows = 4;  // of a block
 const void* prefill_combine_kernel();

@@ -38,7 +38,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
   auto release = [&](uint64_t& barrier) {
     if (lane == 0) barrier_arrive(shared_address(&barrier));
   };
-  const bool gathered = plan.box_rows == 0;
+  const bool gathered = !Shape::kNarrow && plan.box_rows == 0;
   auto await = [&](uint64_t& barrier, uint32_t phase) {
     barrier_wait(shared_address(&barrier), phase);
     if (gathered) fence_async_proxy();
@@ -72,6 +72,13 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
     const uint64_t own_queries = advance(first_queries, queries.stage * Shape::kQueryBytes);
     const bool turns = Shape::kTurns && work.item.rows > 64 * (Shape::kConsumers - 1);  // everybody has rows
     rows.start(p, plan, work, first_row);
+    if constexpr (Shape::kNarrow) {
+      float factor[2];
+      narrow_queries<Shape>(p, shared + queries.stage * Shape::kQueryBytes, consumer * 64 + warp * 16, factor);
+      rows.scale_rows(factor);
+      fence_async_proxy();
+      named_barrier_sync(kTurn + Shape::kConsumers + consumer, kWarpgroup);
+    }
 #pragma unroll
     for (int i = 0; i < Shape::kDimV / 2; ++i) acc[i] = 0.f;
     const int inner_begin = work.item.inner_begin, inner_end = work.item.inner_end;
@@ -212,8 +219,10 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
     }
     if (plan.parts > 1) {
       store_part<Shape, kFull>(p, plan, work, acc, rows, first_row);
+    } else if (Shape::kNarrow && out_dtype(p.q_dtype) == DType::kBFloat16) {
+      store_rows<Shape, kFull, true>(p, plan, work, acc, rows, first_row);
     } else {
-      store_rows<Shape, kFull>(p, plan, work, acc, rows, first_row);
+      store_rows<Shape, kFull, kBf16>(p, plan, work, acc, rows, first_row);
     }
     __syncwarp();
     release(control.work_empty[slot.stage]);
@@ -231,14 +240,18 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const bool gathers = plan.box_rows == 0;
   constexpr bool kTransposes = Shape::kTransposedStages > 0;
   if (threadIdx.x == 0) {
-    const int copiers = gathers ? Shape::kGatherers * kWarp : 1;
-    const int loaders = (gathers ? Shape::kGatherers : 2) + kTransposes;
+    int key_copiers = gathers ? Shape::kGatherers * kWarp : 1, value_copiers = key_copiers;
+    int loaders = (gathers ? Shape::kGatherers : 2) + kTransposes;
+    if constexpr (Shape::kNarrow) {
+      key_copiers = value_copiers = Shape::kKeys;  // the lanes of a warp arrive for its 32 rows
+      loaders = Shape::kKeyWideners + Shape::kValueWideners;
+    }
     for (int i = 0; i < Shape::kKeyStages; ++i) {
-      barrier_init(shared_address(&control.keys_full[i]), copiers);
+      barrier_init(shared_address(&control.keys_full[i]), key_copiers);
       barrier_init(shared_address(&control.keys_empty[i]), Shape::kConsumerWarps);
     }
     for (int i = 0; i < Shape::kValueStages; ++i) {
-      barrier_init(shared_address(&control.values_full[i]), copiers);
+      barrier_init(shared_address(&control.values_full[i]), value_copiers);
       barrier_init(shared_address(&control.values_empty[i]), kTransposes ? kWarp : Shape::kConsumerWarps);
     }
     if constexpr (kTransposes) {
@@ -268,6 +281,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       direct<Shape>(p, plan, control, shared);
     } else if (kTransposes && warp == kTransposer) {
       if constexpr (kTransposes) transpose_values<Shape>(control, shared);
+    } else if constexpr (Shape::kNarrow) {
+      widen_tiles<Shape, !Shape::kApart, true>(p, plan, control, shared);
     } else if (gathers) {
       Gatherer<Shape> gatherer;
       gatherer.run(p, plan, control, shared, warp);
@@ -279,6 +294,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   } else if (Shape::kOwnDirector && threadIdx.x >= (1 + Shape::kConsumers) * kWarpgroup) {
     give_registers<Shape::kProducerRegisters>();
     if (threadIdx.x / kWarp == (1 + Shape::kConsumers) * kWarpgroup / kWarp) direct<Shape>(p, plan, control, shared);
+  } else if (Shape::kNarrow && threadIdx.x >= (1 + Shape::kConsumers) * kWarpgroup) {
+    give_registers<Shape::kProducerRegisters>();
+    if constexpr (Shape::kNarrow) widen_tiles<Shape, true, false>(p, plan, control, shared);
   } else {
     take_registers<Shape::kConsumerRegisters>();
     if constexpr (kTransposes) {

@@ -8,6 +8,7 @@
 
 #include "places.cuh"
 #include "schedule.cuh"
+#include "widener.cuh"
 
 namespace paged_attn {
 
@@ -261,6 +262,16 @@ PD_DEVICE void copy_query_boxes(const Problem& p, const PrefillCall& plan, const
   }
 }
 
+// Of q's dtype.
+template <typename Shape>
+PD_DEVICE void copy_any_queries(const Problem& p, const PrefillCall& plan, const Work& work, uint32_t queries) {
+  if constexpr (Shape::kNarrow) {
+    if (p.q_dtype == DType::kFloat8E4M3) return widen_queries<Shape, E4m3>(p, plan, work, queries);
+    if (p.q_dtype == DType::kFloat8E5M2) return widen_queries<Shape, E5m2>(p, plan, work, queries);
+  }
+  copy_queries<Shape>(p, plan, work, queries);
+}
+
 // Finds work after work and brings its queries.
 template <typename Shape>
 PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control, uint32_t shared) {
@@ -287,7 +298,7 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
     if (plan.query_boxes) {
       if (lane == 0) copy_query_boxes<Shape>(p, plan, control.work[slot.stage], stage, full);
     } else {
-      copy_queries<Shape>(p, plan, control.work[slot.stage], stage);
+      copy_any_queries<Shape>(p, plan, control.work[slot.stage], stage);
       arrive_after_copies(full);
     }
     queries.advance();

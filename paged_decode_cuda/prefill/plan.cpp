@@ -3,6 +3,7 @@
 #include "../decode/plan.h"
 #include "../layout.h"
 #include "e4m3_sizes.h"
+#include "narrow_sizes.h"
 
 namespace paged_attn {
 namespace {
@@ -28,11 +29,18 @@ int64_t parts_of(const Problem& p, int64_t tiles, int rows, int processors) {
   return pd_max(pd_min(pd_min(processors / pd_max(tiles, 1), most_keys(p, rows) / kPartKeys), kMostParts), 1);
 }
 
-// 8-bit q with its cache has instances of its own. Tall tiles of rows are faster where every multiprocessor has one
-// that is more than half full; where results must not depend on the other requests, neither may the tiles.
+// Products of 8 bits are of e4m3 alone.
+bool in_8_bits(const Problem& p) {
+  return p.q_dtype == DType::kFloat8E4M3 && p.cache.dtype == DType::kFloat8E4M3 &&
+         pd_max(p.head_dim, p.head_dim_v) <= kMostE4m3Dims;
+}
+
+// An 8-bit cache has instances of its own: one for products of 8 bits, one that widens it. Tall tiles of rows are
+// faster where every multiprocessor has one that is more than half full; where results must not depend on the other
+// requests, neither may the tiles.
 PrefillInstance instance_for(const Problem& p, int processors) {
-  if (dtype_bytes(p.cache.dtype) == 1)
-    return find_prefill_e4m3_instance(p.head_dim, p.head_dim_v);
+  if (in_8_bits(p)) return find_prefill_e4m3_instance(p.head_dim, p.head_dim_v);
+  if (dtype_bytes(p.cache.dtype) == 1) return find_prefill_narrow_instance(p.head_dim, p.head_dim_v);
   const int rows = TallPrefillSizes64::kRows;
   const bool many = 2 * p.max_q_len * p.group > rows && most_tiles(p, rows) >= processors;
   return find_prefill_instance(p.head_dim, p.head_dim_v, !all_scores(p) && (many || p.deterministic));
@@ -53,13 +61,9 @@ const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
   if (limits.capability != kCapability) return "a device of another compute capability than 9.0";
   if (has_few_rows(p)) return "no more rows than one tile of the decode kernel";
   if (p.q_dtype == DType::kFloat32) return "float32";
-  if (dtype_bytes(p.cache.dtype) == 1 && dtype_bytes(p.q_dtype) == 2) return "an 8-bit cache";
-  if (p.q_dtype == DType::kFloat8E5M2 || p.cache.dtype == DType::kFloat8E5M2) return "8-bit q or cache in e5m2";
   const char* const reason = decode_why_not(p, limits);
   if (*reason != '\0') return reason;
-  if (p.q_dtype != p.cache.dtype) return "q and the cache differ in dtype";
-  if (dtype_bytes(p.q_dtype) == 1 && pd_max(p.head_dim, p.head_dim_v) > kMostE4m3Dims)
-    return "8-bit q with a head_dim above 128";
+  if (dtype_bytes(p.cache.dtype) == 2 && p.q_dtype != p.cache.dtype) return "q and the cache differ in dtype";
   const int rows = instance_for(p, limits.processors).rows;
   const int64_t tiles = most_tiles(p, rows);
   if (tiles > INT32_MAX / 2) return "there are more tiles of rows than 32 bits count";
@@ -76,6 +80,7 @@ PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   PrefillPlan plan = {};
   plan.instance = instance_for(p, limits.processors);
   plan.all_scores = all_scores(p);
+  plan.widens = dtype_bytes(c.dtype) == 1 && !in_8_bits(p);
   const int64_t tiles = most_tiles(p, plan.instance.rows);
   plan.items = tiles / p.kv_heads;
   plan.parts = parts_of(p, tiles, plan.instance.rows, limits.processors);
@@ -85,7 +90,8 @@ PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere. A box begins
   // where the swizzle does.
   const int64_t rows = c.block_table ? greatest_divisor(plan.instance.keys, c.page_size) : plan.instance.keys;
-  plan.box_rows = rows >= plan.instance.least_box_rows ? static_cast<int32_t>(rows) : 0;
+  const bool bulk = rows >= plan.instance.least_box_rows && !plan.widens;
+  plan.box_rows = bulk ? static_cast<int32_t>(rows) : 0;
   return plan;
 }
 

@@ -11,6 +11,7 @@ namespace paged_attn {
 
 struct PrefillPlan {
   PrefillInstance instance;
+  bool widens;       // the cache has 8 bits, and its products 16
   bool all_scores;   // with softcap and ALiBi, which half of the instances do without
   bool read_once;    // no two blocks copy the same keys, as far as the host can tell
   int32_t box_rows;  // slots of a page that one bulk copy takes; 0: pages are too small for that

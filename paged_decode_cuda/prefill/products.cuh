@@ -216,6 +216,22 @@ PD_DEVICE void store_shared_word(uint32_t shared, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
 }
 
+// Loads 16 bytes that are read once by this block, or gives zeros.
+PD_DEVICE void load_or_zero(const void* global, bool valid, uint32_t (&words)[4]) {
+  asm volatile(
+      "{\n"
+      ".reg .pred valid;\n"
+      "setp.ne.b32 valid, %5, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "mov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n"
+      "@valid ld.global.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "=&r"(words[0]), "=&r"(words[1]), "=&r"(words[2]), "=&r"(words[3])
+      : "l"(global), "r"(static_cast<int>(valid)));
+}
+
 // ---- Clusters ----
 
 PD_DEVICE void cluster_sync() {

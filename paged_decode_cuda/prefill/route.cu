@@ -55,6 +55,7 @@ Numbers prefill_numbers(const PrefillPlan& plan) {
           {"tile_keys", plan.instance.keys},
           {"items", plan.items},
           {"splits", plan.parts},
+          {"widens", plan.widens},
           {"all_scores", plan.all_scores},
           {"box_rows", plan.box_rows},
           {"blocks", plan.blocks},
@@ -65,9 +66,10 @@ void launch_prefill(const Problem& p, const PrefillPlan& plan, const Context& co
   const Layout layout(p, plan);
   const Workspace workspace(layout.end);
   const PrefillCall call = prefill_call(p, plan, layout, static_cast<char*>(workspace.data()));
-  const auto kernel_of = p.cache.dtype == DType::kFloat8E4M3 ? prefill_kernel_e4m3
-                         : p.cache.dtype == DType::kBFloat16 ? prefill_kernel_bf16
-                                                             : prefill_kernel_fp16;
+  const auto kernel_of = plan.widens                           ? prefill_kernel_narrow
+                         : p.cache.dtype == DType::kFloat8E4M3 ? prefill_kernel_e4m3
+                         : p.cache.dtype == DType::kBFloat16   ? prefill_kernel_bf16
+                                                               : prefill_kernel_fp16;
   const void* const kernel = kernel_of(plan.instance, plan.all_scores);
   const Grid grid = {plan.blocks, plan.instance.threads, plan.instance.shared_bytes};
   launch(kernel, grid, context, p, call);

@@ -35,6 +35,7 @@ struct PrefillSizes {
   static constexpr int kQueryStages = kDim > 128 ? 1 : 2;  // the next rows are there before the last ones are done
 
   static constexpr int kTransposedStages = 0;     // values are used as they are copied
+  static constexpr bool kNarrow = false;          // the cache has q's 16 bits
   static constexpr bool kTurns = kDim > 128;      // consumers issue products in turns, not as they come
   static constexpr bool kLateWait = kDimV > 128;  // new weights are computed before those before have been used
 

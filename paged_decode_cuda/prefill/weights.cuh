@@ -6,10 +6,21 @@
 
 namespace paged_attn {
 
+// What takes scores of a row back, where its queries were divided by a power of two.
+template <bool kDivided>
+struct RowFactors {};
+template <>
+struct RowFactors<true> {
+  float factor[2];
+};
+
+template <typename Shape>
+constexpr bool kDividesQueries = requires { requires Shape::kNarrow; };
+
 // The rows of one consumer thread: two of them, g and g + 8 of its warp's 16, and in each the columns 8 j + 2 t and
 // the next, where g = lane / 4 and t = lane % 4. Entry 4 j + 2 r + e of sums is row r, column 8 j + 2 t + e.
 template <typename Shape, bool kFull>
-struct PrefillRows {
+struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
   static constexpr int kKeys = Shape::kKeys;
   // 8-bit weights have few small values: the largest of a row is 32 to 256, of 448 that there are.
   static constexpr float kBelow = __is_same(typename Shape::Type, E4m3) ? 5.f : 0.f;
@@ -45,6 +56,17 @@ struct PrefillRows {
     }
   }
 
+  // Divided queries give smaller scores.
+  PD_MEMBER void scale_rows(const float (&factor)[2]) {
+    for (int r = 0; r < 2; ++r) this->factor[r] = kFull ? factor[r] : factor[r] * scale;
+  }
+
+  // From what is compared to log2 units.
+  PD_MEMBER float row_scale(int r) const {
+    if constexpr (kDividesQueries<Shape> && !kFull) return this->factor[r];
+    return scale;
+  }
+
   PD_MEMBER void mask(float (&s)[kKeys / 2], int first_key) const {
     const int column = first_key + threadIdx.x % 4 * 2;
 #pragma unroll
@@ -68,6 +90,7 @@ struct PrefillRows {
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) {
         const int r = i / 2 % 2, key = column + i / 4 * 8 + i % 2;
+        if constexpr (kDividesQueries<Shape>) s[i] *= this->factor[r];
         s[i] = pd_score(s[i], natural_scale, p.softcap, slope[r], fabsf(static_cast<float>(q_pos[r] - key)));
       }
     } else if (!(natural_scale > 0.f)) {
@@ -83,14 +106,14 @@ struct PrefillRows {
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int i = 0; i < kKeys / 2; i += 2) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], fmaxf(s[i], s[i + 1]));
-    const bool far = top[0] * scale > base[0] + kFar || top[1] * scale > base[1] + kFar;
+    const bool far = top[0] * row_scale(0) > base[0] + kFar || top[1] * row_scale(1) > base[1] + kFar;
     const bool moved = __any_sync(~0u, far);
     if (moved) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
         top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
-        const float moved_base = fmaxf(base[r], top[r] * scale - kBelow);
+        const float moved_base = fmaxf(base[r], top[r] * row_scale(r) - kBelow);
         factor[r] = fast_rescale(base[r], moved_base);
         base[r] = moved_base;
         l[r] *= factor[r];
@@ -128,7 +151,7 @@ struct PrefillRows {
     for (int r = 0; r < 2; ++r) shift[r] = base[r] == -INFINITY ? 0.f : -base[r];
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) {
-      s[i] = fast_exp2(fmaf(s[i], scale, shift[i / 2 % 2]));
+      s[i] = fast_exp2(fmaf(s[i], row_scale(i / 2 % 2), shift[i / 2 % 2]));
       sum[i / 2 % 2] += s[i];
     }
   }
@@ -200,7 +223,7 @@ PD_DEVICE void store_row(const float (&acc)[kCount], int r, float factor, uint16
 }
 
 // Writes the rows of a warp.
-template <typename Shape, bool kFull, typename Call, typename Work>
+template <typename Shape, bool kFull, bool kBf16 = IsBf16<typename Shape::Type>::value, typename Call, typename Work>
 PD_DEVICE void store_rows(const Problem& p, const Call& plan, const Work& work, const float (&acc)[Shape::kDimV / 2],
                           PrefillRows<Shape, kFull>& rows, int first_row) {
   const Item& item = work.item;
@@ -215,8 +238,7 @@ PD_DEVICE void store_rows(const Problem& p, const Call& plan, const Work& work, 
       target = row_target(p, plan, item, work.head, row);
       factor = finish_row(p, target, item.b, work.head, rows.base[r], l, threadIdx.x % 4 == 0);
     }
-    store_row<IsBf16<typename Shape::Type>::value>(acc, r, factor, static_cast<uint16_t*>(p.out) + target.out, exists,
-                                                   p.head_dim_v);
+    store_row<kBf16>(acc, r, factor, static_cast<uint16_t*>(p.out) + target.out, exists, p.head_dim_v);
   }
 }
 

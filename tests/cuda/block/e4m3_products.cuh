@@ -10,6 +10,12 @@ PD_DEVICE uint32_t row_of_lane(uint32_t row, int from) {
   if (place % 16 != 0) fail("a row of a matrix that is not aligned");
   return place;
 }
+PD_DEVICE void load_matrices(uint32_t row, uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
+  uint32_t* const words[4] = {&a, &b, &c, &d};
+  for (int m = 0; m < 4; ++m) memcpy(words[m], shared_at(row_of_lane(row, 8 * m + lane() / 4) + lane() % 4 * 4), 4);
+  __syncwarp();
+}
+
 PD_DEVICE void load_transposed(uint32_t row, uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
   uint32_t* const words[4] = {&a, &b, &c, &d};
   for (int m = 0; m < 4; ++m) {

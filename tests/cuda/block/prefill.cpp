@@ -1,9 +1,10 @@
-// One call of the route prefill on the host, of bf16 and head_dim 64 (tall tiles), 128 or 256, or of e4m3 and 128.
-// tests/test_prefill_host.py calls it.
+// One call of the route prefill on the host, of bf16 and head_dim 64 (tall tiles), 128 or 256, of e4m3 and 128, or of
+// an 8-bit cache that is widened and 128 or 256. tests/test_prefill_host.py calls it.
 #include "call.h"
 #include "prefill/e4m3_sizes.h"
 #include "prefill/instances.h"
 #include "prefill/kernel.cuh"
+#include "prefill/narrow_sizes.h"
 #include "prefill/route.h"
 
 namespace paged_attn {
@@ -21,6 +22,13 @@ const void* prefill_kernel_bf16(const PrefillInstance& instance, bool) {
 }
 const void* prefill_kernel_e4m3(const PrefillInstance&, bool) {
   return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<E4m3, PrefillE4m3Sizes128>, false>);
+}
+const void* prefill_kernel_narrow(const PrefillInstance& instance, bool all_scores) {
+  using Wide = PrefillShape<Fp16, PrefillNarrowSizes<PrefillSizes256>>;
+  using Shape = PrefillShape<Fp16, PrefillNarrowSizes<PrefillSizes128>>;
+  if (instance.head_dim == 256) return reinterpret_cast<const void*>(&prefill_kernel<Wide, false>);
+  return all_scores ? reinterpret_cast<const void*>(&prefill_kernel<Shape, true>)
+                    : reinterpret_cast<const void*>(&prefill_kernel<Shape, false>);
 }
 const void* prefill_kernel_fp16(const PrefillInstance&, bool) { fail("no instance of fp16"); }
 

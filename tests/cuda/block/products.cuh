@@ -222,6 +222,10 @@ PD_DEVICE void load_piece(uint32_t target, uint32_t& x, uint32_t& y, uint32_t& z
   memcpy(words, shared_at(target), 16);
   x = words[0], y = words[1], z = words[2], w = words[3];
 }
+PD_DEVICE void load_or_zero(const void* global, bool valid, uint32_t (&words)[4]) {
+  memset(words, 0, 16);
+  if (valid) memcpy(words, global, 16);
+}
 
 // ---- Products ----
 
