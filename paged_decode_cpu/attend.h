@@ -546,23 +546,30 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
   }
 }
 
-inline void merge_partials(const Problem& p, const Item& item, int64_t num_splits, const float* partials) {
+inline void merge_partials(const Problem& p, const Item& item, int64_t count, float* partials, int64_t stride,
+                           bool to_partial) {
   const Request request = request_of(p, item.batch);
-  const int64_t width = p.head_dim_v, split_stride = partial_floats(item, width);
+  const int64_t width = p.head_dim_v;
   float acc[kMaxHeadDimV];
   for (int64_t h = 0; h < item.heads(); ++h)
     for (int64_t r = 0; r < item.rows(); ++r) {
-      const float* first = partials + (h * item.rows() + r) * (width + 2);
-      const auto state_of = [&](int64_t split) {
-        const float* part = first + split * split_stride;
+      float* first = partials + (h * item.rows() + r) * (width + 2);
+      const auto state_of = [&](int64_t i) {
+        const float* part = first + i * stride;
         return State{part[width], part[width + 1]};
       };
-      const State sum = pd_merge(num_splits, state_of);
+      const State sum = pd_merge(count, state_of);
       memset(acc, 0, width * sizeof(float));
-      for (int64_t s = 0; s < num_splits; ++s) {
-        const float* part = first + s * split_stride;
-        const float factor = pd_rescale(state_of(s).m, sum.m);
+      for (int64_t i = 0; i < count; ++i) {
+        const float* part = first + i * stride;
+        const float factor = pd_rescale(state_of(i).m, sum.m);
         for (int64_t d = 0; d < width; ++d) acc[d] += part[d] * factor;
+      }
+      if (to_partial) {
+        memcpy(first, acc, width * sizeof(float));
+        first[width] = sum.m;
+        first[width + 1] = sum.l;
+        continue;
       }
       const int64_t q_row = item.row_begin + r, kv_head = item.kv_head_begin + h;
       finish_row(p, request, item.batch, q_row / p.group, kv_head * p.group + q_row % p.group, sum.m, sum.l, acc);

@@ -50,8 +50,10 @@ struct Kernel {
   int64_t (*scratch_bytes)(const Problem& problem, const Item& item);
   // Attends the rows of `item` to `keys`. With `partial` the result goes there, else it is final.
   void (*attend)(const Problem& problem, const Item& item, KvRange keys, char* scratch, float* partial);
-  // Merges num_splits partial results that lie one after the other, and writes the final result.
-  void (*merge)(const Problem& problem, const Item& item, int64_t num_splits, const float* partials);
+  // Merges `count` partial results that lie `stride` floats apart: into the first, or, where that is not to be a
+  // partial result again, into the final one.
+  void (*merge)(const Problem& problem, const Item& item, int64_t count, float* partials, int64_t stride,
+                bool to_partial);
   // Writes the keys and values of one new token.
   void (*write_token)(const Problem& problem, const TokenWrite& write);
 };

@@ -32,17 +32,32 @@ constexpr int64_t kSlotBytes = int64_t(32) << 10;
 // the kv_heads of a request are shared out among the threads, which needs no merge, and a thread gets one task.
 constexpr int64_t kResidentBytes = int64_t(8) << 20;
 
+// What such a task takes beside its keys, in keys of one kv_head: to begin, for each kv_head (its queries are loaded,
+// its result is written), and for partial results: to wait for them, and for each that one thread reads out of the
+// caches of others.
+constexpr int64_t kBeginKeys = 32, kHeadKeys = 16, kMergeKeys = 64, kPartialKeys = 8;
+constexpr int64_t kFewestSmallKeys = 32;  // of a split
+
 constexpr int64_t kSplitAlign = 16;            // keys; splits begin at multiples of it
 constexpr int64_t kMinSplitKeys = 256;         // a shorter split costs more to merge than it saves
 constexpr int64_t kDeterministicSplit = 1024;  // keys
 
-// Tasks from memory: each begins with keys that nothing has fetched, so they are few and read many bytes. The more
-// threads there are, the likelier one of them is late or slow: where reading bounds a call, for its rows are few, tasks
-// are smaller then.
-constexpr int64_t kManyThreads = 8, kFewRows = 16;
-constexpr int64_t kTaskBytes = int64_t(8) << 20, kTaskBytesOfMany = int64_t(1) << 20;
-constexpr int64_t kMaxTasksPerThread = 3, kMaxTasksPerThreadOfMany = 8;
-constexpr int64_t kMaxSplitsPerThread = 4;  // of one item: one thread merges them all
+// Tasks from memory: each begins with keys that nothing has fetched, so they are few and read many bytes.
+constexpr int64_t kTaskBytes = int64_t(8) << 20;
+
+// The more threads there are, the likelier one of them is late or slow. So where reading bounds a call, for its rows
+// are few, tasks get shorter and shorter: each is one of kTaskShares equal shares, for every thread, of what is left,
+// down to kLastTaskBytes. The first ones are long, which costs few beginnings, and the last ones end together.
+constexpr int64_t kManyThreads = 3, kFewRows = 16;
+constexpr int64_t kTaskShares = 2;
+constexpr int64_t kLastTaskBytes = int64_t(512) << 10;
+constexpr int64_t kLastTaskKeys = 64;
+
+// Partial results of an item are merged in groups of this many, and those in groups again: who comes last has little
+// left to do.
+constexpr int64_t kMergeGroup = 8;
+constexpr int64_t kMaxTasksPerThread = 3;
+constexpr int64_t kMaxSplitsPerThread = 4;  // of one item
 
 // Items of many rows are made smaller, down to kFewestItemRows, for a thread to get kItemsPerThread of them: with one
 // or two the slowest core holds up the call.
@@ -57,8 +72,9 @@ constexpr int64_t kRowKeys = 16;
 // An item of rows with the way its keys are split.
 struct Work {
   Item item;
-  int64_t num_splits;
-  int64_t partial_offset;  // floats
+  int64_t first_split, num_splits;  // in Plan::splits
+  int64_t partial_offset;           // floats
+  int64_t first_group;              // of the groups of all works in which partials are merged
 };
 
 struct Task {
@@ -68,9 +84,11 @@ struct Task {
 
 struct Plan {
   std::vector<Work> works;
+  std::vector<KvRange> splits;
   std::vector<Task> tasks;
   int64_t threads = 1;
   int64_t partial_floats = 0;
+  int64_t merge_groups = 0;
   int64_t scratch_bytes = 0;
 };
 
@@ -132,9 +150,44 @@ int64_t useful_threads(const Problem& p, int64_t threads) {
   return pd_max(1, pd_min(threads, work / kThreadWork));
 }
 
+// How a call is cut whose keys the caches may hold: into items of `heads` kv_heads, in splits or whole.
+struct SmallCut {
+  int64_t heads;
+  bool split;
+  int64_t all_keys;
+};
+
+// The splits of an item with `keys` of the `all` keys of a call, where it is one of `items` of its request: the threads
+// that are its share.
+int64_t small_splits(int64_t keys, int64_t all, int64_t items, int64_t threads) {
+  return pd_max(1, pd_min(keys / kFewestSmallKeys, threads * keys / (pd_max(all, 1) * items)));
+}
+
+// The cut whose longest task, times how many of them a thread may get, is the shortest. Of equal ones that with the
+// most heads, which reads longer pieces.
+SmallCut cut_small(const Problem& p, int64_t threads) {
+  int64_t all = 0, shortest = std::numeric_limits<int64_t>::max();
+  for (int64_t b = 0; b < p.batch; ++b) all += request_of(p, b).kv_len;
+  SmallCut best = {p.kv_heads, false, all};
+  for (int64_t heads = p.kv_heads; heads > 0; --heads)
+    for (const bool split : {false, true}) {
+      int64_t tasks = 0, longest = 0;
+      const int64_t items = pd_ceil_div(p.kv_heads, heads);
+      for (int64_t b = 0; b < p.batch; ++b) {
+        const int64_t keys = request_of(p, b).kv_len, splits = split ? small_splits(keys, all, items, threads) : 1;
+        tasks += items * splits;
+        const int64_t merge = splits > 1 ? kMergeKeys + kPartialKeys * heads * splits : 0;
+        longest = pd_max(longest, kBeginKeys + heads * (pd_ceil_div(keys, splits) + kHeadKeys) + merge);
+      }
+      if (longest * pd_ceil_div(tasks, threads) >= shortest) continue;
+      shortest = longest * pd_ceil_div(tasks, threads);
+      best = {heads, split, all};
+    }
+  return best;
+}
+
 // kv_heads that share a walk: all of them, unless their keys cannot be cut into a task for every thread.
-int64_t most_heads(const Problem& p, int64_t threads, bool small) {
-  if (small) return pd_ceil_div(p.batch * p.kv_heads, threads);
+int64_t most_heads(const Problem& p, int64_t threads) {
   if (p.deterministic || threads == 1) return p.kv_heads;
   int64_t splits = 0;
   for (int64_t b = 0; b < p.batch && splits < threads; ++b)
@@ -142,13 +195,46 @@ int64_t most_heads(const Problem& p, int64_t threads, bool small) {
   return pd_max(1, p.kv_heads / pd_ceil_div(threads, pd_max(1, splits)));
 }
 
-int64_t choose_splits(const Problem& p, const Item& item, int64_t task_cost, int64_t threads) {
+int64_t choose_splits(const Problem& p, const Item& item, const SmallCut& cut, int64_t task_cost, int64_t threads) {
   const int64_t keys = item.keys.end - item.keys.begin;
   // Splits beyond one per kSplitAlign keys would be empty.
   if (p.num_splits > 0) return pd_max(1, pd_min(p.num_splits, pd_ceil_div(keys, kSplitAlign)));
   if (p.deterministic) return pd_max(1, pd_ceil_div(keys, kDeterministicSplit));
+  if (item.small && item.rows() * p.kv_heads <= kSharedRows)
+    return cut.split ? small_splits(keys, cut.all_keys, pd_ceil_div(p.kv_heads, cut.heads), threads) : 1;
   const int64_t most = pd_min(keys / kMinSplitKeys, kMaxSplitsPerThread * threads);
   return pd_max(1, pd_min(pd_ceil_div(cost_of(item), pd_max(task_cost, 1)), most));
+}
+
+// Equal shares.
+void split_evenly(const Item& item, int64_t num_splits, std::vector<KvRange>& splits) {
+  for (int64_t split = 0; split < num_splits; ++split)
+    splits.push_back(num_splits == 1 ? item.keys : split_keys(item.keys, split, num_splits, kSplitAlign));
+}
+
+// Shares of the work that is `left` of the call, this item included; the shortest has `fewest` keys or is the item's
+// end.
+void split_falling(const Item& item, int64_t fewest, int64_t threads, int64_t left, std::vector<KvRange>& splits) {
+  const int64_t cost_per_key = item.rows() * item.heads();
+  for (int64_t begin = item.keys.begin, end; begin < item.keys.end; begin = end) {
+    const int64_t keys = pd_max(fewest, left / (kTaskShares * threads) / cost_per_key);
+    end = pd_ceil_div(begin + keys, kSplitAlign) * kSplitAlign;
+    if (end + fewest / 2 > item.keys.end) end = item.keys.end;
+    splits.push_back({begin, end});
+    left -= (end - begin) * cost_per_key;
+  }
+}
+
+// Keys of the shortest share, where `task_cost` is a thread's share of the call.
+int64_t fewest_keys(const Problem& p, const Item& item, int64_t task_cost) {
+  const int64_t key_bytes = item.heads() * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
+  return pd_max(kLastTaskKeys, pd_min(kLastTaskBytes / key_bytes, task_cost / (item.rows() * item.heads())));
+}
+
+int64_t groups_of_merge(int64_t num_splits) {
+  int64_t groups = 0;
+  while (num_splits > 1) groups += num_splits = pd_ceil_div(num_splits, kMergeGroup);
+  return groups;
 }
 
 // With `threads` threads at most.
@@ -157,24 +243,37 @@ Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
   plan.threads = threads = useful_threads(p, threads);
   const int64_t bytes = cached_bytes(p);
   const bool small = !p.deterministic && bytes < kResidentBytes;
-  const int64_t max_heads = most_heads(p, threads, small);
+  const SmallCut cut = small ? cut_small(p, threads) : SmallCut{};
+  const int64_t max_heads = small ? cut.heads : most_heads(p, threads);
   const ItemRows most = rows_of_items(p, kernel.products(p), threads);
   for (int64_t b = 0; b < p.batch; ++b) add_items(p, most, b, max_heads, small, plan.works);
-  int64_t total = 0;
-  for (const Work& work : plan.works) total += cost_of(work.item);
+  int64_t left = 0;
+  for (const Work& work : plan.works) left += cost_of(work.item);
   const auto few_rows = [](const Work& work) { return work.item.rows() <= kFewRows; };
-  const bool many = threads >= kManyThreads && std::all_of(plan.works.begin(), plan.works.end(), few_rows);
-  const int64_t tasks_per_thread = pd_max(1, pd_min(many ? kMaxTasksPerThreadOfMany : kMaxTasksPerThread,
-                                                    bytes / (threads * (many ? kTaskBytesOfMany : kTaskBytes))));
-  const int64_t task_cost = threads > 1 ? pd_ceil_div(total, threads * tasks_per_thread) : total;
+  const bool falling = threads >= kManyThreads && !small && !p.deterministic && p.num_splits == 0 &&
+                       std::all_of(plan.works.begin(), plan.works.end(), few_rows);
+  const int64_t tasks_per_thread = falling ? 1 : pd_max(1, pd_min(kMaxTasksPerThread, bytes / (threads * kTaskBytes)));
+  const int64_t task_cost = threads > 1 ? pd_ceil_div(left, threads * tasks_per_thread) : left;
   for (size_t w = 0; w < plan.works.size(); ++w) {
     Work& work = plan.works[w];
-    work.num_splits = choose_splits(p, work.item, task_cost, threads);
+    work.first_split = static_cast<int64_t>(plan.splits.size());
+    if (falling && work.item.keys.begin < work.item.keys.end) {
+      split_falling(work.item, fewest_keys(p, work.item, task_cost), threads, left, plan.splits);
+    } else {
+      split_evenly(work.item, choose_splits(p, work.item, cut, task_cost, threads), plan.splits);
+    }
+    left -= cost_of(work.item);
+    work.num_splits = static_cast<int64_t>(plan.splits.size()) - work.first_split;
     work.partial_offset = plan.partial_floats;
+    work.first_group = plan.merge_groups;
+    plan.merge_groups += groups_of_merge(work.num_splits);
     if (work.num_splits > 1) plan.partial_floats += work.num_splits * partial_floats(work.item, p.head_dim_v);
     plan.scratch_bytes = pd_max(plan.scratch_bytes, kernel.scratch_bytes(p, work.item));
-    for (int64_t split = 0; split < work.num_splits; ++split)
-      plan.tasks.push_back({static_cast<int64_t>(w), split, cost_of(work.item) / work.num_splits});
+    for (int64_t split = 0; split < work.num_splits; ++split) {
+      const KvRange keys = plan.splits[work.first_split + split];
+      plan.tasks.push_back(
+          {static_cast<int64_t>(w), split, (keys.end - keys.begin) * work.item.rows() * work.item.heads()});
+    }
   }
   // Longest first, so that no thread starts a long task when the others are done.
   const auto longer = [](const Task& a, const Task& b) { return a.cost > b.cost; };
@@ -208,26 +307,53 @@ char* thread_scratch(int64_t bytes) {
   return memory.get();
 }
 
+// The partials of one item. Groups of them are merged as soon as all of a group are there, by whoever brings the last
+// one, and their results again in groups. All merges are in the order of the splits, so the result does not depend on
+// who does them.
+struct Merge {
+  const Problem& p;
+  const Kernel& kernel;
+  const Work& work;
+  float* partials;
+  std::atomic<int64_t>* arrived;  // of each group; those of the first level come first
+
+  void add(int64_t split) const {
+    const int64_t floats = partial_floats(work.item, p.head_dim_v);
+    std::atomic<int64_t>* groups = arrived;
+    for (int64_t n = work.num_splits, index = split, stride = floats; n > 1; stride *= kMergeGroup) {
+      const int64_t group = index / kMergeGroup, count = pd_min(kMergeGroup, n - group * kMergeGroup);
+      if (++groups[group] < count) return;
+      float* first = partials + group * kMergeGroup * stride;
+      const bool last = n <= kMergeGroup;
+      if (last || count > 1) kernel.merge(p, work.item, count, first, stride, !last);
+      index = group;
+      n = pd_ceil_div(n, kMergeGroup);
+      groups += n;
+    }
+  }
+};
+
 void run_plan(const Problem& p, const Kernel& kernel, const Plan& plan) {
   const std::unique_ptr<float[]> partials(new float[plan.partial_floats]);
-  const std::unique_ptr<std::atomic<int64_t>[]> left(new std::atomic<int64_t>[plan.works.size()]);
-  for (size_t w = 0; w < plan.works.size(); ++w) left[w] = plan.works[w].num_splits;
+  const std::unique_ptr<std::atomic<int64_t>[]> arrived(new std::atomic<int64_t>[plan.merge_groups]());
+  const std::unique_ptr<std::atomic<bool>[]> taken(new std::atomic<bool>[plan.tasks.size()]());
   std::atomic<size_t> next_task{0};
   const int64_t workers = pd_min(plan.threads, static_cast<int64_t>(plan.tasks.size()));
-  torch::stable::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
+  torch::stable::parallel_for(0, workers, 1, [&](int64_t worker, int64_t) {
     char* scratch = thread_scratch(plan.scratch_bytes);
-    for (size_t i; (i = next_task++) < plan.tasks.size();) {
+    // Its own task first: a short call that comes again finds its keys in the cache of this core.
+    for (size_t i = worker; i < plan.tasks.size(); i = next_task++) {
+      if (taken[i].exchange(true)) continue;
       const Task& task = plan.tasks[i];
       const Work& work = plan.works[task.work];
+      const KvRange keys = plan.splits[work.first_split + task.split];
       if (work.num_splits == 1) {
-        kernel.attend(p, work.item, work.item.keys, scratch, nullptr);
+        kernel.attend(p, work.item, keys, scratch, nullptr);
         continue;
       }
       float* first = partials.get() + work.partial_offset;
-      kernel.attend(p, work.item, split_keys(work.item.keys, task.split, work.num_splits, kSplitAlign), scratch,
-                    first + task.split * partial_floats(work.item, p.head_dim_v));
-      // Whoever finishes the last split merges them, in their order: the result does not depend on it.
-      if (--left[task.work] == 0) kernel.merge(p, work.item, work.num_splits, first);
+      kernel.attend(p, work.item, keys, scratch, first + task.split * partial_floats(work.item, p.head_dim_v));
+      Merge{p, kernel, work, first, arrived.get() + work.first_group}.add(task.split);
     }
   });
 }

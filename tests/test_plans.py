@@ -76,26 +76,66 @@ def test_cpu_covers_every_key_once(native):
 
 @pytest.mark.parametrize("threads", [1, 2, 8, 96])
 def test_cpu_keeps_all_threads_busy(native, threads):
-    """One long request is cut for all threads, in equal shares; with as many requests as threads nothing is."""
-    one = native.cpu.plan({"cache_seqlens": [131072], "page_size": 131072, "kv_heads": 8, "head_dim": 128}, threads)
+    """One long request is cut for all threads; with as many requests as threads nothing is."""
+    call = {"cache_seqlens": [131072], "page_size": 131072, "kv_heads": 8, "head_dim": 128}
+    one = native.cpu.plan(call, threads)
     assert len(one["tasks"]) >= threads
-    # The kv_heads of small requests are shared out first; of each item there are a few tasks per thread at most.
-    assert len(one["tasks"]) <= threads * native.cpu.max_tasks_per_thread + len(one["works"])
-    for work in one["works"]:
-        lengths = [end - begin for begin, end in work["splits"]]
+    lengths = [end - begin for begin, end in one["works"][0]["splits"]]
+    if threads < native.cpu.many_threads:
         assert max(lengths) - min(lengths) <= native.cpu.split_align * len(lengths)
-    many = {"batch": 64 * threads, "cache_seqlens": [2048] * 64 * threads, "page_size": 2048, "kv_heads": 8}
-    assert native.cpu.plan(many, threads)["partial_floats"] == 0
+        many = {"batch": 64 * threads, "cache_seqlens": [2048] * 64 * threads, "page_size": 2048, "kv_heads": 8}
+        assert native.cpu.plan(many, threads)["partial_floats"] == 0
+
+
+@pytest.mark.parametrize("threads", [8, 16, 32, 96])
+@pytest.mark.parametrize("batch, keys", [(1, 131072), (8, 4096), (3, 20000), (200, 512)])
+def test_cpu_tasks_of_many_threads_end_together(native, threads, batch, keys):
+    """Each task is at most a small share, for every thread, of what is left, so that no thread is alone at the end, and
+    none is so short that its beginning costs more than it evens out."""
+    call = {"batch": batch, "cache_seqlens": [keys] * batch, "page_size": keys, "group": 4, "kv_heads": 8}
+    plan = native.cpu.plan(call | {"head_dim": 128}, threads)
+    left = batch * keys
+    fewest = max(native.cpu.last_task_keys, min(native.cpu.last_task_bytes // (8 * 256 * 2), left // threads))
+    lengths = [end - begin for work in plan["works"] for begin, end in work["splits"]]
+    for length in lengths:
+        assert length <= max(left / (native.cpu.task_shares * threads), fewest) * 1.5 + native.cpu.split_align
+        left -= length
+    assert left == 0 and min(lengths) >= fewest // 2 and lengths[-1] <= 2 * fewest + native.cpu.split_align
 
 
 def test_cpu_cuts_heads_where_keys_are_few(native):
     """Every thread that pays gets a task, also where the keys alone are too few to be cut for all."""
-    for keys, batch, threads in itertools.product((700, 1024, 2048, 4096, 16384), (1, 2, 5), (2, 4, 8, 16, 32)):
+    for keys, batch, threads in itertools.product((2048, 4096, 16384), (1, 2, 5), (2, 4, 8, 16, 32)):
         call = {"batch": batch, "cache_seqlens": [keys] * batch, "page_size": 16384, "group": 4, "kv_heads": 8}
         plan = native.cpu.plan(call | {"head_dim": 128}, threads)
-        assert len(plan["tasks"]) >= min(plan["threads"], 8 * batch * (keys // 256))
+        assert len(plan["tasks"]) >= min(plan["threads"], 8 * batch * (keys // 256)) * 3 // 4
         if batch * keys >= 16384:
             assert all(work["heads"] == (0, 8) for work in plan["works"]), "the keys can be cut for all"
+
+
+@pytest.mark.parametrize("kv_heads, batch, keys", [(8, 1, 512), (8, 1, 300), (2, 1, 900), (1, 3, 700), (5, 2, 333)])
+def test_cpu_short_calls_gain_from_every_thread(native, kv_heads, batch, keys):
+    """The longest task of a thread, with what stands beside its keys, never grows with the number of threads, and it is
+    near an equal share, or near what splits cost."""
+    call = {"batch": batch, "cache_seqlens": [keys] * batch, "page_size": keys, "group": 4, "kv_heads": kv_heads}
+    before = math.inf
+    for threads in range(1, 33):
+        plan = native.cpu.plan(call | {"head_dim": 128}, threads)
+        if plan["threads"] < threads:
+            break
+        costs = []
+        for work in plan["works"]:
+            heads, splits = work["heads"][1] - work["heads"][0], work["splits"]
+            beside = native.cpu.begin_keys + heads * native.cpu.head_keys
+            if len(splits) > 1:
+                beside += native.cpu.merge_keys + native.cpu.partial_keys * heads * len(splits)
+            costs += [heads * (end - begin) + beside for begin, end in splits]
+        longest = max(costs) * math.ceil(len(costs) / threads)
+        aligned = native.cpu.split_align * kv_heads
+        assert longest <= before + aligned
+        share = batch * keys * kv_heads / threads
+        assert longest <= 2 * (share + native.cpu.merge_keys + kv_heads * native.cpu.head_keys) + aligned
+        before = min(before, longest)
 
 
 def test_cpu_short_calls_take_few_threads(native):

@@ -383,8 +383,8 @@ FAULTS = [
         "the last split not merged",
         "cpu",
         ATTEND,
-        "      for (int64_t s = 0; s < num_splits; ++s) {",
-        "      for (int64_t s = 0; s < num_splits - 1; ++s) {",
+        "      for (int64_t i = 0; i < count; ++i) {",
+        "      for (int64_t i = 0; i < count - 1; ++i) {",
         "test_splits.py -k any_number",
     ),
     Fault(

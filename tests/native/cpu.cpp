@@ -26,7 +26,14 @@ using namespace paged_attn;
 
 void bind_cpu(py::module_& m) {
   m.attr("split_align") = kSplitAlign;
-  m.attr("max_tasks_per_thread") = kMaxTasksPerThreadOfMany;
+  m.attr("many_threads") = kManyThreads;
+  m.attr("task_shares") = kTaskShares;
+  m.attr("begin_keys") = kBeginKeys;
+  m.attr("head_keys") = kHeadKeys;
+  m.attr("merge_keys") = kMergeKeys;
+  m.attr("partial_keys") = kPartialKeys;
+  m.attr("last_task_keys") = kLastTaskKeys;
+  m.attr("last_task_bytes") = kLastTaskBytes;
   m.attr("min_split_keys") = kMinSplitKeys;
   m.def("plan", [](const py::dict& d, int64_t threads) {
     Made made;
@@ -35,11 +42,8 @@ void bind_cpu(py::module_& m) {
     py::list works;
     for (const Work& work : plan.works) {
       py::list splits;
-      for (int64_t s = 0; s < work.num_splits; ++s) {
-        const KvRange keys =
-            work.num_splits == 1 ? work.item.keys : split_keys(work.item.keys, s, work.num_splits, kSplitAlign);
-        splits.append(py::make_tuple(keys.begin, keys.end));
-      }
+      for (int64_t s = work.first_split; s < work.first_split + work.num_splits; ++s)
+        splits.append(py::make_tuple(plan.splits[s].begin, plan.splits[s].end));
       py::dict w;
       w["batch"] = work.item.batch;
       w["heads"] = py::make_tuple(work.item.kv_head_begin, work.item.kv_head_end);
