@@ -233,4 +233,4 @@ def test_errors(paged_attn, device, name):
         "out": right["out"][:, :5], "memory_of_ranks": right["memory_of_ranks"] * 9, "rank": 2, "row_pairs": 16,
     }  # fmt: skip
     with pytest.raises(RuntimeError, match=rf"^{name}: expected .*, got "):
-        paged_attn._ops.ops.merge_with_peers(**(right | {name: wrong[name]}))
+        paged_attn._ops.ops.merge_with_peers(**(right | {"lse": None, name: wrong[name]}))
