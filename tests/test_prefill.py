@@ -166,7 +166,7 @@ EIGHT_BIT = {
     "parts_alibi": {"num_splits": 2, "alibi": "batch", "descale": "full"},
     "deterministic": {"deterministic": True},
     "group_5": {"q_heads": 20},
-    "group_16": {"q_heads": 64, "q_len": 3},
+    "group_16": {"q_heads": 64, "q_len": 5},
     "dim_16": {"head_dim": 16},
     "dim_64": {"head_dim": 64},
     "dim_80": {"head_dim": 80},

@@ -13,6 +13,7 @@ constexpr int64_t kPartKeys = 512;  // fewer are not worth a part
 constexpr int64_t kMostParts = 32;  // that are chosen
 constexpr int64_t kPartTiles = 4;   // times the multiprocessors: tiles of rows whose parts there is memory for
 constexpr int64_t kMostE4m3Dims = 128;
+constexpr int64_t kFewWidenedRows = 64;  // take less time in the decode kernel than widening a cache takes
 
 // Keys that a tile of rows may see.
 int64_t most_keys(const Problem& p, int rows) {
@@ -35,12 +36,15 @@ bool in_8_bits(const Problem& p) {
          pd_max(p.head_dim, p.head_dim_v) <= kMostE4m3Dims;
 }
 
+// Keys and values are widened to float16 in shared memory.
+bool widens(const Problem& p) { return dtype_bytes(p.cache.dtype) == 1 && !in_8_bits(p); }
+
 // An 8-bit cache has instances of its own: one for products of 8 bits, one that widens it. Tall tiles of rows are
 // faster where every multiprocessor has one that is more than half full; where results must not depend on the other
 // requests, neither may the tiles.
 PrefillInstance instance_for(const Problem& p, int processors) {
   if (in_8_bits(p)) return find_prefill_e4m3_instance(p.head_dim, p.head_dim_v);
-  if (dtype_bytes(p.cache.dtype) == 1) return find_prefill_narrow_instance(p.head_dim, p.head_dim_v);
+  if (widens(p)) return find_prefill_narrow_instance(p.head_dim, p.head_dim_v);
   const int rows = TallPrefillSizes64::kRows;
   const bool many = 2 * p.max_q_len * p.group > rows && most_tiles(p, rows) >= processors;
   return find_prefill_instance(p.head_dim, p.head_dim_v, !all_scores(p) && (many || p.deterministic));
@@ -64,6 +68,9 @@ const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
   const char* const reason = decode_why_not(p, limits);
   if (*reason != '\0') return reason;
   if (dtype_bytes(p.cache.dtype) == 2 && p.q_dtype != p.cache.dtype) return "q and the cache differ in dtype";
+  const bool regardless = p.deterministic && p.cu_seqlens_q;  // of the other requests, as in has_few_rows()
+  if (widens(p) && !regardless && longest_query(p) * p.group <= kFewWidenedRows)
+    return "an 8-bit cache and no more rows than the decode kernel is faster for";
   const int rows = instance_for(p, limits.processors).rows;
   const int64_t tiles = most_tiles(p, rows);
   if (tiles > INT32_MAX / 2) return "there are more tiles of rows than 32 bits count";
@@ -80,7 +87,7 @@ PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   PrefillPlan plan = {};
   plan.instance = instance_for(p, limits.processors);
   plan.all_scores = all_scores(p);
-  plan.widens = dtype_bytes(c.dtype) == 1 && !in_8_bits(p);
+  plan.widens = widens(p);
   const int64_t tiles = most_tiles(p, plan.instance.rows);
   plan.items = tiles / p.kv_heads;
   plan.parts = parts_of(p, tiles, plan.instance.rows, limits.processors);
