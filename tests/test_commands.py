@@ -33,6 +33,7 @@ RUN = {
         "benchmarks/generate_caches.py --lengths 64 --new-tokens 2"
     ),
 }
+COMPARE_TRANSFORMERS = "python benchmarks/compare_transformers.py"
 # What runs it instead, or what it needs.
 ELSEWHERE = {
     "make": "builds; every test needs it",
@@ -71,14 +72,10 @@ ELSEWHERE = {
     "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_cuda_mla.py": "a GPU",
     "python benchmarks/compare_float32.py --rounds 3": "a GPU",
     "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_prefill.py": "a GPU",
-    "python benchmarks/compare_transformers.py": "a GPU",
-    "python benchmarks/compare_transformers.py --contexts 4096 --samples 10 100 --new-tokens 20 --graphs yes": "a GPU",
-    "python benchmarks/compare_transformers.py --contexts 4096 --samples 500 --new-tokens 20 --graphs yes --cache-gb 90": (
-        "a GPU"
-    ),
-    "python benchmarks/compare_transformers.py --contexts 8192 16384 --ways sdpa --sdpa 16384 --no-prompt-attention": (
-        "a GPU"
-    ),
+    COMPARE_TRANSFORMERS: "a GPU",
+    f"{COMPARE_TRANSFORMERS} --contexts 4096 --samples 10 100 --new-tokens 20 --graphs yes": "a GPU",
+    f"{COMPARE_TRANSFORMERS} --contexts 4096 --samples 500 --new-tokens 20 --graphs yes --cache-gb 90": "a GPU",
+    f"{COMPARE_TRANSFORMERS} --contexts 8192 16384 --ways sdpa --sdpa 16384 --no-prompt-attention": "a GPU",
     "python benchmarks/engine_steps.py --rounds 1 --step-tokens 8192 16384": "a GPU",
     "METAL_VARIANT=count OMP_NUM_THREADS=1 python benchmarks/count_metal.py": "minutes",
     "LOCAL_KERNELS=org/paged-attn=<variant> PAGED_ATTN_TEST_DEVICE=cuda python -m pytest tests": "a GPU",
