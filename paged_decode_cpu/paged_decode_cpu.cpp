@@ -92,7 +92,8 @@ struct Plan {
   int64_t scratch_bytes = 0;
 };
 
-int64_t cost_of(const Item& b) { return (b.keys.end - b.keys.begin) * b.rows() * b.heads(); }
+int64_t cost_of(const Item& item, KvRange keys) { return (keys.end - keys.begin) * item.rows() * item.heads(); }
+int64_t cost_of(const Item& item) { return cost_of(item, item.keys); }
 
 // The most rows of an item, where the kv_heads share a walk and where they do not.
 struct ItemRows {
@@ -215,20 +216,20 @@ void split_evenly(const Item& item, int64_t num_splits, std::vector<KvRange>& sp
 // Shares of the work that is `left` of the call, this item included; the shortest has `fewest` keys or is the item's
 // end.
 void split_falling(const Item& item, int64_t fewest, int64_t threads, int64_t left, std::vector<KvRange>& splits) {
-  const int64_t cost_per_key = item.rows() * item.heads();
+  const int64_t cost_per_key = cost_of(item, {0, 1});
   for (int64_t begin = item.keys.begin, end; begin < item.keys.end; begin = end) {
     const int64_t keys = pd_max(fewest, left / (kTaskShares * threads) / cost_per_key);
     end = pd_ceil_div(begin + keys, kSplitAlign) * kSplitAlign;
     if (end + fewest / 2 > item.keys.end) end = item.keys.end;
     splits.push_back({begin, end});
-    left -= (end - begin) * cost_per_key;
+    left -= cost_of(item, {begin, end});
   }
 }
 
 // Keys of the shortest share, where `task_cost` is a thread's share of the call.
 int64_t fewest_keys(const Problem& p, const Item& item, int64_t task_cost) {
   const int64_t key_bytes = item.heads() * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
-  return pd_max(kLastTaskKeys, pd_min(kLastTaskBytes / key_bytes, task_cost / (item.rows() * item.heads())));
+  return pd_max(kLastTaskKeys, pd_min(kLastTaskBytes / key_bytes, task_cost / cost_of(item, {0, 1})));
 }
 
 int64_t groups_of_merge(int64_t num_splits) {
@@ -269,11 +270,8 @@ Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
     plan.merge_groups += groups_of_merge(work.num_splits);
     if (work.num_splits > 1) plan.partial_floats += work.num_splits * partial_floats(work.item, p.head_dim_v);
     plan.scratch_bytes = pd_max(plan.scratch_bytes, kernel.scratch_bytes(p, work.item));
-    for (int64_t split = 0; split < work.num_splits; ++split) {
-      const KvRange keys = plan.splits[work.first_split + split];
-      plan.tasks.push_back(
-          {static_cast<int64_t>(w), split, (keys.end - keys.begin) * work.item.rows() * work.item.heads()});
-    }
+    for (int64_t split = 0; split < work.num_splits; ++split)
+      plan.tasks.push_back({static_cast<int64_t>(w), split, cost_of(work.item, plan.splits[work.first_split + split])});
   }
   // Longest first, so that no thread starts a long task when the others are done.
   const auto longer = [](const Task& a, const Task& b) { return a.cost > b.cost; };

@@ -35,13 +35,6 @@ extern "C" __device__ __attribute__((noreturn)) void __assertfail(const char* me
 
 namespace paged_attn {
 
-// Of this launch, though the replays of a graph share it. Multiplied, so that no memory is likely to hold it.
-PD_DEVICE unsigned long long launch_number() {
-  unsigned long long number;
-  asm volatile("mov.u64 %0, %%gridid;" : "=l"(number));
-  return (number + 1) * 0x9e3779b97f4a7c15ull;
-}
-
 PD_DEVICE void store_word(TaggedWord* word, float x, float y, unsigned long long number) {
   const unsigned long long payload = static_cast<unsigned long long>(__float_as_uint(y)) << 32 | __float_as_uint(x);
   asm volatile("{ .reg .b128 w; mov.b128 w, {%0, %1}; st.relaxed.gpu.global.b128 [%2], w; }" ::"l"(payload),

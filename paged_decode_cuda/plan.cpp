@@ -9,7 +9,6 @@ namespace paged_attn {
 namespace {
 
 constexpr int kMaxSplits = 256;
-constexpr int64_t kFewRows = 16;  // of a request and kv_head: what a tile of the decode kernel holds
 
 // Places of keys count pieces of 16 bytes in 32 bits.
 bool fits_32_bits(const Problem& p) {
@@ -30,8 +29,8 @@ int64_t longest_query(const Problem& p) {
   return says_nothing ? pd_ceil_div(p.total_q, p.batch) : said;
 }
 
-bool has_few_rows(const Problem& p) {
-  return !(p.deterministic && p.cu_seqlens_q) && longest_query(p) * p.group <= kFewRows;
+bool has_few_rows(const Problem& p, int64_t most) {
+  return !(p.deterministic && p.cu_seqlens_q) && longest_query(p) * p.group <= most;
 }
 
 void plan_tables(const Problem& p, int tile_shift, Plan& plan) {

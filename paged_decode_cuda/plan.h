@@ -87,9 +87,11 @@ int64_t packed_tiles(const Problem& p, int row_shift);
 // Tokens of the longest request, as far as the host can tell.
 int64_t longest_query(const Problem& p);
 
-// Whether no request has more rows than a tile of the decode kernel, as far as the host can tell. Never where a result
-// must not depend on the other requests: then neither may the kernel, and a request may have many rows or few.
-bool has_few_rows(const Problem& p);
+constexpr int64_t kFewRows = 16;  // of a request and kv_head: what a tile of the decode kernel holds
+
+// Whether no request has more than `most` rows, as far as the host can tell. Never where a result must not depend on
+// the other requests: then neither may the kernel, and a request may have many rows or few.
+bool has_few_rows(const Problem& p, int64_t most = kFewRows);
 
 // Cuts that do not depend on the batch: num_splits of them, or one for every `split_keys` keys, `limit` at most.
 void plan_fixed_splits(const Problem& p, int split_keys, int64_t limit, Plan& plan);

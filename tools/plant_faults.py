@@ -220,8 +220,8 @@ FAULTS = [
         "prefill: one row more for the decode kernel",
         "native",
         LONG_QUERIES,
-        "longest_query(p) * p.group <= kFewRows",
-        "longest_query(p) * p.group <= kFewRows + p.group",
+        "longest_query(p) * p.group <= most",
+        "longest_query(p) * p.group <= most + p.group",
         PREFILL_PLANS,
     ),
     Fault(

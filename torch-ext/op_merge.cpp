@@ -6,6 +6,20 @@
 #include "spec/ranges.h"
 
 namespace paged_attn {
+namespace {
+
+// Where the union goes: of MergeProblem and PeerMergeProblem.
+template <typename AnyProblem>
+void set_union(AnyProblem& p, const Tensor& out, const Tensor* lse) {
+  p.out = address<void>(out);
+  p.out_stride_token = out.stride(0);
+  p.out_stride_head = out.stride(1);
+  if (!lse) return;
+  p.merged_lse = given<float>(*lse);
+  p.merged_lse_stride_token = lse->stride(0);
+}
+
+}  // namespace
 
 void merge_parts(const MergeArguments& a) {
   const OnDeviceOf guard(*a.parts);
@@ -18,8 +32,7 @@ void merge_parts(const MergeArguments& a) {
   MergeProblem p = {};
   p.parts = address<const void>(*a.parts);
   p.lse = address<const float>(*a.part_lse);
-  p.out = address<void>(*a.out);
-  if (a.lse) p.merged_lse = given<float>(*a.lse);
+  set_union(p, *a.out, a.lse);
   p.dtype = dtype_of(like.dtype);
   p.num_parts = num_parts.size;
   p.tokens = tokens.size;
@@ -31,9 +44,6 @@ void merge_parts(const MergeArguments& a) {
   p.lse_stride = a.part_lse->stride(0);
   p.lse_stride_token = a.part_lse->stride(1);
   p.lse_stride_head = a.part_lse->stride(2);
-  p.out_stride_token = a.out->stride(0);
-  p.out_stride_head = a.out->stride(1);
-  p.merged_lse_stride_token = a.lse ? a.lse->stride(0) : 0;
   if (p.tokens > 0 && p.heads > 0) run_merge(p);
 }
 
@@ -63,8 +73,7 @@ void merge_with_peers(const PeerMergeArguments& a) {
   PeerMergeProblem p = {};
   p.part = address<const void>(*a.part);
   p.lse = address<const float>(*a.part_lse);
-  p.out = address<void>(*a.out);
-  if (a.lse) p.merged_lse = given<float>(*a.lse);
+  set_union(p, *a.out, a.lse);
   for (int64_t r = 0; r < ranks; ++r) p.memory_of_ranks[r] = reinterpret_cast<void*>(a.memory_of_ranks[r]);
   p.calls = address<uint32_t>(*a.calls);
   p.dtype = dtype_of(like.dtype);
@@ -80,9 +89,6 @@ void merge_with_peers(const PeerMergeArguments& a) {
   p.part_stride_head = a.part->stride(1);
   p.lse_stride_token = a.part_lse->stride(0);
   p.lse_stride_head = a.part_lse->stride(1);
-  p.out_stride_token = a.out->stride(0);
-  p.out_stride_head = a.out->stride(1);
-  p.merged_lse_stride_token = a.lse ? a.lse->stride(0) : 0;
   if (p.tokens > 0 && p.heads > 0) run_merge_with_peers(p);
 }
 #endif

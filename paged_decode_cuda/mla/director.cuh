@@ -1,4 +1,5 @@
-// What the producer warps of both kernels do alike: one finds out what is to be done, three know where keys lie.
+// What the warps of both kernels do alike: one finds out what is to be done, three know where keys lie and bring them,
+// the others multiply.
 #pragma once
 
 #include "../prefill/places.cuh"
@@ -113,6 +114,82 @@ PD_DEVICE void direct_mla(const Problem& p, const MlaCall& call, Control& contro
     slot.advance();
   }
   if (lane == 0 && says && call.by_cluster) call.records[blockIdx.x] = cut;
+}
+
+// Tile after tile of the work that the director finds.
+template <bool kBoxes, typename Loader, typename Control>
+PD_DEVICE void load_tiles(Loader& loader, const Problem& p, const MlaCall& call, Control& control, uint32_t shared) {
+  using Sizes = typename Loader::Sizes;
+  Ring<2> slot;
+  while (true) {
+    barrier_wait(shared_address(&control.work_full[slot.stage]), slot.phase);
+    const MlaWork& work = control.work[slot.stage];
+    if (!work.exists) break;
+    KeyPlaces places;
+    places.start(p, work.item);
+    const int head = work.head, tile_end = work.tile_end;
+    int tile = work.tile;
+    __syncwarp();
+    if (loader.lane == 0) barrier_arrive(shared_address(&control.work_empty[slot.stage]));
+    slot.advance();
+
+#pragma unroll 1
+    for (; tile < tile_end; ++tile) {
+      const uint32_t stage = shared + Sizes::kKeysAt + loader.ring.stage * Sizes::kKeyBytes;
+      if constexpr (kBoxes) {
+        loader.copy_boxes(p, call, control, places, stage, tile * Sizes::kKeys, head);
+      } else {
+        loader.gather(p, call, control, places, stage, tile * Sizes::kKeys, head);
+      }
+      loader.ring.advance();
+    }
+  }
+}
+
+// Barriers of the consumers and of the work, which do not depend on how tiles are cut.
+template <typename Control>
+PD_DEVICE void init_work_barriers(Control& control) {
+  for (int i = 0; i < 2; ++i) {
+    barrier_init(shared_address(&control.ready[i]), kWarpgroup);
+    barrier_init(shared_address(&control.work_full[i]), 1);
+    barrier_init(shared_address(&control.work_empty[i]), MlaSizes::kLoaders + MlaSizes::kConsumerWarps);
+  }
+  fence_async_proxy();
+  publish_barriers();
+}
+
+// A block, once one thread has made its barriers. consume(consumer): what the warps of that one do.
+template <typename Sizes, typename Loader, typename Control, typename Consume>
+PD_DEVICE void run_block(const Problem& p, const MlaCall& call, Control& control, uint32_t shared, Consume consume) {
+  if (call.cluster > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  wait_for_predecessor();
+  let_successor_start();
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
+  if (warpgroup == 0) {
+    give_registers<Sizes::kProducerRegisters>();
+    const int warp = threadIdx.x / kWarp;
+    if (warp < Sizes::kLoaders) {
+      Loader loader;
+      loader.start(call, warp);
+      if (call.box_rows > 0) {
+        load_tiles<true>(loader, p, call, control, shared);
+      } else {
+        load_tiles<false>(loader, p, call, control, shared);
+      }
+    } else {
+      direct_mla(p, call, control);
+    }
+  } else {
+    take_registers<Sizes::kConsumerRegisters>();
+    consume(warpgroup - 1);
+  }
+  if (blockIdx.y == 0) clear_unclaimed(p);
+  // A block stays while another may still copy into it or arrive at its barriers.
+  if (call.cluster > 1) cluster_sync();
 }
 
 }  // namespace paged_attn

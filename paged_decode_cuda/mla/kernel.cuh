@@ -144,7 +144,7 @@ struct MlaConsumer {
     }
     if (!work.two_parts) return;  // only the other kernel reads it
     named_barrier_sync(kPart + half, kWarpgroup);
-    if (threadIdx.x % kWarpgroup == 0) publish_word(mla_published(call, part, half), mla_launch());
+    if (threadIdx.x % kWarpgroup == 0) publish_word(mla_published(call, part, half), launch_number());
   }
 
   // Adds the one part that is behind this block's keys to this half of the rows.
@@ -153,8 +153,8 @@ struct MlaConsumer {
     const int64_t part = mla_part(call, static_cast<int>(blockIdx.x) - 1, blockIdx.y, false);
     if (threadIdx.x % kWarpgroup == 0) {
       // The first half of a part has what both need.
-      await_word(mla_published(call, part, 0), mla_launch());
-      if (half == 1) await_word(mla_published(call, part, 1), mla_launch());
+      await_word(mla_published(call, part, 0), launch_number());
+      if (half == 1) await_word(mla_published(call, part, 1), launch_number());
     }
     named_barrier_sync(kPart + half, kWarpgroup);
     if (row_of_item(0) >= work.item.rows) return;
@@ -391,13 +391,7 @@ PD_DEVICE void init_mla_barriers(const MlaCall& call, MlaControl& control) {
       barrier_init(shared_address(&control.edge[i][half]), 1);
     }
   }
-  for (int i = 0; i < 2; ++i) {
-    barrier_init(shared_address(&control.ready[i]), kWarpgroup);
-    barrier_init(shared_address(&control.work_full[i]), 1);
-    barrier_init(shared_address(&control.work_empty[i]), MlaSizes::kLoaders + MlaSizes::kConsumerWarps);
-  }
-  fence_async_proxy();
-  publish_barriers();
+  init_work_barriers(control);
 }
 
 template <typename Shape, bool kFull>
@@ -413,37 +407,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     prefetch_description(call.latents);
     prefetch_description(call.rope);
   }
-  if (call.cluster > 1) {
-    cluster_sync();
-  } else {
-    __syncthreads();
-  }
-  wait_for_predecessor();
-  let_successor_start();
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
-  if (warpgroup == 0) {
-    give_registers<Shape::kProducerRegisters>();
-    const int warp = threadIdx.x / kWarp;
-    if (warp < Shape::kLoaders) {
-      MlaLoader loader;
-      loader.start(call, warp);
-      if (call.box_rows > 0) {
-        loader.run<true>(p, call, control, shared);
-      } else {
-        loader.run<false>(p, call, control, shared);
-      }
-    } else {
-      direct_mla(p, call, control);
-    }
-  } else {
-    take_registers<Shape::kConsumerRegisters>();
+  run_block<Shape, MlaLoader>(p, call, control, shared, [&](int consumer) {
     MlaTiles<Shape, kFull> tiles = {p, call, control};
-    tiles.own.start(warpgroup - 1, shared);
+    tiles.own.start(consumer, shared);
     tiles.run();
-  }
-  if (blockIdx.y == 0) clear_unclaimed(p);
-  // A block stays while another may still copy into it or arrive at its barriers.
-  if (call.cluster > 1) cluster_sync();
+  });
 #endif
 }
 

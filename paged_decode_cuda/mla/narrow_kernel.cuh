@@ -541,7 +541,7 @@ struct NarrowTiles {
     }
     if (!work.two_parts) return;  // only the other kernel reads it
     named_barrier_sync(own_barrier(), kWarpgroup);
-    if (own == 0) publish_word(mla_published(call, part, half), mla_launch());
+    if (own == 0) publish_word(mla_published(call, part, half), launch_number());
   }
 
   // Adds the one part that is behind this block's keys to this half of the rows.
@@ -551,8 +551,8 @@ struct NarrowTiles {
     const int own = place.thread;
     if (own == 0) {
       // The first half of a part has what both need.
-      await_word(mla_published(call, part, 0), mla_launch());
-      if (half == 1) await_word(mla_published(call, part, 1), mla_launch());
+      await_word(mla_published(call, part, 0), launch_number());
+      if (half == 1) await_word(mla_published(call, part, 1), launch_number());
     }
     named_barrier_sync(own_barrier(), kWarpgroup);
     if (own < kRows && row_of_item(own) < work.item.rows) {
@@ -639,13 +639,7 @@ PD_DEVICE void init_narrow_barriers(const MlaCall& call, NarrowControl& control)
     barrier_init(shared_address(&control.keys_empty[i]), Sizes::kConsumerWarps * call.cluster);
     barrier_init(shared_address(&control.edge[i]), 1);
   }
-  for (int i = 0; i < 2; ++i) {
-    barrier_init(shared_address(&control.ready[i]), kWarpgroup);
-    barrier_init(shared_address(&control.work_full[i]), 1);
-    barrier_init(shared_address(&control.work_empty[i]), Sizes::kLoaders + Sizes::kConsumerWarps);
-  }
-  fence_async_proxy();
-  publish_barriers();
+  init_work_barriers(control);
 }
 
 template <typename Kv, bool kFull>
@@ -661,37 +655,11 @@ __global__ void __launch_bounds__(NarrowMlaSizes::kThreads, 1)
     prefetch_description(call.latents);
     prefetch_description(call.rope);
   }
-  if (call.cluster > 1) {
-    cluster_sync();
-  } else {
-    __syncthreads();
-  }
-  wait_for_predecessor();
-  let_successor_start();
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
-  if (warpgroup == 0) {
-    give_registers<NarrowMlaSizes::kProducerRegisters>();
-    const int warp = threadIdx.x / kWarp;
-    if (warp < NarrowMlaSizes::kLoaders) {
-      NarrowLoader loader;
-      loader.start(call, warp);
-      if (call.box_rows > 0) {
-        loader.run<true>(p, call, control, shared);
-      } else {
-        loader.run<false>(p, call, control, shared);
-      }
-    } else {
-      direct_mla(p, call, control);
-    }
-  } else {
-    take_registers<NarrowMlaSizes::kConsumerRegisters>();
+  run_block<NarrowMlaSizes, NarrowLoader>(p, call, control, shared, [&](int consumer) {
     NarrowTiles<Kv, kFull> tiles = {p, call, control};
-    tiles.start(warpgroup - 1, shared);
+    tiles.start(consumer, shared);
     tiles.run();
-  }
-  if (blockIdx.y == 0) clear_unclaimed(p);
-  // A block stays while another may still copy into it or arrive at its barriers.
-  if (call.cluster > 1) cluster_sync();
+  });
 #endif
 }
 

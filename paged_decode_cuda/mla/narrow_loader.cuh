@@ -92,33 +92,6 @@ struct NarrowLoader : MlaCopier {
     }
     arrive_with_pieces(shared_address(&control.keys_full[ring.stage]));
   }
-
-  template <bool kBoxes>
-  PD_MEMBER void run(const Problem& p, const MlaCall& call, NarrowControl& control, uint32_t shared) {
-    Ring<2> slot;
-    while (true) {
-      barrier_wait(shared_address(&control.work_full[slot.stage]), slot.phase);
-      const MlaWork& work = control.work[slot.stage];
-      if (!work.exists) break;
-      KeyPlaces places;
-      places.start(p, work.item);
-      const int head = work.head, tile_end = work.tile_end;
-      int tile = work.tile;
-      __syncwarp();
-      if (lane == 0) barrier_arrive(shared_address(&control.work_empty[slot.stage]));
-      slot.advance();
-#pragma unroll 1
-      for (; tile < tile_end; ++tile) {
-        const uint32_t stage = shared + Sizes::kKeysAt + ring.stage * Sizes::kKeyBytes;
-        if constexpr (kBoxes) {
-          copy_boxes(p, call, control, places, stage, tile * kKeys, head);
-        } else {
-          gather(p, call, control, places, stage, tile * kKeys, head);
-        }
-        ring.advance();
-      }
-    }
-  }
 };
 
 }  // namespace paged_attn

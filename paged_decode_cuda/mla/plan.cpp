@@ -1,6 +1,7 @@
 #include "plan.h"
 
 #include <initializer_list>
+#include <numeric>
 
 #include "../layout.h"
 
@@ -25,20 +26,11 @@ bool values_are_latents(const Cache& c) {
          c.k_stride_head == c.v_stride_head;
 }
 
-// Rows of the longest request, as far as the host can tell.
-int64_t longest_rows(const Problem& p) {
-  const int64_t said = p.cu_seqlens_q ? pd_min(pd_max(p.max_q_len, 1), p.total_q) : p.max_q_len;
-  const bool says_nothing = p.cu_seqlens_q && said == p.total_q && p.batch > 1;
-  return (says_nothing ? pd_ceil_div(p.total_q, p.batch) : said) * p.group;
-}
-
 // Two blocks share the copies of their keys, where that leaves hardly one without rows.
 int cluster_of(const Problem& p) {
-  const int64_t tiles = pd_ceil_div(longest_rows(p), MlaSizes::kRows);
+  const int64_t tiles = pd_ceil_div(longest_query(p) * p.group, MlaSizes::kRows);
   return tiles % 2 == 0 || tiles > 8 ? MlaSizes::kMostCluster : 1;
 }
-
-int64_t greatest_divisor(int64_t a, int64_t b) { return b == 0 ? a : greatest_divisor(b, a % b); }
 
 int row_shift_of(int cluster) { return MlaSizes::kRowShift + (cluster > 1 ? 1 : 0); }
 
@@ -133,7 +125,7 @@ MlaPlan plan_mla(const Problem& p, const DeviceLimits& limits) {
     plan.combine_blocks = pd_max(plan.combine_blocks, pd_ceil_div(plan.combine_places, MlaSizes::kCombinePlaces));
   }
   // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere.
-  const int64_t box = c.block_table ? greatest_divisor(MlaSizes::kKeys, c.page_size) : MlaSizes::kKeys;
+  const int64_t box = c.block_table ? std::gcd(int64_t{MlaSizes::kKeys}, c.page_size) : MlaSizes::kKeys;
   plan.box_rows = box % kSwizzledRows == 0 ? static_cast<int32_t>(box) : 0;
   return plan;
 }

@@ -38,8 +38,6 @@ struct MlaCall : Plan {
 PD_DEVICE unsigned long long* mla_published(const MlaCall& call, int64_t part, int half) {
   return call.published + part * 2 + half;
 }
-// Multiplied, so that no memory is likely to hold it.
-PD_DEVICE unsigned long long mla_launch() { return (grid_number() + 1) * 0x9e3779b97f4a7c15ull; }
 
 // The sums of half of the latents of a part. The 16 bytes at [j, t] are the columns 8 j + 2 (t % 4), and the next, of
 // rows t / 32 * 16 + t % 32 / 4 and 8 below: what a thread of the kernel holds.

@@ -1,5 +1,7 @@
 #include "plan.h"
 
+#include <numeric>
+
 #include "../decode/plan.h"
 #include "../layout.h"
 #include "e4m3_sizes.h"
@@ -50,8 +52,6 @@ PrefillInstance instance_for(const Problem& p, int processors) {
   return find_prefill_instance(p.head_dim, p.head_dim_v, !all_scores(p) && (many || p.deterministic));
 }
 
-int64_t greatest_divisor(int64_t a, int64_t b) { return b == 0 ? a : greatest_divisor(b, a % b); }
-
 }  // namespace
 
 int64_t most_tiles(const Problem& p, int rows) {
@@ -68,8 +68,7 @@ const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
   const char* const reason = decode_why_not(p, limits);
   if (*reason != '\0') return reason;
   if (dtype_bytes(p.cache.dtype) == 2 && p.q_dtype != p.cache.dtype) return "q and the cache differ in dtype";
-  const bool regardless = p.deterministic && p.cu_seqlens_q;  // of the other requests, as in has_few_rows()
-  if (widens(p) && !regardless && longest_query(p) * p.group <= kFewWidenedRows)
+  if (widens(p) && has_few_rows(p, kFewWidenedRows))
     return "an 8-bit cache and no more rows than the decode kernel is faster for";
   const int rows = instance_for(p, limits.processors).rows;
   const int64_t tiles = most_tiles(p, rows);
@@ -96,7 +95,7 @@ PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   plan.l2_keys = kL2Bytes / ((p.head_dim + p.head_dim_v) * dtype_bytes(c.dtype));
   // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere. A box begins
   // where the swizzle does.
-  const int64_t rows = c.block_table ? greatest_divisor(plan.instance.keys, c.page_size) : plan.instance.keys;
+  const int64_t rows = c.block_table ? std::gcd(plan.instance.keys, c.page_size) : plan.instance.keys;
   const bool bulk = rows >= plan.instance.least_box_rows && !plan.widens;
   plan.box_rows = bulk ? static_cast<int32_t>(rows) : 0;
   return plan;

@@ -139,13 +139,6 @@ PD_DEVICE void take_registers() {
 
 // ---- Words that blocks share ----
 
-// Of this launch, though the replays of a graph share it.
-PD_DEVICE unsigned long long grid_number() {
-  unsigned long long number;
-  asm volatile("mov.u64 %0, %%gridid;" : "=l"(number));
-  return number;
-}
-
 PD_DEVICE void store_relaxed(unsigned long long* word, unsigned long long value) {
   asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }

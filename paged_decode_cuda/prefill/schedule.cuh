@@ -13,9 +13,7 @@ constexpr int kBuckets = 16;
 
 // The word that is counted up must be zero before, and nobody clears it before a launch: the first block writes it
 // together with a number of this launch, the one that takes the last ticket clears it.
-PD_DEVICE unsigned ticket_tag() {
-  return static_cast<unsigned>((grid_number() + 1) * 0x9e3779b97f4a7c15ull >> 32) | 1u;
-}
+PD_DEVICE unsigned ticket_tag() { return static_cast<unsigned>(launch_number() >> 32) | 1u; }
 
 PD_DEVICE void open_tickets(unsigned long long* tickets) {
   const unsigned long long word = static_cast<unsigned long long>(ticket_tag()) << 32;

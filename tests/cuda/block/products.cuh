@@ -144,7 +144,6 @@ PD_DEVICE void take_registers() {}
 
 // ---- Words that blocks share ----
 
-PD_DEVICE unsigned long long grid_number() { return 7; }
 PD_DEVICE void store_relaxed(unsigned long long* word, unsigned long long value) { *word = value; }
 PD_DEVICE unsigned long long load_relaxed(const unsigned long long* word) { return *word; }
 PD_DEVICE void publish_word(unsigned long long* word, unsigned long long value) { *word = value; }
