@@ -119,8 +119,8 @@ class Ranks:
             self.memory[rank][(numbers[: len(words)] & 1).long(), writer, rows] = words
 
     def arguments(self, rank, part, lse, out, merged_lse):
-        addresses = [memory.data_ptr() for memory in self.memory]
-        return part, lse.unsqueeze(-1), self.calls[rank], out, merged_lse, addresses, rank, self.row_pairs
+        words = [memory.view(torch.int64).squeeze(-1) for memory in self.memory]
+        return part, lse.unsqueeze(-1), self.calls[rank], out, merged_lse, words, rank
 
     def problem(self, rank, part, lse, out, merged_lse):
         p = Problem()
@@ -221,16 +221,28 @@ def test_opcheck(paged_attn, device):
     torch.library.opcheck(merge, ranks.arguments(0, *tensors), test_utils=["test_schema", "test_faketensor"])
 
 
-@pytest.mark.parametrize("name", ["part", "part_lse", "calls", "out", "memory_of_ranks", "rank", "row_pairs"])
-def test_errors(paged_attn, device, name):
+WRONG = {
+    "part": lambda part: part.double(),
+    "part_lse": lambda part_lse: part_lse[..., 0],
+    "calls": lambda calls: calls[:8],
+    "out": lambda out: out[:, :5],
+    "memory_of_ranks": lambda memory: memory * 9,  # more ranks than a host has
+    "memory_of_ranks: one rank has too few rows": lambda memory: [memory[0], memory[1][:, :, :-1]],
+    "memory_of_ranks: made for more ranks": lambda memory: [torch.cat([x, x], 1) for x in memory],
+    "memory_of_ranks: too short for a row": lambda memory: [x[..., :16, :].contiguous() for x in memory],
+    "memory_of_ranks: not contiguous": lambda memory: [x.transpose(0, 4) for x in memory],
+    "memory_of_ranks: other words": lambda memory: [x.double() for x in memory],
+    "memory_of_ranks: none": lambda memory: [],
+    "rank": lambda rank: 2,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_errors(paged_attn, device, wrong):
     only_on_cuda(device)
-    ranks = Ranks(2, 64, torch.float16, device)
-    names = ("part", "part_lse", "calls", "out", "lse", "memory_of_ranks", "rank", "row_pairs")
+    ranks, name = Ranks(2, 64, torch.float16, device), wrong.partition(":")[0]
+    names = ("part", "part_lse", "calls", "out", "lse", "memory_of_ranks", "rank")
     tensors = (x[0] for x in ranks.draw(3, "all", torch.Generator()))
     right = dict(zip(names, ranks.arguments(0, *tensors), strict=True))
-    wrong = {
-        "part": right["part"].double(), "part_lse": right["part_lse"][..., 0], "calls": right["calls"][:8],
-        "out": right["out"][:, :5], "memory_of_ranks": right["memory_of_ranks"] * 9, "rank": 2, "row_pairs": 16,
-    }  # fmt: skip
     with pytest.raises(RuntimeError, match=rf"^{name}: expected .*, got "):
-        paged_attn._ops.ops.merge_with_peers(**(right | {"lse": None, name: wrong[name]}))
+        paged_attn._ops.ops.merge_with_peers(**(right | {"lse": None, name: WRONG[wrong](right[name])}))

@@ -46,12 +46,12 @@ struct MergeArguments {
 };
 
 // Of merge_with_peers: this rank's result, [tokens, heads, head_dim] and [tokens, heads, 1], how many calls have used
-// each row of the exchange memory, the union, of all heads or of this rank's share, and the addresses of every rank's
-// memory.
+// each row of the exchange memory, the union, of all heads or of this rank's share, and the memory of every rank, [2,
+// ranks, rows, row_pairs, 2].
 struct PeerMergeArguments {
   const Tensor *part, *part_lse, *calls, *out, *lse;
-  std::vector<int64_t> memory_of_ranks;
-  int64_t rank = 0, row_pairs = 0;
+  std::vector<Tensor> memory_of_ranks;
+  int64_t rank = 0;
 };
 
 // One argument: how the schema writes it, the field that it fills, and the type in which torch passes it.
@@ -123,14 +123,13 @@ constexpr auto kMergeArguments =
                     required("Tensor(c!) out", &M::out), optional("Tensor(d!)? lse=None", &M::lse));
 
 using P = PeerMergeArguments;
-constexpr auto kPeerMergeArguments =
-    std::make_tuple(required("Tensor part", &P::part), required("Tensor part_lse", &P::part_lse),
-                    required("Tensor(a!) calls", &P::calls), required("Tensor(c!) out", &P::out),
-                    optional("Tensor(d!)? lse", &P::lse), scalar("int[] memory_of_ranks", &P::memory_of_ranks),
-                    scalar("int rank", &P::rank), scalar("int row_pairs", &P::row_pairs));
+constexpr auto kPeerMergeArguments = std::make_tuple(
+    required("Tensor part", &P::part), required("Tensor part_lse", &P::part_lse),
+    required("Tensor(a!) calls", &P::calls), required("Tensor(c!) out", &P::out), optional("Tensor(d!)? lse", &P::lse),
+    scalar("Tensor(b!)[] memory_of_ranks", &P::memory_of_ranks), scalar("int rank", &P::rank));
 
 // What an operator changes, of the tensors that its table marks: (a!) and (b!) are the caches (or a count of
-// calls), (c!) and (d!) the results.
+// calls and the memory of ranks), (c!) and (d!) the results.
 enum class Changes { kNothing, kResults, kAll };
 
 // "name(arguments) -> returned" for the first `count` arguments of a table.

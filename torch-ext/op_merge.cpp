@@ -52,35 +52,40 @@ void merge_with_peers(const PeerMergeArguments& a) {
   const OnDeviceOf guard(*a.part);
   const Like like(*a.part, "part");
   Dim tokens("tokens"), heads("heads"), own_heads("heads or heads / ranks"), head_dim("head_dim"), rows("rows");
-  Dim one("1", 1, "part_lse");
-  const int64_t ranks = static_cast<int64_t>(a.memory_of_ranks.size());
+  Dim one("1", 1, "part_lse"), two("2", 2, "memory_of_ranks"), row_pairs("row_pairs");
+  const int64_t num_ranks = static_cast<int64_t>(a.memory_of_ranks.size());
+  Dim ranks("ranks", num_ranks, "memory_of_ranks");
   check(*a.part, "part", kFloatTypes, {&tokens, &heads, &head_dim}, like);
   check(*a.part_lse, "part_lse", kFloat32, {&tokens, &heads, &one}, like);
   check(*a.calls, "calls", kInt32, {&rows}, like);
   check(*a.out, "out", {like.dtype}, {&tokens, &own_heads, &head_dim}, like);
   if (a.lse) check(*a.lse, "lse", kFloat32, {&tokens, &own_heads}, like);
   const int64_t pairs = pd_ceil_div(head_dim.size * dtype_bytes(dtype_of(like.dtype)), kPairBytes) + 1;
-  if (ranks < 1 || ranks > kMaxPeers)
-    fail("memory_of_ranks: expected 1 to " + str(kMaxPeers) + " ranks, got " + str(ranks));
-  if (a.rank < 0 || a.rank >= ranks) fail("rank: expected 0 to " + str(ranks - 1) + ", got " + str(a.rank));
-  if (own_heads.size != heads.size && own_heads.size * ranks != heads.size)
-    fail("out: expected " + str(heads.size) + " heads or an equal share of them, got " + shape_str(*a.out));
   if (tokens.size * heads.size > rows.size)
     fail("calls: expected a row for each of " + str(tokens.size) + " tokens and " + str(heads.size) + " heads, got " +
          str(rows.size));
-  if (a.row_pairs < pairs || a.row_pairs > INT32_MAX)
-    fail("row_pairs: expected " + str(pairs) + " or more, got " + str(a.row_pairs));
+  if (num_ranks < 1 || num_ranks > kMaxPeers)
+    fail("memory_of_ranks: expected 1 to " + str(kMaxPeers) + " ranks, got " + str(num_ranks));
+  for (const Tensor& memory : a.memory_of_ranks) {
+    check(memory, "memory_of_ranks", {ScalarType::Long}, {&two, &ranks, &rows, &row_pairs, &two}, like);
+    if (!memory.is_contiguous()) fail("memory_of_ranks: expected contiguous tensors, got one that is not");
+  }
+  if (a.rank < 0 || a.rank >= num_ranks) fail("rank: expected 0 to " + str(num_ranks - 1) + ", got " + str(a.rank));
+  if (own_heads.size != heads.size && own_heads.size * num_ranks != heads.size)
+    fail("out: expected " + str(heads.size) + " heads or an equal share of them, got " + shape_str(*a.out));
+  if (row_pairs.size < pairs)
+    fail("memory_of_ranks: expected row_pairs of " + str(pairs) + " or more, got " + str(row_pairs.size));
   PeerMergeProblem p = {};
   p.part = address<const void>(*a.part);
   p.lse = address<const float>(*a.part_lse);
   set_union(p, *a.out, a.lse);
-  for (int64_t r = 0; r < ranks; ++r) p.memory_of_ranks[r] = reinterpret_cast<void*>(a.memory_of_ranks[r]);
+  for (int64_t r = 0; r < num_ranks; ++r) p.memory_of_ranks[r] = address<void>(a.memory_of_ranks[r]);
   p.calls = address<uint32_t>(*a.calls);
   p.dtype = dtype_of(like.dtype);
-  p.ranks = static_cast<int32_t>(ranks);
+  p.ranks = static_cast<int32_t>(num_ranks);
   p.rank = static_cast<int32_t>(a.rank);
   p.rows = static_cast<int32_t>(rows.size);
-  p.row_pairs = static_cast<int32_t>(a.row_pairs);
+  p.row_pairs = static_cast<int32_t>(row_pairs.size);
   p.tokens = static_cast<int32_t>(tokens.size);
   p.heads = static_cast<int32_t>(heads.size);
   p.own_heads = static_cast<int32_t>(own_heads.size);

@@ -5,6 +5,7 @@ Metal's code is compiled for the host from the files themselves, copied behind a
 (metal_host.h).
 """
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -106,10 +107,13 @@ def load():
     if wanted := missing():
         raise NotBuilt(f"tests/native: not compiled for want of {'; '.join(wanted)}. requirements.txt has the packages")
     folder = ROOT / "build" / ".native" / hashlib.sha256(sys.executable.encode()).hexdigest()[:8]
-    for name, text in generated().items():
-        write_if_changed(folder / "device" / name, text)
-    write_if_changed(folder / "build.ninja", ninja_file(folder))
-    run = subprocess.run([ninja(), "-C", folder], capture_output=True, text=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:  # test processes side by side
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for name, text in generated().items():
+            write_if_changed(folder / "device" / name, text)
+        write_if_changed(folder / "build.ninja", ninja_file(folder))
+        run = subprocess.run([ninja(), "-C", folder], capture_output=True, text=True)
     if run.returncode:
         said = run.stdout + run.stderr
         errors = [line for line in said.splitlines() if "error" in line][:10]

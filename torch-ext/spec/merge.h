@@ -26,7 +26,7 @@ constexpr int64_t kMaxPeers = 16;
 constexpr int64_t kPairBytes = 8;  // of a result, in a pair of words
 
 // The result of one GPU over its keys, which goes to those of others, and the union. The memory of a GPU lies in the
-// others' address spaces too: [2, ranks, rows, row_pairs] pairs of words, where the place of a rank is written by it.
+// others' address spaces too: [2, ranks, rows, row_pairs, 2] words, where the place of a rank is written by it.
 struct PeerMergeProblem {
   const void* part;            // [tokens, heads, head_dim]
   const float* lse;            // [tokens, heads]

@@ -43,10 +43,10 @@ class Peers:
             raise ValueError(f"group: expected at most {_MOST_RANKS} ranks, of one host, got {ranks} ranks on {names}")
         self.q_heads, self.head_dim_v, self.dtype, self.max_tokens = q_heads, head_dim_v, dtype, max_tokens
         rows = max_tokens * q_heads
-        self.row_pairs = -(-head_dim_v * dtype.itemsize // _PAIR_BYTES) + 1  # and one for the lse
+        row_pairs = -(-head_dim_v * dtype.itemsize // _PAIR_BYTES) + 1  # and one for the lse
         self.calls = torch.zeros(rows, dtype=torch.int32, device="cuda")
         # Every row of every rank has two places, used in turns.
-        self.memory, self.addresses = _shared_zeros(2 * ranks * rows * self.row_pairs * 2 * _PAIR_BYTES, group)
+        self.memory_of_ranks = _shared_zeros((2, ranks, rows, row_pairs, 2), group)
 
     def take(self, q: torch.Tensor, head_dim_v: int) -> bool:
         """Whether a call goes this way. Raises a ValueError if its result has another form."""
@@ -59,20 +59,20 @@ class Peers:
         """Sends out (tokens, heads, head_dim_v) and lse (tokens, heads) to the others and merges theirs with them, into
         tensors for all heads or for those of this rank alone.
         """
-        ops.merge_with_peers(
-            out, lse.unsqueeze(-1), self.calls, merged, merged_lse, self.addresses, self.rank, self.row_pairs
-        )
+        ops.merge_with_peers(out, lse.unsqueeze(-1), self.calls, merged, merged_lse, self.memory_of_ranks, self.rank)
 
 
-def _shared_zeros(size: int, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, list[int]]:
-    """Memory of this rank that the others can write to, and the addresses of every rank's for this one."""
+def _shared_zeros(shape: tuple[int, ...], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """Words of 8 bytes on every rank: tensors in the address space of this one, over the memory of each."""
     import torch.distributed._symmetric_memory as symmetric_memory  # not in every build of torch
 
-    memory = symmetric_memory.empty(size, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
+    memory = symmetric_memory.empty(shape, dtype=torch.int64, device=torch.device("cuda", torch.cuda.current_device()))
     memory.zero_()
     handle = symmetric_memory.rendezvous(memory, group or dist.group.WORLD)
-    addresses = [handle.get_buffer(rank, (size,), torch.uint8).data_ptr() for rank in range(handle.world_size)]
+    memory_of_ranks = [
+        memory if r == handle.rank else handle.get_buffer(r, shape, torch.int64) for r in range(handle.world_size)
+    ]
     # Nobody writes before everybody has cleared.
     torch.cuda.synchronize()
     dist.barrier(group)
-    return memory, addresses
+    return memory_of_ranks
