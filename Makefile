@@ -53,8 +53,11 @@ compile-cuda: $(STAMP)
 run: build
 	$(BIN)/python examples/generate.py
 
+# On the CPU processes share the files of the tests, in their order: among the first is the longest. Their threads
+# outnumber the cores, so none may spin while it waits.
+shared = $(if $(filter cpu,$(BACKEND)),--numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder)
 test: build
-	$(BIN)/python -m pytest tests $(PYTEST)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests $(shared) $(PYTEST)
 ifeq ($(BACKEND),cpu)
 	$(BIN)/python tools/metal_emulator/run.py $(PYTEST)
 endif
