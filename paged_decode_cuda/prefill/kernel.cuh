@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     int loaders = (gathers ? Shape::kGatherers : 2) + kTransposes;
     if constexpr (Shape::kNarrow) {
       key_copiers = value_copiers = Shape::kKeys;  // the lanes of a warp arrive for its 32 rows
-      loaders = Shape::kKeyWideners + Shape::kValueWideners;
+      loaders = Shape::kWideners;
     }
     for (int i = 0; i < Shape::kKeyStages; ++i) {
       barrier_init(shared_address(&control.keys_full[i]), key_copiers);
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     } else if (kTransposes && warp == kTransposer) {
       if constexpr (kTransposes) transpose_values<Shape>(control, shared);
     } else if constexpr (Shape::kNarrow) {
-      widen_tiles<Shape, !Shape::kApart, true>(p, plan, control, shared);
+      widen_tiles<Shape>(p, plan, control, shared);
     } else if (gathers) {
       Gatherer<Shape> gatherer;
       gatherer.run(p, plan, control, shared, warp);
@@ -296,7 +296,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     if (threadIdx.x / kWarp == (1 + Shape::kConsumers) * kWarpgroup / kWarp) direct<Shape>(p, plan, control, shared);
   } else if (Shape::kNarrow && threadIdx.x >= (1 + Shape::kConsumers) * kWarpgroup) {
     give_registers<Shape::kProducerRegisters>();
-    if constexpr (Shape::kNarrow) widen_tiles<Shape, true, false>(p, plan, control, shared);
+    if constexpr (Shape::kNarrow) widen_tiles<Shape>(p, plan, control, shared);
   } else {
     take_registers<Shape::kConsumerRegisters>();
     if constexpr (kTransposes) {

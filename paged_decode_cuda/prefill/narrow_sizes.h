@@ -5,27 +5,40 @@
 
 namespace paged_attn {
 
-// The warps that would copy widen instead. One more warpgroup shares their work up to head_dim 128: it widens keys, and
-// they widen values. Above that consumers need its registers.
+// The warps that would copy widen instead. One more warpgroup shares their work up to head_dim 128. Above that
+// consumers need its registers.
 template <typename Sizes>
 struct PrefillNarrowSizes : Sizes {
   static constexpr bool kNarrow = true;
-  static constexpr bool kApart = Sizes::kDim <= 128;  // other warps for keys than for values
-  static constexpr int kKeyWideners = kApart ? 4 : 3, kValueWideners = kApart ? 3 : 0;
+  static constexpr bool kFourWarpgroups = Sizes::kDim <= 128;
+  static constexpr int kFirstWideners = 3;  // in the first warpgroup, beside the director
+  static constexpr int kWideners = kFirstWideners + (kFourWarpgroups ? 4 : 0);
   static constexpr bool kOwnDirector = false;
-  static constexpr int kThreads = (1 + Sizes::kConsumers + kApart) * kWarpgroup;
+  static constexpr int kThreads = (1 + Sizes::kConsumers + kFourWarpgroups) * kWarpgroup;
 
   // Registers of a thread; four warpgroups together have 512, three have 504.
-  static constexpr int kProducerRegisters = kApart ? 64 : 72, kConsumerRegisters = kApart ? 192 : 216;
+  static constexpr int kProducerRegisters = kFourWarpgroups ? 64 : 72;
+  static constexpr int kConsumerRegisters = kFourWarpgroups ? 192 : 216;
+
+  // Behind the stages every widener has slots for what comes: so many runs of 8 rows of 8-bit values.
+  static constexpr int kMostColumns = Sizes::kColumns > Sizes::kColumnsV ? Sizes::kColumns : Sizes::kColumnsV;
+  static constexpr int kStagedRuns = kMostColumns == 3 ? 2 : 4;
+  static constexpr int kWidenerBytes = kStagedRuns * kSwizzledRows * kMostColumns * kColumn;
+  static constexpr int kKeyStages = Sizes::kDim > 64 ? 2 : 3;
+  static constexpr int kValuesAt = Sizes::kKeysAt + kKeyStages * Sizes::kKeyBytes;
+  static constexpr int kSlotsAt = kValuesAt + Sizes::kValueStages * Sizes::kValueBytes;
+  static constexpr int kSharedBytes = kSlotsAt + kWideners * kWidenerBytes + kBlockBytes;
 };
 
 // For dimensions up to 256.
 inline PrefillInstance find_prefill_narrow_instance(int64_t head_dim, int64_t head_dim_v) {
-  PrefillInstance instance = find_prefill_instance(head_dim, head_dim_v, false);
-  const bool apart = instance.head_dim <= PrefillSizes128::kDim;
-  instance.threads =
-      apart ? PrefillNarrowSizes<PrefillSizes128>::kThreads : PrefillNarrowSizes<PrefillSizes256>::kThreads;
-  return instance;
+  switch (find_prefill_instance(head_dim, head_dim_v, false).head_dim) {
+    case 64: return prefill_instance<PrefillNarrowSizes<PrefillSizes64>>();
+    case 96: return prefill_instance<PrefillNarrowSizes<PrefillSizes96>>();
+    case 128: return prefill_instance<PrefillNarrowSizes<PrefillSizes128>>();
+    case 192: return prefill_instance<PrefillNarrowSizes<PrefillSizes192>>();
+    default: return prefill_instance<PrefillNarrowSizes<PrefillSizes256>>();
+  }
 }
 
 }  // namespace paged_attn

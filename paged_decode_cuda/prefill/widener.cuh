@@ -1,7 +1,8 @@
-// The producer warps of an 8-bit cache whose products are of 16 bits: they load keys and values into registers and
-// store them as float16, which holds every e4m3 and e5m2 value exactly. Queries become float16 as well.
+// The producer warps of an 8-bit cache whose products are of 16 bits. Each copies pieces of keys and values as they are
+// into slots of its own, and takes them up one unit of rows later: as float16, which holds every e4m3 and e5m2 value
+// exactly. Queries become float16 as well.
 //
-// Every page size is as fast as another: a lane looks up a key of its own, 32 rows ahead. What nobody sees becomes
+// Every page size is as fast as another: a lane looks up a key of its own, two units ahead. What nobody sees becomes
 // zero.
 #pragma once
 
@@ -15,9 +16,9 @@ constexpr int kWidenLanes = kColumn / kPieceValues;  // of a row of a column
 constexpr int kRunRows = kWarp / kWidenLanes;        // that a warp widens at a time
 static_assert(kRunRows == 8, "a block of the swizzle");
 
-// 16 values become two pieces of a row; the second lies at the other place of the pair.
+// 16 values become two pieces of a row, at the two places of a pair.
 template <typename Stored>
-PD_DEVICE void store_widened(uint32_t target, const uint32_t (&words)[4]) {
+PD_DEVICE void store_widened(uint32_t target, uint32_t other, const uint32_t (&words)[4]) {
   uint32_t pairs[8];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -25,129 +26,151 @@ PD_DEVICE void store_widened(uint32_t target, const uint32_t (&words)[4]) {
     pairs[2 * i + 1] = fp8_pair_to_fp16<Stored, true>(words[i]);
   }
   store_piece(target, pairs[0], pairs[1], pairs[2], pairs[3]);
-  store_piece(target ^ 16, pairs[4], pairs[5], pairs[6], pairs[7]);
+  store_piece(other, pairs[4], pairs[5], pairs[6], pairs[7]);
 }
 
-// The keys, or the values, of 32 rows of a tile. Stored: the 8-bit type.
-template <typename Shape, bool kValues, typename Stored>
-struct WidenedRows {
-  static constexpr int kColumns = kValues ? Shape::kColumnsV : Shape::kColumns;
-  static constexpr int kBatchRuns = kColumns == 1 ? 2 : 1;  // whose loads are asked for together
-  static constexpr int kBatches = kWarp / kRunRows / kBatchRuns;
+// Warps take units of 32 rows in turns: of every tile first those of the keys, then those of the values. A run is 8 of
+// these rows, whose pieces all lanes copy together. Only the lane that has copied a piece reads it, so nobody waits for
+// another one. Stored: the 8-bit type.
+template <typename Shape, typename Stored>
+struct Widener {
+  static constexpr unsigned kWarps = Shape::kWideners;
+  static constexpr unsigned kUnits = Shape::kKeys / kWarp, kOfTile = 2 * kUnits;  // of keys or values, and of both
+  static constexpr int kRuns = kWarp / kRunRows, kStagedRuns = Shape::kStagedRuns;
+  static constexpr int kColumns = Shape::kMostColumns;
+  static constexpr int kLeastColumns = Shape::kColumns + Shape::kColumnsV - kColumns;
+  static constexpr int kPieceBytes = kWarp * 16;  // from one piece of a lane to its next one
+  static_assert(kRuns % kStagedRuns == 0, "a run has the same slots in every unit");
+  static_assert(Shape::kKeyStages + 2 <= 2 * Shape::kValueStages && kWarps < kOfTile, "see widen_work()");
 
-  // Where a key lies, in pieces of 16 bytes.
-  static PD_MEMBER uint32_t find(const Problem& p, const PrefillCall& plan, const KeyPlaces& places, int page, int key,
-                                 int head) {
+  static PD_MEMBER unsigned lane() { return static_cast<unsigned>(this_thread()) % kWarp; }
+  // Of this warp, the same for all its lanes.
+  static PD_MEMBER unsigned widener() {
+    const unsigned warp = __shfl_sync(~0u, static_cast<unsigned>(this_thread()) / kWarp, 0);
+    return warp < Shape::kFirstWideners ? warp : warp - Shape::kConsumerWarps - 1;
+  }
+  static PD_MEMBER bool of_values(unsigned unit) { return unit % kOfTile >= kUnits; }
+
+  // The key whose place this lane looks up: that of its 4 lanes in run lane % 4. Units begin with the last tile.
+  static PD_MEMBER int key_of(const Item& item, unsigned unit) {
+    const int tile = item.first_tile + item.tiles - 1 - static_cast<int>(unit / kOfTile);
+    return tile * Shape::kKeys + unit % kUnits * kWarp + lane() % kWidenLanes * kRunRows + lane() / kWidenLanes;
+  }
+
+  // Its page; -1: nobody sees it. Nothing here waits for the table.
+  static PD_MEMBER int look_up(const Problem& p, const PrefillCall& plan, const KeyPlaces& places, const Item& item,
+                               unsigned unit) {
+    return unit < item.tiles * kOfTile ? places.page_of(p, plan, key_of(item, unit)) : -1;
+  }
+
+  // Where it lies, in pieces of 16 bytes.
+  static PD_MEMBER uint32_t find(const Problem& p, const PrefillCall& plan, const KeyPlaces& places, const Work& work,
+                                 int page, unsigned unit) {
     if (static_cast<uint32_t>(page) >= static_cast<uint32_t>(p.cache.num_pages)) return KeyPlaces::kNowhere;
-    const int slot = places.slot_of(plan, key);
-    return kValues ? page * plan.v_page_pieces + slot * plan.v_slot_pieces + head * plan.v_head_pieces
-                   : page * plan.k_page_pieces + slot * plan.k_slot_pieces + head * plan.k_head_pieces;
+    const int slot = places.slot_of(plan, key_of(work.item, unit));
+    const bool values = of_values(unit);
+    return page * (values ? plan.v_page_pieces : plan.k_page_pieces) +
+           slot * (values ? plan.v_slot_pieces : plan.k_slot_pieces) +
+           work.head * (values ? plan.v_head_pieces : plan.k_head_pieces);
   }
 
-  template <int kCount>
-  static PD_MEMBER void load_batch(const Problem& p, uint32_t from, int batch, uint32_t (&words)[kCount][4]) {
-    const int piece = this_thread() % kWidenLanes;
-    const int dims = static_cast<int>(kValues ? p.head_dim_v : p.head_dim) - piece * kPieceValues;
-    const char* const first = static_cast<const char*>(kValues ? p.cache.v : p.cache.k) + piece * 16;
+  // Asks for a run of a unit. `from`: where the key of this lane lies.
+  static PD_MEMBER void copy(const Problem& p, uint32_t from, unsigned unit, int run, uint32_t slots) {
+    const int piece = lane() % kWidenLanes;
+    const bool values = of_values(unit);
+    const int dims = static_cast<int>(values ? p.head_dim_v : p.head_dim) - piece * kPieceValues;
+    const char* const first = static_cast<const char*>(values ? p.cache.v : p.cache.k) + piece * 16;
+    const uint32_t place = __shfl_sync(~0u, from, run, kWidenLanes);
+    const bool found = place != KeyPlaces::kNowhere;
+    const char* const source = first + static_cast<uint64_t>(found ? place : 0) * 16;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int column = i % kColumns;
-      const uint32_t place = __shfl_sync(~0u, from, batch * kBatchRuns + i / kColumns, kWidenLanes);
-      const bool found = place != KeyPlaces::kNowhere && column * kColumn < dims;
-      load_or_zero(first + static_cast<uint64_t>(found ? place : 0) * 16 + column * kColumn, found, words[i]);
+    for (int c = 0; c < kColumns; ++c) {
+      const uint32_t slot = slots + (run % kStagedRuns * kColumns + c) * kPieceBytes;
+      copy_piece(slot, source + c * kColumn, found && c * kColumn < dims);
+    }
+    commit_pieces();
+  }
+
+  // Takes up the oldest run that was asked for. Its first row is to stand at `target`.
+  static PD_MEMBER void widen(bool values, int run, uint32_t slots, uint32_t target, uint32_t other) {
+    await_batches<kStagedRuns - 1>();
+    uint32_t words[kColumns][4];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      uint32_t (&piece)[4] = words[c];
+      load_piece(slots + (run % kStagedRuns * kColumns + c) * kPieceBytes, piece[0], piece[1], piece[2], piece[3]);
+    }
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const int offset = (c * Shape::kKeys + run * kRunRows) * kRowBytes;
+      const bool exists = c < kLeastColumns || c < (values ? Shape::kColumnsV : Shape::kColumns);
+      if (exists) store_widened<Stored>(target + offset, other + offset, words[c]);
     }
   }
 
-  template <int kCount>
-  static PD_MEMBER void store_batch(uint32_t target, int batch, const uint32_t (&words)[kCount][4]) {
-    const int lane = this_thread() % kWarp, piece = lane % kWidenLanes, row = lane / kWidenLanes;
-    target += (batch * kBatchRuns * kRunRows + row) * kRowBytes + ((piece * 2) ^ row) * 16;
+  // Of one work. `unit`: the first one for this warp, then that of the next work. `before`: tiles of the works before.
+  // A wait tells two rounds of a stage apart, not more. So no warp may come to a stage two rounds early: here its unit
+  // before, which is kWarps units back also across works, has waited for the consumers to be near enough.
+  static PD_MEMBER void widen_work(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control,
+                                   uint32_t shared, const Work& work, unsigned before, unsigned& unit) {
+    const uint32_t slots = shared + Shape::kSlotsAt + widener() * Shape::kWidenerBytes + lane() * 16;
+    KeyPlaces places;
+    places.start(p, work.item);
+    uint32_t from = find(p, plan, places, work, look_up(p, plan, places, work.item, unit), unit);
+    int page = look_up(p, plan, places, work.item, unit + kWarps);
+    await_pieces();
 #pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      store_widened<Stored>(target + (i % kColumns * Shape::kKeys + i / kColumns * kRunRows) * kRowBytes, words[i]);
-  }
-
-  // The first row is to stand at `target`. The first loads do not wait until the stage is free.
-  static PD_MEMBER void widen(const Problem& p, uint32_t from, uint32_t target, uint32_t empty, uint32_t phase) {
-    uint32_t one[kBatchRuns * kColumns][4], other[kBatchRuns * kColumns][4];
-    load_batch(p, from, 0, one);
-    barrier_wait(empty, phase);
+    for (int run = 0; run < kStagedRuns; ++run) copy(p, from, unit, run, slots);
 #pragma unroll 1
-    for (int batch = 0; batch < kBatches; batch += 2) {
-      load_batch(p, from, batch + 1, other);
-      store_batch(target, batch, one);
-      if (batch + 2 < kBatches) load_batch(p, from, batch + 2, one);
-      store_batch(target, batch + 1, other);
+    for (; unit < work.item.tiles * kOfTile; unit += kWarps) {
+      const uint32_t next = find(p, plan, places, work, page, unit + kWarps);
+      page = look_up(p, plan, places, work.item, unit + 2 * kWarps);
+      const bool values = of_values(unit);
+      const unsigned tile = before + unit / kOfTile;
+      const unsigned stage = values ? tile % Shape::kValueStages : tile % Shape::kKeyStages;
+      const unsigned round = values ? tile / Shape::kValueStages : tile / Shape::kKeyStages;
+      barrier_wait(shared_address(values ? control.values_empty : control.keys_empty) + stage * 8, round % 2 ^ 1);
+      const unsigned piece = lane() % kWidenLanes, row = lane() / kWidenLanes;
+      const uint32_t at =
+          values ? Shape::kValuesAt + stage * Shape::kValueBytes : Shape::kKeysAt + stage * Shape::kKeyBytes;
+      const uint32_t target = shared + at + (unit % kUnits * kWarp + row) * kRowBytes + ((piece * 2) ^ row) * 16,
+                     other = target ^ 16;
+#pragma unroll
+      for (int run = 0; run < kRuns; ++run) {
+        widen(values, run, slots, target, other);
+        const bool ahead = run + kStagedRuns >= kRuns;
+        copy(p, ahead ? next : from, ahead ? unit + kWarps : unit, (run + kStagedRuns) % kRuns, slots);
+      }
+      fence_async_proxy();
+      barrier_arrive(shared_address(values ? control.values_full : control.keys_full) + stage * 8);
+      from = next;
     }
+    unit -= work.item.tiles * kOfTile;
   }
 
-  // Of tile `tile` since the start.
-  static PD_MEMBER void put(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control, uint32_t shared,
-                            const KeyPlaces& places, int page, int key, int head, unsigned tile, int unit) {
-    constexpr int kStages = kValues ? Shape::kValueStages : Shape::kKeyStages;
-    constexpr int kBytes = kValues ? Shape::kValueBytes : Shape::kKeyBytes;
-    const unsigned stage = tile % kStages;
-    const uint32_t at = shared + (kValues ? Shape::kValuesAt : Shape::kKeysAt) + stage * kBytes;
-    const uint32_t full = shared_address(kValues ? control.values_full : control.keys_full) + stage * 8;
-    const uint32_t empty = shared_address(kValues ? control.values_empty : control.keys_empty) + stage * 8;
-    widen(p, find(p, plan, places, page, key, head), at + unit * kWarp * kRowBytes, empty, tile / kStages % 2 ^ 1);
-    fence_async_proxy();
-    barrier_arrive(full);
+  static PD_MEMBER void run(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control,
+                            uint32_t shared) {
+    unsigned before = 0, unit = widener();
+    Ring<2> slot;
+    while (true) {
+      barrier_wait(shared_address(&control.work_full[slot.stage]), slot.phase);
+      const Work& work = control.work[slot.stage];
+      if (!work.exists) break;
+      widen_work(p, plan, control, shared, work, before, unit);
+      before += work.item.tiles;
+      __syncwarp();
+      if (lane() == 0) barrier_arrive(shared_address(&control.work_empty[slot.stage]));
+      slot.advance();
+    }
   }
 };
 
-// Warps take units of 32 rows of every tile in turns: of keys, of values, or of both, first those of the keys.
-template <typename Shape, bool kOfKeys, bool kOfValues, typename Stored>
-PD_DEVICE void widen_stored(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control,
-                            uint32_t shared) {
-  constexpr int kUnits = Shape::kKeys / kWarp, kOfTile = kUnits * (kOfKeys + kOfValues);
-  constexpr int kWarps = kOfKeys ? Shape::kKeyWideners : Shape::kValueWideners;
-  // The key whose place this lane looks up: that of its 4 lanes in run lane % 4. Units begin with the last tile.
-  const auto key_of = [](const Item& item, int unit) {
-    const int lane = this_thread() % kWarp, tile = item.first_tile + item.tiles - 1 - unit / kOfTile;
-    return tile * Shape::kKeys + unit % kUnits * kWarp + lane % kWidenLanes * kRunRows + lane / kWidenLanes;
-  };
-  // Its page; -1: nobody sees it. Nothing here waits for the table. Ranges are read again, as registers are scarce.
-  const auto look_up = [&](KeyPlaces& places, const Item& item, int unit) {
-    places.key_begin = item.key_begin;
-    places.key_end = item.key_end;
-    return places.page_of(p, plan, key_of(item, unit));
-  };
-  unsigned before = 0;  // tiles of the works before
-#pragma unroll 1
-  for (int works = 0;; ++works) {
-    const int slot = works % 2;
-    barrier_wait(shared_address(&control.work_full[slot]), works / 2 % 2);
-    const Work& work = control.work[slot];
-    if (!work.exists) break;
-    KeyPlaces places;
-    places.start(p, work.item);
-    int unit = this_thread() / kWarp % (kWarpgroup / kWarp), next = look_up(places, work.item, unit);
-#pragma unroll 1
-    for (; unit < work.item.tiles * kOfTile; unit += kWarps) {
-      const int page = next, key = key_of(work.item, unit);
-      next = look_up(places, work.item, unit + kWarps);
-      const unsigned tile = before + unit / kOfTile;
-      if (kOfKeys && (!kOfValues || unit % kOfTile < kUnits)) {
-        WidenedRows<Shape, false, Stored>::put(p, plan, control, shared, places, page, key, work.head, tile,
-                                               unit % kUnits);
-      } else {
-        WidenedRows<Shape, true, Stored>::put(p, plan, control, shared, places, page, key, work.head, tile,
-                                              unit % kUnits);
-      }
-    }
-    before += work.item.tiles;
-    __syncwarp();
-    if (this_thread() % kWarp == 0) barrier_arrive(shared_address(&control.work_empty[slot]));
-  }
-}
-
-template <typename Shape, bool kOfKeys, bool kOfValues>
+template <typename Shape>
 PD_DEVICE void widen_tiles(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control, uint32_t shared) {
   if (p.cache.dtype == DType::kFloat8E4M3) {
-    widen_stored<Shape, kOfKeys, kOfValues, E4m3>(p, plan, control, shared);
+    Widener<Shape, E4m3>::run(p, plan, control, shared);
   } else {
-    widen_stored<Shape, kOfKeys, kOfValues, E5m2>(p, plan, control, shared);
+    Widener<Shape, E5m2>::run(p, plan, control, shared);
   }
 }
 
@@ -171,7 +194,10 @@ PD_DEVICE void widen_queries(const Problem& p, const PrefillCall& plan, const Wo
     for (int c = 0; c < Shape::kColumns; ++c)
       load_or_zero(source + c * kColumn, exists && c * kColumn < dims, words[c]);
 #pragma unroll
-    for (int c = 0; c < Shape::kColumns; ++c) store_widened<Stored>(target + c * Shape::kRows * kRowBytes, words[c]);
+    for (int c = 0; c < Shape::kColumns; ++c) {
+      const int offset = c * Shape::kRows * kRowBytes;
+      store_widened<Stored>(target + offset, (target ^ 16) + offset, words[c]);
+    }
   }
 }
 
