@@ -43,7 +43,6 @@ struct Widener {
   static_assert(kRuns % kStagedRuns == 0, "a run has the same slots in every unit");
   static_assert(Shape::kKeyStages + 2 <= 2 * Shape::kValueStages && kWarps < kOfTile, "see widen_work()");
 
-  static PD_MEMBER unsigned lane() { return static_cast<unsigned>(this_thread()) % kWarp; }
   // Of this warp, the same for all its lanes.
   static PD_MEMBER unsigned widener() {
     const unsigned warp = __shfl_sync(~0u, static_cast<unsigned>(this_thread()) / kWarp, 0);
@@ -51,32 +50,31 @@ struct Widener {
   }
   static PD_MEMBER bool of_values(unsigned unit) { return unit % kOfTile >= kUnits; }
 
-  // The key whose place this lane looks up: that of its 4 lanes in run lane % 4. Units begin with the last tile.
-  static PD_MEMBER int key_of(const Item& item, unsigned unit) {
-    const int tile = item.first_tile + item.tiles - 1 - static_cast<int>(unit / kOfTile);
-    return tile * Shape::kKeys + unit % kUnits * kWarp + lane() % kWidenLanes * kRunRows + lane() / kWidenLanes;
+  // The key that this lane looks up in the first unit of a work, whose last tile comes first: that of its 4 lanes in
+  // run lane % 4.
+  static PD_MEMBER int first_key(const Item& item, unsigned lane) {
+    return (item.first_tile + item.tiles - 1) * Shape::kKeys + lane % kWidenLanes * kRunRows + lane / kWidenLanes;
   }
 
-  // Its page; -1: nobody sees it. Nothing here waits for the table.
-  static PD_MEMBER int look_up(const Problem& p, const PrefillCall& plan, const KeyPlaces& places, const Item& item,
-                               unsigned unit) {
-    return unit < item.tiles * kOfTile ? places.page_of(p, plan, key_of(item, unit)) : -1;
+  // Page and slot of this lane's key of a unit; page -1: nobody sees it. Nothing here waits for the table.
+  static PD_MEMBER int2 look_up(const Problem& p, const PrefillCall& plan, const KeyPlaces& places, int first,
+                                unsigned units, unsigned unit) {
+    const int key = first - static_cast<int>(unit / kOfTile * Shape::kKeys - unit % kUnits * kWarp);
+    return make_int2(unit < units ? places.page_of(p, plan, key) : -1, places.slot_of(plan, key));
   }
 
   // Where it lies, in pieces of 16 bytes.
-  static PD_MEMBER uint32_t find(const Problem& p, const PrefillCall& plan, const KeyPlaces& places, const Work& work,
-                                 int page, unsigned unit) {
-    if (static_cast<uint32_t>(page) >= static_cast<uint32_t>(p.cache.num_pages)) return KeyPlaces::kNowhere;
-    const int slot = places.slot_of(plan, key_of(work.item, unit));
+  static PD_MEMBER uint32_t find(const Problem& p, const PrefillCall& plan, int2 place, int head, unsigned unit) {
+    if (static_cast<uint32_t>(place.x) >= static_cast<uint32_t>(p.cache.num_pages)) return KeyPlaces::kNowhere;
     const bool values = of_values(unit);
-    return page * (values ? plan.v_page_pieces : plan.k_page_pieces) +
-           slot * (values ? plan.v_slot_pieces : plan.k_slot_pieces) +
-           work.head * (values ? plan.v_head_pieces : plan.k_head_pieces);
+    return place.x * (values ? plan.v_page_pieces : plan.k_page_pieces) +
+           place.y * (values ? plan.v_slot_pieces : plan.k_slot_pieces) +
+           head * (values ? plan.v_head_pieces : plan.k_head_pieces);
   }
 
   // Asks for a run of a unit. `from`: where the key of this lane lies.
-  static PD_MEMBER void copy(const Problem& p, uint32_t from, unsigned unit, int run, uint32_t slots) {
-    const int piece = lane() % kWidenLanes;
+  static PD_MEMBER void copy(const Problem& p, uint32_t from, unsigned unit, int run, uint32_t slots, unsigned lane) {
+    const int piece = lane % kWidenLanes;
     const bool values = of_values(unit);
     const int dims = static_cast<int>(values ? p.head_dim_v : p.head_dim) - piece * kPieceValues;
     const char* const first = static_cast<const char*>(values ? p.cache.v : p.cache.k) + piece * 16;
@@ -113,24 +111,26 @@ struct Widener {
   // before, which is kWarps units back also across works, has waited for the consumers to be near enough.
   static PD_MEMBER void widen_work(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control,
                                    uint32_t shared, const Work& work, unsigned before, unsigned& unit) {
-    const uint32_t slots = shared + Shape::kSlotsAt + widener() * Shape::kWidenerBytes + lane() * 16;
+    const unsigned lane = static_cast<unsigned>(this_thread()) % kWarp;
+    const uint32_t slots = shared + Shape::kSlotsAt + widener() * Shape::kWidenerBytes + lane * 16;
+    const unsigned units = work.item.tiles * kOfTile;
+    const int first = first_key(work.item, lane), head = work.head;
     KeyPlaces places;
     places.start(p, work.item);
-    uint32_t from = find(p, plan, places, work, look_up(p, plan, places, work.item, unit), unit);
-    int page = look_up(p, plan, places, work.item, unit + kWarps);
-    await_pieces();
+    uint32_t from = find(p, plan, look_up(p, plan, places, first, units, unit), head, unit);
+    int2 place = look_up(p, plan, places, first, units, unit + kWarps);
 #pragma unroll
-    for (int run = 0; run < kStagedRuns; ++run) copy(p, from, unit, run, slots);
+    for (int run = 0; run < kStagedRuns; ++run) copy(p, from, unit, run, slots, lane);
 #pragma unroll 1
-    for (; unit < work.item.tiles * kOfTile; unit += kWarps) {
-      const uint32_t next = find(p, plan, places, work, page, unit + kWarps);
-      page = look_up(p, plan, places, work.item, unit + 2 * kWarps);
+    for (; unit < units; unit += kWarps) {
+      const uint32_t next = find(p, plan, place, head, unit + kWarps);
+      place = look_up(p, plan, places, first, units, unit + 2 * kWarps);
       const bool values = of_values(unit);
       const unsigned tile = before + unit / kOfTile;
       const unsigned stage = values ? tile % Shape::kValueStages : tile % Shape::kKeyStages;
       const unsigned round = values ? tile / Shape::kValueStages : tile / Shape::kKeyStages;
       barrier_wait(shared_address(values ? control.values_empty : control.keys_empty) + stage * 8, round % 2 ^ 1);
-      const unsigned piece = lane() % kWidenLanes, row = lane() / kWidenLanes;
+      const unsigned piece = lane % kWidenLanes, row = lane / kWidenLanes;
       const uint32_t at =
           values ? Shape::kValuesAt + stage * Shape::kValueBytes : Shape::kKeysAt + stage * Shape::kKeyBytes;
       const uint32_t target = shared + at + (unit % kUnits * kWarp + row) * kRowBytes + ((piece * 2) ^ row) * 16,
@@ -139,13 +139,14 @@ struct Widener {
       for (int run = 0; run < kRuns; ++run) {
         widen(values, run, slots, target, other);
         const bool ahead = run + kStagedRuns >= kRuns;
-        copy(p, ahead ? next : from, ahead ? unit + kWarps : unit, (run + kStagedRuns) % kRuns, slots);
+        copy(p, ahead ? next : from, ahead ? unit + kWarps : unit, (run + kStagedRuns) % kRuns, slots, lane);
       }
       fence_async_proxy();
       barrier_arrive(shared_address(values ? control.values_full : control.keys_full) + stage * 8);
       from = next;
     }
-    unit -= work.item.tiles * kOfTile;
+    unit -= units;
+    await_pieces();  // zeros for the unit behind the last one
   }
 
   static PD_MEMBER void run(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control,
@@ -159,7 +160,7 @@ struct Widener {
       widen_work(p, plan, control, shared, work, before, unit);
       before += work.item.tiles;
       __syncwarp();
-      if (lane() == 0) barrier_arrive(shared_address(&control.work_empty[slot.stage]));
+      if (this_thread() % kWarp == 0) barrier_arrive(shared_address(&control.work_empty[slot.stage]));
       slot.advance();
     }
   }
