@@ -26,7 +26,12 @@ PREFILL_REFUSES = {
     "a device of another compute capability than 9.0": {"capability": 100},
     "no more rows than one tile of the decode kernel": {"max_q_len": 4},
     "8-bit q with a 16-bit cache": {"q_bytes": 1},
-    "an 8-bit cache and no more rows than the decode kernel is faster for": {"kv_bytes": 1, "max_q_len": 16},
+    "an 8-bit cache and no more rows than the decode kernel is faster for": {
+        "kv_bytes": 1,
+        "max_q_len": 8,
+        "kv_heads": 8,
+        "window_left": 400,
+    },
     "num_splits above 1 and more rows than it is meant for": {"num_splits": 2, "max_q_len": 20000},
     "float32": {"kv_bytes": 4, "q_bytes": 4},
     "qv": {"qv": 1},
@@ -58,15 +63,17 @@ def test_where_prefill_begins(library):
 
 
 def test_where_widening_begins(library):
-    """With more than 64 rows; products of 8 bits widen nothing, and what must not depend on other requests does not."""
+    """With more than 32 rows, or where three quarters of the multiprocessors have work; products of 8 bits widen
+    nothing, and what must not depend on other requests does not."""
     few, e4m3, e5m2 = "an 8-bit cache and no more rows than the decode kernel is faster for", 1, -1
-    many = {"lens": [4096] * 32, "group": 4}
+    many, some = {"lens": [4096] * 32, "group": 4}, {"lens": [4096] * 9, "group": 4}
     for q_bytes, kv_bytes, head_dim in ((2, e4m3, 128), (2, e5m2, 64), (e5m2, e5m2, 128), (e4m3, e4m3, 256)):
-        options = many | {"q_bytes": q_bytes, "kv_bytes": kv_bytes, "head_dim": head_dim}
-        assert refusal(library, max_q_len=16, **options) == few and refusal(library, max_q_len=17, **options) == ""
-        assert refusal(library, q_lens=[3] * 31 + [17], **options) == ""
-        assert refusal(library, q_lens=[5] * 32, deterministic=1, **options) == ""
-    assert refusal(library, max_q_len=5, q_bytes=e4m3, kv_bytes=e4m3, **many) == ""
+        options = {"q_bytes": q_bytes, "kv_bytes": kv_bytes, "head_dim": head_dim, "kv_heads": 8}
+        assert refusal(library, max_q_len=5, **many, **options) == ""
+        assert refusal(library, max_q_len=8, **some, **options) == few
+        assert refusal(library, max_q_len=9, **some, **options) == ""
+        assert refusal(library, q_lens=[5] * 9, deterministic=1, **some, **options) == ""
+    assert refusal(library, max_q_len=5, q_bytes=e4m3, kv_bytes=e4m3, **some) == ""
 
 
 def test_the_longest_query_is_a_guess_with_packed_requests(library):

@@ -15,7 +15,7 @@ constexpr int64_t kPartKeys = 512;  // fewer are not worth a part
 constexpr int64_t kMostParts = 32;  // that are chosen
 constexpr int64_t kPartTiles = 4;   // times the multiprocessors: tiles of rows whose parts there is memory for
 constexpr int64_t kMostE4m3Dims = 128;
-constexpr int64_t kFewWidenedRows = 64;  // take less time in the decode kernel than widening a cache takes
+constexpr int64_t kFewWidenedRows = 32;  // take less time in the decode kernel where they leave multiprocessors idle
 
 // Keys that a tile of rows may see.
 int64_t most_keys(const Problem& p, int rows) {
@@ -68,8 +68,6 @@ const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
   const char* const reason = decode_why_not(p, limits);
   if (*reason != '\0') return reason;
   if (dtype_bytes(p.cache.dtype) == 2 && p.q_dtype != p.cache.dtype) return "q and the cache differ in dtype";
-  if (widens(p) && has_few_rows(p, kFewWidenedRows))
-    return "an 8-bit cache and no more rows than the decode kernel is faster for";
   const int rows = instance_for(p, limits.processors).rows;
   const int64_t tiles = most_tiles(p, rows);
   if (tiles > INT32_MAX / 2) return "there are more tiles of rows than 32 bits count";
@@ -78,6 +76,8 @@ const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
     return "num_splits above 1 and more rows than it is meant for";
   if (!p.deterministic && tiles * parts * kFewTiles < limits.processors)
     return "too few tiles of rows to fill the device";
+  if (widens(p) && has_few_rows(p, kFewWidenedRows) && 4 * tiles * parts < 3 * limits.processors)
+    return "an 8-bit cache and no more rows than the decode kernel is faster for";
   return "";
 }
 
