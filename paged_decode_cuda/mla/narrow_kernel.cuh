@@ -24,11 +24,12 @@
 //   keys_empty     8 consumer warps of every block of the      loaders
 //                  cluster
 //   edge           1: loader 0, and 36864 bytes                loaders, where a tile has rows that nobody sees
-//   ready          128 threads of the consumer that has        both consumers
+//   ready          128 threads of the consumer that has        the other one
 //                  weighed a tile
 //   kMeet          256 threads of the consumers                themselves: queries are there; sums of a finished row's
 //                                                              weights are there, and nobody reads its queries any more
-//   kPart          128 threads of a consumer                   themselves
+//   kPart          128 threads of a consumer                   themselves: their weights are there, and whether a
+//                                                              reference has to move; a part is written or may be read
 //
 // Weights of a tile are overwritten two tiles later by the same consumer. It has waited for the other one's weights of
 // the tile between, which that one gives only after its products with the former.
@@ -44,69 +45,101 @@ constexpr int kNarrowConsumers = NarrowMlaSizes::kConsumers * kWarpgroup;
 
 // ---- Queries ----
 
-// Both consumers bring the queries of this block's rows, as fp16. A product takes keys in the order in which a thread
-// has them: of 16 dims these are 0, 1, 4, 5, 8, 9, 12, 13, then the others. So q is stored in that order.
+// 16 values each; the last are those of the rotary part.
+constexpr int kNarrowOwn = NarrowMlaSizes::kLatents / 16 / kCopyLanes + 1;
+using QueryWords = uint32_t[kNarrowOwn][8];
+
+struct NarrowQuery {
+  int64_t q_head;
+  int token;
+  bool exists;
+};
+
+// This lane's part of a row of queries.
+PD_DEVICE NarrowQuery load_narrow_query(const Problem& p, const MlaCall& call, const MlaWork& work, int row,
+                                        QueryWords& words) {
+  const Item& item = work.item;
+  const int place = this_thread() % kCopyLanes, group = static_cast<int>(p.group);
+  const int own = static_cast<int>(blockIdx.y) * NarrowMlaSizes::kRows + row, known = min(own, item.rows - 1);
+  const int token = call.group.divide(item.first_row + known);
+  const NarrowQuery query = {work.head * group + item.first_row + known - token * group, token, own < item.rows};
+  const int64_t b = item.b, q = item.q_begin + token;
+  const int64_t rope = b * p.q_stride_batch + q * p.q_stride_token + query.q_head * p.q_stride_head;
+  const int64_t latents = b * p.qv_stride_batch + q * p.qv_stride_token + query.q_head * p.qv_stride_head;
+#pragma unroll
+  for (int i = 0; i < kNarrowOwn; ++i) {
+    const bool last = i == kNarrowOwn - 1;
+    const char* const from = last ? static_cast<const char*>(p.q) + rope * 2
+                                  : static_cast<const char*>(p.qv.data) + latents * 2 + i * kCopyLanes * 32;
+    const bool has = query.exists && (!last || place < NarrowMlaSizes::kRope / 16);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint4 piece = has ? reinterpret_cast<const uint4*>(from + place * 32)[h] : make_uint4(0, 0, 0, 0);
+      words[i][4 * h] = piece.x;
+      words[i][4 * h + 1] = piece.y;
+      words[i][4 * h + 2] = piece.z;
+      words[i][4 * h + 3] = piece.w;
+    }
+  }
+  return query;
+}
+
+// Stores it as fp16, multiplied by 2^up; up is returned. A product takes keys in the order in which a thread has them:
+// of 16 dims these are 0, 1, 4, 5, 8, 9, 12, 13, then the others. So q is stored in that order.
+template <bool kBf16>
+PD_DEVICE int store_narrow_query(const QueryWords& words, int row, uint32_t queries) {
+  using Sizes = NarrowMlaSizes;
+  constexpr int kTop = 127 + 14;  // exponent of what the largest value becomes
+  const unsigned place = this_thread() % kCopyLanes;
+  float top = 0.f;
+#pragma unroll
+  for (int i = 0; i < kNarrowOwn; ++i) {
+#pragma unroll
+    for (int w = 0; w < 8; ++w) {
+      const float2 values = pair_values<kBf16>(words[i][w]);
+      top = fmaxf(top, fmaxf(fabsf(values.x), fabsf(values.y)));
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < kCopyLanes; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+  const int up = min(max(kTop - static_cast<int>(__float_as_uint(top) >> 23), -100), 100);
+  const float factor = __uint_as_float(static_cast<uint32_t>(127 + up) << 23);
+  const auto scaled = [factor](uint32_t word) {
+    const float2 values = pair_values<kBf16>(word);
+    return pack_pair<false>(values.x * factor, values.y * factor);
+  };
+#pragma unroll
+  for (int i = 0; i < kNarrowOwn; ++i) {
+    if (i == kNarrowOwn - 1 && place >= Sizes::kRope / 16) continue;
+    const unsigned unit = i * kCopyLanes + place, piece = unit % 4 * 2;  // 4 of them in a column
+    const uint32_t target = queries + unit / 4 * Sizes::kRows * kRowBytes + row * kRowBytes;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      store_piece(target + ((piece + h) ^ row % 8) * 16, scaled(words[i][h]), scaled(words[i][h + 2]),
+                  scaled(words[i][h + 4]), scaled(words[i][h + 6]));
+    }
+  }
+  return up;
+}
+
+// Both consumers bring the queries of this block's rows.
 template <bool kFull, bool kBf16>
 PD_DEVICE void copy_narrow_queries(const Problem& p, const MlaCall& call, const MlaWork& work, NarrowControl& control,
                                    uint32_t queries) {
-  using Sizes = NarrowMlaSizes;
-  constexpr int kOwn = Sizes::kLatents / 16 / kCopyLanes + 1;  // 16 values each; the last are those of the rotary part
-  constexpr int kTop = 127 + 14;                               // exponent of what the largest value becomes
-  const unsigned thread = this_thread() - kWarpgroup, place = thread % kCopyLanes;
+  constexpr int kAtOnce = kNarrowConsumers / kCopyLanes, kOwnRows = NarrowMlaSizes::kRows / kAtOnce;
+  const unsigned thread = this_thread() - kWarpgroup;
   const Item& item = work.item;
-  const int group = static_cast<int>(p.group);
   const float natural = score_scale(p, item.b, work.head);
-#pragma unroll 1
-  for (unsigned row = thread / kCopyLanes; row < Sizes::kRows; row += kNarrowConsumers / kCopyLanes) {
-    const int own = static_cast<int>(blockIdx.y) * Sizes::kRows + row;
-    const bool exists = own < item.rows;
-    const int known = min(own, item.rows - 1), token = call.group.divide(item.first_row + known);
-    const int64_t q_head = work.head * group + item.first_row + known - token * group;
-    const int64_t b = item.b, query = item.q_begin + token;
-    const int64_t rope = b * p.q_stride_batch + query * p.q_stride_token + q_head * p.q_stride_head;
-    const int64_t latents = b * p.qv_stride_batch + query * p.qv_stride_token + q_head * p.qv_stride_head;
-    uint32_t words[kOwn][8];
-    float top = 0.f;
+  QueryWords words[kOwnRows];
+  NarrowQuery query[kOwnRows];
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const bool last = i == kOwn - 1;
-      const char* const from = last ? static_cast<const char*>(p.q) + rope * 2
-                                    : static_cast<const char*>(p.qv.data) + latents * 2 + i * kCopyLanes * 32;
-      const bool has = exists && (!last || place < Sizes::kRope / 16);
+  for (int r = 0; r < kOwnRows; ++r)
+    query[r] = load_narrow_query(p, call, work, thread / kCopyLanes + r * kAtOnce, words[r]);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const uint4 piece = has ? reinterpret_cast<const uint4*>(from + place * 32)[h] : make_uint4(0, 0, 0, 0);
-        words[i][4 * h] = piece.x;
-        words[i][4 * h + 1] = piece.y;
-        words[i][4 * h + 2] = piece.z;
-        words[i][4 * h + 3] = piece.w;
-      }
-#pragma unroll
-      for (int w = 0; w < 8; ++w) {
-        const float2 values = pair_values<kBf16>(words[i][w]);
-        top = fmaxf(top, fmaxf(fabsf(values.x), fabsf(values.y)));
-      }
-    }
-#pragma unroll
-    for (int step = 1; step < kCopyLanes; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-    const int up = min(max(kTop - static_cast<int>(__float_as_uint(top) >> 23), -100), 100);
-    const float factor = __uint_as_float(static_cast<uint32_t>(127 + up) << 23);
-    const auto scaled = [factor](uint32_t word) {
-      const float2 values = pair_values<kBf16>(word);
-      return pack_pair<false>(values.x * factor, values.y * factor);
-    };
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      if (i == kOwn - 1 && place >= Sizes::kRope / 16) continue;
-      const unsigned unit = i * kCopyLanes + place, piece = unit % 4 * 2;  // 4 of them in a column
-      const uint32_t target = queries + unit / 4 * Sizes::kRows * kRowBytes + row * kRowBytes;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        store_piece(target + ((piece + h) ^ row % 8) * 16, scaled(words[i][h]), scaled(words[i][h + 2]),
-                    scaled(words[i][h + 4]), scaled(words[i][h + 6]));
-      }
-    }
-    if (place > 0) continue;
+  for (int r = 0; r < kOwnRows; ++r) {
+    const unsigned row = thread / kCopyLanes + r * kAtOnce;
+    const int up = store_narrow_query<kBf16>(words[r], row, queries);
+    if (thread % kCopyLanes > 0) continue;
     const float unscale = __uint_as_float(static_cast<uint32_t>(127 - up) << 23);
     RowPair& pair = control.pairs[row / 2];
     // Masked scores are -infinity, and stay so only where they are multiplied with a positive number afterwards.
@@ -115,11 +148,11 @@ PD_DEVICE void copy_narrow_queries(const Problem& p, const MlaCall& call, const 
     control.score_scale[row] = natural * unscale;
     pair.scale[row % 2] = multiples ? natural * unscale * PD_LOG2E : PD_LOG2E;
     pair.base[row % 2] = kNoBase;
-    const KvRange seen = row_keys(p, call, item, token);
+    const KvRange seen = row_keys(p, call, item, query[r].token);
     control.seen[row] = make_int2(static_cast<int>(seen.begin), static_cast<int>(seen.end));
     if constexpr (kFull) {
-      control.slope[row] = row_slope(p, item.b, static_cast<int>(q_head));
-      control.position[row] = item.kv_len - item.q_len + token;
+      control.slope[row] = row_slope(p, item.b, static_cast<int>(query[r].q_head));
+      control.position[row] = item.kv_len - item.q_len + query[r].token;
     }
   }
   fence_async_proxy();
@@ -175,7 +208,7 @@ template <typename Kv, bool kFull>
 struct NarrowTiles {
   using Sizes = NarrowMlaSizes;
   static constexpr int kKeys = Sizes::kKeys, kRows = Sizes::kRows;
-  static constexpr int kOperands = 2;                  // that products may read at once
+  static constexpr int kOperands = 3;                  // that products may read, or that are made
   static constexpr int kMatrices = Sizes::kDimV / 64;  // of latents that a consumer has
 
   const Problem& p;
@@ -185,7 +218,7 @@ struct NarrowTiles {
   int half;  // of the latents: whose consumer this is
   Ring<Sizes::kStages> keys;
   Ring<2> slot;
-  uint32_t ready_phases;  // a bit for every consumer
+  uint32_t ready_phase;  // of the other consumer's weights
   // Entries 4 j + 2 r + e are of row 8 j + 2 t + e of the block. s: of key 16 warp + g + 8 r; acc: of latent 2 g + r of
   // the 16 of this warp, of each matrix
   float s[kRows / 2], acc[kMatrices][kRows / 2];
@@ -195,10 +228,21 @@ struct NarrowTiles {
     shared = address;
     keys = {};
     slot = {};
-    ready_phases = 0;
+    ready_phase = 0;
   }
 
-  PD_MEMBER int own_barrier() const { return kPart + half; }
+  // Of the threads of this consumer. The numbers of the barriers are constants of the instructions.
+  PD_MEMBER void meet_own() const {
+    if (half == 0) {
+      named_barrier_sync(kPart, kWarpgroup);
+    } else {
+      named_barrier_sync(kPart + 1, kWarpgroup);
+    }
+  }
+  PD_MEMBER bool any_of_own(bool says) const {
+    if (half == 0) return named_barrier_any(kPart, kWarpgroup, says);
+    return named_barrier_any(kPart + 1, kWarpgroup, says);
+  }
   PD_MEMBER int row_of_item(int row) const { return static_cast<int>(blockIdx.y) * kRows + row; }
   PD_MEMBER uint32_t stage_at(int stage) const { return shared + Sizes::kKeysAt + stage * Sizes::kKeyBytes; }
   PD_MEMBER uint32_t weights_of(int giver) const { return shared + Sizes::kWeightsAt + giver * Sizes::kWeightBytes; }
@@ -267,65 +311,70 @@ struct NarrowTiles {
     }
   }
 
-  // s = keys q^T of a tile. The next keys are widened while products run.
-  PD_MEMBER void score_tile(uint32_t stage) {
-    constexpr int kSteps = Sizes::kDim / 32;
+  // Products of `kSteps` operands, one after the other. An operand is widened while the products of the one before it
+  // run, from words that were loaded two steps earlier. The last products may still be on their way at the end.
+  template <int kSteps, typename Load, typename Widen, typename Multiply>
+  static PD_MEMBER void stream(NarrowOperand (&a)[kOperands], Load load, Widen widen, Multiply multiply) {
+    uint32_t words[2][4];
+    load(words[0], 0);
+    load(words[1], 1);
+    widen(words[0], a[0]);
+    load(words[0], 2);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      settle(a[i % kOperands]);
+      products_begin();
+      multiply(a[i % kOperands], i);
+      products_commit();
+      if (i + 1 < kSteps) widen(words[(i + 1) % 2], a[(i + 1) % kOperands]);
+      if (i + 3 < kSteps) load(words[(i + 1) % 2], i + 3);
+      products_wait<1>();
+      settle(a[(i + 2) % kOperands]);
+    }
+  }
+
+  PD_MEMBER void finish_products() {
+    products_wait<0>();
+    settle(s);
+#pragma unroll
+    for (int m = 0; m < kMatrices; ++m) settle(acc[m]);
+  }
+
+  // s = keys q^T of a tile.
+  PD_MEMBER void score_tile(uint32_t stage, NarrowOperand (&a)[kOperands]) {
     const NarrowPlace place;
     const unsigned key = place.warp * 16 + place.lane % 16, high = place.lane / 16;
     const uint32_t from[2] = {stage + narrow_place(key, high), stage + narrow_place(key, 2 + high)};
     const uint64_t queries = matrix_descriptor(shared, kRowBytes);
-    uint32_t words[4];
-    NarrowOperand a[kOperands];
-    load_matrices(words, from[0]);
     settle(s);
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const uint64_t b = advance(queries, i / 2 * kRows * kRowBytes + i % 2 * 64);
-      NarrowOperand& own = a[i % kOperands];
-      widen_keys<Kv>(words, own);
-      if (i + 1 < kSteps) load_matrices(words, from[(i + 1) % 2] + (i + 1) / 2 * Sizes::kNarrowColumn);
-      settle(own);
-      products_begin();
-      multiply_keys(Fp16{}, s, own[0], own[1], own[2], own[3], b, i > 0);
-      multiply_keys(Fp16{}, s, own[4], own[5], own[6], own[7], advance(b, 32), 1);
-      products_commit();
-      products_wait<kOperands - 1>();
-      settle(a[(i + 1) % kOperands]);
-    }
-    products_wait<0>();
-    settle(s);
+    stream<Sizes::kDim / 32>(
+        a, [&](uint32_t (&words)[4], int i) { load_matrices(words, from[i % 2] + i / 2 * Sizes::kNarrowColumn); },
+        [](const uint32_t (&words)[4], NarrowOperand& own) { widen_keys<Kv>(words, own); },
+        [&](const NarrowOperand& own, int i) {
+          const uint64_t b = advance(queries, i / 2 * kRows * kRowBytes + i % 2 * 64);
+          multiply_keys(Fp16{}, s, own[0], own[1], own[2], own[3], b, i > 0);
+          multiply_keys(Fp16{}, s, own[4], own[5], own[6], own[7], advance(b, 32), 1);
+        });
   }
 
   // acc += latents^T weights^T of a tile, for the latents of this consumer.
-  PD_MEMBER void add_values(uint32_t stage, int giver) {
-    constexpr int kSteps = kMatrices * 2;
+  PD_MEMBER void add_values(uint32_t stage, int giver, NarrowOperand (&a)[kOperands]) {
     const NarrowPlace place;
     const uint32_t from = stage + narrow_place(place.lane, place.warp) + half * kMatrices * Sizes::kNarrowColumn;
     const uint64_t weights = matrix_descriptor(weights_of(giver), kRowBytes);
-    uint32_t words[4];
-    NarrowOperand a[kOperands];
-    load_transposed(words, from);
 #pragma unroll
     for (int m = 0; m < kMatrices; ++m) settle(acc[m]);
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      NarrowOperand& own = a[i % kOperands];
-      widen_latents<Kv>(words, own);
-      if (i + 1 < kSteps) {
-        load_transposed(words, from + (i + 1) / 2 * Sizes::kNarrowColumn + (i + 1) % 2 * kWarp * Sizes::kNarrowRow);
-      }
-      settle(own);
-      products_begin();
-      const uint64_t b = advance(weights, i % 2 * 32 * kRowBytes);
-      multiply_values(Fp16{}, acc[i / 2], own[0], own[1], own[2], own[3], b);
-      multiply_values(Fp16{}, acc[i / 2], own[4], own[5], own[6], own[7], advance(b, 16 * kRowBytes));
-      products_commit();
-      products_wait<kOperands - 1>();
-      settle(a[(i + 1) % kOperands]);
-    }
-    products_wait<0>();
-#pragma unroll
-    for (int m = 0; m < kMatrices; ++m) settle(acc[m]);
+    stream<kMatrices * 2>(
+        a,
+        [&](uint32_t (&words)[4], int i) {
+          load_transposed(words, from + i / 2 * Sizes::kNarrowColumn + i % 2 * kWarp * Sizes::kNarrowRow);
+        },
+        [](const uint32_t (&words)[4], NarrowOperand& own) { widen_latents<Kv>(words, own); },
+        [&](const NarrowOperand& own, int i) {
+          const uint64_t b = advance(weights, i % 2 * 32 * kRowBytes);
+          multiply_values(Fp16{}, acc[i / 2], own[0], own[1], own[2], own[3], b);
+          multiply_values(Fp16{}, acc[i / 2], own[4], own[5], own[6], own[7], advance(b, 16 * kRowBytes));
+        });
   }
 
   PD_MEMBER void scale_rows(const float (&factors)[kRows]) {
@@ -346,9 +395,9 @@ struct NarrowTiles {
     store_sums(l);
   }
 
-  PD_MEMBER void await_weights(int giver) {
-    barrier_wait(shared_address(&control.ready[giver]), ready_phases >> giver & 1);
-    ready_phases ^= 1u << giver;
+  PD_MEMBER void await_other_weights() {
+    barrier_wait(shared_address(&control.ready[1 - half]), ready_phase);
+    ready_phase ^= 1;
   }
 
   // From q.k to scores, where these are no positive multiples of it: softcap, then ALiBi.
@@ -385,20 +434,6 @@ struct NarrowTiles {
     return fmaf(score, pair.scale[e], -pair.base[e]);
   }
 
-  // The reference of a row moves only when a score of the tile is far above it, so weights may exceed 1.
-  PD_MEMBER bool is_far() const {
-    constexpr float kFar = 8.f;  // weights stay below 256
-    const RowPair* const pairs = control.pairs + NarrowPlace().t;
-    float most = -INFINITY;
-#pragma unroll
-    for (int j = 0; j < kRows / 8; ++j) {
-      const RowPair pair = pairs[4 * j];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) most = fmaxf(most, above(pair, s[4 * j + i], i % 2));
-    }
-    return named_barrier_any(own_barrier(), kWarpgroup, most > kFar);
-  }
-
   // The references of all rows move to their largest scores so far, and the sums with them.
   PD_MEMBER void move_bases() {
     const NarrowPlace place;
@@ -413,7 +448,7 @@ struct NarrowTiles {
         if (place.g == 0) control.top[place.warp][place.row(j) + e] = top;
       }
     }
-    named_barrier_sync(own_barrier(), kWarpgroup);
+    meet_own();
     const unsigned row = place.thread;
     if (row < kRows) {
       float& base = control.pairs[row / 2].base[row % 2];
@@ -423,68 +458,93 @@ struct NarrowTiles {
       control.factor[half][row] = fast_rescale(base, moved);
       base = moved;
     }
-    named_barrier_sync(own_barrier(), kWarpgroup);
+    meet_own();
     scale_rows(control.factor[half]);
   }
 
-  // Weights of this consumer's tile, for both.
+  // Weights of this consumer's tile, for both. The reference of a row moves only when a score of the tile is far above
+  // it, so weights may exceed 1. Whether one has to move is known when the weights are there; then they are made again.
   PD_MEMBER void give_weights(int first_key, const Item& item) {
+    constexpr float kFar = 8.f;  // weights stay below 256
     if (!control.multiples) score(first_key);
     if (first_key + kKeys > item.inner_end || first_key < item.inner_begin) mask(first_key);
-    const bool moved = is_far();
-    if (moved) move_bases();
-    const NarrowPlace place;
-    const uint32_t target = weights_of(half) + place.key() * kRowBytes + place.t * 4;
     Sums l;
-    load_sums(l);
+    const bool far = put_weights(l) > kFar;
+    fence_async_proxy();
+    const bool moved = any_of_own(far);
+    if (moved) {
+      move_bases();
+      put_weights(l);
+      fence_async_proxy();
+      meet_own();
+    }
+    Sums before;
+    load_sums(before);
+#pragma unroll
+    for (int i = 0; i < kRows / 4; ++i) l[i] += before[i];
+    store_sums(l);
+    if (NarrowPlace().thread == 0) control.moved[half] = moved;
+    barrier_arrive(shared_address(&control.ready[half]));
+  }
+
+  // Stores the weights of a tile and adds them up; how far a score lies above its reference, at most.
+  PD_MEMBER float put_weights(Sums& l) const {
+    const NarrowPlace place;
+    const RowPair* const pairs = control.pairs + place.t;
+    const uint32_t target = weights_of(half) + place.key() * kRowBytes + place.t * 4;
+    float most = -INFINITY;
 #pragma unroll
     for (int j = 0; j < kRows / 8; ++j) {
-      const RowPair pair = control.pairs[place.row(j) / 2];
+      const RowPair pair = pairs[4 * j];
       float w[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        w[i] = fast_exp2(above(pair, s[4 * j + i], i % 2));
-        l[2 * j + i % 2] += w[i];
+        const float x = above(pair, s[4 * j + i], i % 2);
+        most = fmaxf(most, x);
+        w[i] = fast_exp2(x);
       }
+      l[2 * j] = w[0] + w[2];
+      l[2 * j + 1] = w[1] + w[3];
 #pragma unroll
       for (int r = 0; r < 2; ++r)
         store_shared_word(target + r * 8 * kRowBytes + (j ^ place.g) * 16, pack_pair<false>(w[2 * r], w[2 * r + 1]));
     }
-    store_sums(l);
-    if (place.thread == 0) control.moved[half] = moved;
-    fence_async_proxy();
-    barrier_arrive(shared_address(&control.ready[half]));
+    return most;
   }
 
   // A tile that the other consumer has weighed, or will.
-  PD_MEMBER void add_other(int stage) {
-    await_weights(1 - half);
+  PD_MEMBER void add_other(int stage, NarrowOperand (&a)[kOperands]) {
+    await_other_weights();
     if (control.moved[1 - half]) scale_rows(control.factor[1 - half]);
-    add_values(stage_at(stage), 1 - half);
+    add_values(stage_at(stage), 1 - half, a);
+    finish_products();
     release(stage);
   }
 
+  // The stage of the tile before.
+  PD_MEMBER int stage_before() const { return keys.stage == 0 ? Sizes::kStages - 1 : keys.stage - 1; }
+
   PD_MEMBER void add_tiles(const MlaWork& work) {
-    int behind = -1;  // the stage of the other's tile before
-    int turn = half;
+    NarrowOperand a[kOperands];
 #pragma unroll 1
-    for (int tile = work.tile; tile < work.tile_end; ++tile, turn ^= 1) {
+    for (int tile = work.tile; tile < work.tile_end; ++tile) {
       await_keys();
-      const int stage = keys.stage;
-      keys.advance();
-      if (turn != 0) {
-        behind = stage;
-        continue;
+      if ((tile - work.tile) % 2 == half) {
+        score_tile(stage_at(keys.stage), a);
+        if (tile > work.tile) {
+          add_other(stage_before(), a);
+        } else {
+          finish_products();
+        }
+        give_weights(tile * kKeys, work.item);
+        add_values(stage_at(keys.stage), half, a);
+        finish_products();
+        release(keys.stage);
       }
-      score_tile(stage_at(stage));
-      if (behind >= 0) add_other(behind);
-      behind = -1;
-      give_weights(tile * kKeys, work.item);
-      await_weights(half);
-      add_values(stage_at(stage), half);
-      release(stage);
+      keys.advance();
     }
-    if (behind >= 0) add_other(behind);
+    const int tiles = work.tile_end - work.tile;
+    if (tiles > 0 && (tiles - 1) % 2 != half) add_other(stage_before(), a);
   }
 
   // ---- The end of a row ----
@@ -516,31 +576,35 @@ struct NarrowTiles {
     return ml;
   }
 
-  // Where latents 2 g and 2 g + 1 of row e of the first two are in a part, see mla_sums(). Those of other rows and
-  // matrices are in_part(j, m) further.
-  PD_MEMBER float2* first_in_part(int64_t part, const NarrowPlace& place, int e) const {
-    float4* const sums = mla_sums(call, part, half) + (2 * place.warp + place.g / 4) * kWarpgroup;
-    return reinterpret_cast<float2*>(sums + (2 * place.t + e) * 4 + place.g % 4);
+  // Where latents 2 g and 2 g + 1 of row e of the first two are in a part, and of the row 8 below: see mla_sums().
+  // Those of other rows and matrices are in_part(j, m) further, where j is even.
+  PD_MEMBER float4* first_in_part(int64_t part, const NarrowPlace& place, int e) const {
+    return mla_sums(call, part, half) + (2 * place.warp + place.g / 4) * kWarpgroup + (2 * place.t + e) * 4 +
+           place.g % 4;
   }
-  static PD_MEMBER int in_part(int j, int m) { return (8 * m * kWarpgroup + j / 2 * kWarp) * 2 + j % 2; }
+  static PD_MEMBER int in_part(int j, int m) { return 8 * m * kWarpgroup + j / 2 * kWarp; }
 
+  // Of rows that there are not nobody reads the sums.
   PD_MEMBER void write_part(const MlaWork& work, const float2& ml) const {
     const int64_t part = mla_part(call, blockIdx.x, blockIdx.y, work.first);
     const NarrowPlace place;
     const int own = place.thread;
     if (half == 0 && own < kRows && row_of_item(own) < work.item.rows) call.ml[part * kRows + own] = ml;
 #pragma unroll
-    for (int j = 0; j < kRows / 8; ++j) {
+    for (int j = 0; j < kRows / 8; j += 2) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         if (row_of_item(place.row(j) + e) >= work.item.rows) continue;
-        float2* const sums = first_in_part(part, place, e);
+        float4* const sums = first_in_part(part, place, e);
 #pragma unroll
-        for (int m = 0; m < kMatrices; ++m) sums[in_part(j, m)] = make_float2(acc[m][4 * j + e], acc[m][4 * j + 2 + e]);
+        for (int m = 0; m < kMatrices; ++m) {
+          const float* const first = &acc[m][4 * j + e];
+          sums[in_part(j, m)] = make_float4(first[0], first[2], first[4], first[6]);
+        }
       }
     }
     if (!work.two_parts) return;  // only the other kernel reads it
-    named_barrier_sync(own_barrier(), kWarpgroup);
+    meet_own();
     if (own == 0) publish_word(mla_published(call, part, half), launch_number());
   }
 
@@ -554,7 +618,7 @@ struct NarrowTiles {
       await_word(mla_published(call, part, 0), launch_number());
       if (half == 1) await_word(mla_published(call, part, 1), launch_number());
     }
-    named_barrier_sync(own_barrier(), kWarpgroup);
+    meet_own();
     if (own < kRows && row_of_item(own) < work.item.rows) {
       const float2 other = load_shared_by_blocks(call.ml + part * kRows + own);
       const float top = fmaxf(ml.x, other.x), shift = top == -INFINITY ? 0.f : top;
@@ -563,20 +627,24 @@ struct NarrowTiles {
       control.other_factor[half][own] = theirs;
       ml = make_float2(top, ml.y * mine + other.y * theirs);
     }
-    named_barrier_sync(own_barrier(), kWarpgroup);
+    meet_own();
 #pragma unroll
-    for (int j = 0; j < kRows / 8; ++j) {
+    for (int j = 0; j < kRows / 8; j += 2) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int row = place.row(j) + e;
         if (row_of_item(row) >= work.item.rows) continue;
-        const float mine = control.factor[half][row], theirs = control.other_factor[half][row];
-        const float2* const other = first_in_part(part, place, e);
+        const float mine[2] = {control.factor[half][row], control.factor[half][row + 8]};
+        const float theirs[2] = {control.other_factor[half][row], control.other_factor[half][row + 8]};
+        const float4* const other = first_in_part(part, place, e);
 #pragma unroll
         for (int m = 0; m < kMatrices; ++m) {
-          const float2 sums = load_shared_by_blocks(other + in_part(j, m));
-          acc[m][4 * j + e] = acc[m][4 * j + e] * mine + sums.x * theirs;
-          acc[m][4 * j + 2 + e] = acc[m][4 * j + 2 + e] * mine + sums.y * theirs;
+          const float4 sums = load_shared_by_blocks(other + in_part(j, m));
+          float* const first = &acc[m][4 * j + e];
+          first[0] = first[0] * mine[0] + sums.x * theirs[0];
+          first[2] = first[2] * mine[0] + sums.y * theirs[0];
+          first[4] = first[4] * mine[1] + sums.z * theirs[1];
+          first[6] = first[6] * mine[1] + sums.w * theirs[1];
         }
       }
     }
@@ -595,7 +663,7 @@ struct NarrowTiles {
         control.last_factor[half][own] = finish_row(p, target, work.item.b, work.head, ml.x, ml.y, half == 0);
       }
     }
-    named_barrier_sync(own_barrier(), kWarpgroup);
+    meet_own();
     const bool bf16 = p.q_dtype == DType::kBFloat16;
     uint16_t* const out = static_cast<uint16_t*>(p.out) + half * Sizes::kDimV + place.warp * 16 + place.g * 2;
 #pragma unroll
