@@ -113,6 +113,11 @@ __global__ void __launch_bounds__(Float32Sizes<kHeadDim>::kThreads, Float32Sizes
     copy_commit();
     loader.copy_values(p, values_at);
     copy_commit();
+    if (!work.infinite) {  // the queries of this warp have come
+      copy_wait<1>();
+      __syncwarp();
+      if (works()) rows.interleave(queries, static_cast<int>(p.head_dim));
+    }
 #pragma unroll 1
     for (int tile = work.segment.tile; tile < work.segment.tile_end; ++tile) {
       copy_wait<1>();

@@ -3,7 +3,8 @@
 //     S = Q K^T      16 rows x 8 keys, 8 dimensions at a time          O = P V      16 rows x 8 dimensions, 8 keys
 //
 // A lane (g = lane / 4, t = lane % 4) has rows g and g + 8. Which dimension or key is which term of a product is free,
-// so a lane reads whole pieces, and a score is where it is needed as a weight.
+// so a score is where it is needed as a weight. Operands are several registers side by side: what is read lands in them
+// as it is, since moving it there would be every sixth instruction.
 #pragma once
 
 #include "../rows.cuh"
@@ -18,7 +19,7 @@ struct Float32Rows {
   static constexpr int kSubTiles = Shape::kSubTiles;
   using Scores = float[kSubTiles][4];  // keys 2t and 2t + 1 of row g, then of row g + 8
 
-  float acc[Shape::kValueChunks][4][4];  // [chunk][i]: dimensions i of pieces 2t and 2t + 1, rows as above
+  float acc[Shape::kValueChunks][4][4];  // [chunk][i]: dimensions 8 i + 2t and the next, rows as above
   float2* sums;                          // in shared memory: (m, l) of the rows of the item
 
   // Row of the item that entry i stands for.
@@ -36,6 +37,21 @@ struct Float32Rows {
       for (int i = 0; i < 4; ++i)
 #pragma unroll
         for (int r = 0; r < 4; ++r) acc[c][i][r] = 0.f;
+  }
+
+  // Puts this warp's queries in the order of operands: of rows g and g + 8 a lane has a piece each, and words of the
+  // two change places.
+  static PD_MEMBER void interleave(char* queries, int head_dim) {
+    const int thread = this_thread(), g = thread % kWarp / 4, t = thread % 4;
+    queries += lane_row(0) * Shape::kPieces * 16;
+#pragma unroll 2
+    for (int chunk = 0; chunk * 16 < head_dim; ++chunk) {
+      char* const first = queries + Shape::place_k(g, chunk * 4 + t) * 16;
+      uint4 &low = *reinterpret_cast<uint4*>(first), &high = *reinterpret_cast<uint4*>(first + 8 * Shape::kPieces * 16);
+      const uint4 x = low, y = high;
+      low = make_uint4(x.x, y.x, x.y, y.y);
+      high = make_uint4(x.z, y.z, x.w, y.w);
+    }
   }
 
   // q.k of a tile.
@@ -60,13 +76,13 @@ struct Float32Rows {
     float part[kSubTiles][4] = {}, rest[kSubTiles][4] = {};
     queries += lane_row(0) * Shape::kPieces * 16;
     keys += g * Shape::kPieces * 16;
-#pragma unroll 1
+#pragma unroll 2
     for (int chunk = from / 16; chunk * 16 < until; ++chunk) {
       const int place = Shape::place_k(g, chunk * 4 + t) * 16;  // rows g + 8 and those of other sub-tiles are as even
-      const uint4 low = *reinterpret_cast<const uint4*>(queries + place);
+      const uint4 low = *reinterpret_cast<const uint4*>(queries + place);  // interleaved
       const uint4 high = *reinterpret_cast<const uint4*>(queries + 8 * Shape::kPieces * 16 + place);
-      const Tf32Pair<4> rows[2] = {Tf32Pair<4>({low.x, high.x, low.y, high.y}),
-                                   Tf32Pair<4>({low.z, high.z, low.w, high.w})};
+      const Tf32Pair<4> rows[2] = {Tf32Pair<4>({low.x, low.y, low.z, low.w}),
+                                   Tf32Pair<4>({high.x, high.y, high.z, high.w})};
 #pragma unroll
       for (int sub = 0; sub < kSubTiles; sub += 2) {
         const char* row = keys + sub * 8 * Shape::kPieces * 16 + place;
@@ -182,34 +198,32 @@ struct Float32Rows {
   // products first, so that they are not cut off where the big ones join them. kInfinite: values may be infinite, so
   // the two stay apart.
   template <bool kInfinite>
-  PD_MEMBER void add_values(const char* values, int head_dim_v, const Scores& s) {
+  PD_MEMBER void add_values(const char* tile, int head_dim_v, const Scores& s) {
     const int thread = this_thread(), g = thread % kWarp / 4, t = thread % 4;
     // The compiler orders loads and products between two of these questions, and would load too much ahead without.
-    constexpr int kOrdered = kHeadDim > 128 ? 2 : 1;
-    values += t * 2 * Shape::kPieces * 16;
+    constexpr int kOrdered = kHeadDim > 64 ? 2 : 1;
+    const char* values[4];  // of keys 2t, this lane's dimensions 8 i + g of 32; see place_v
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[i] = tile + t * 2 * Shape::kPieces * 16 + ((i ^ t) * 8 + g) * 4;
 #pragma unroll
     for (int pair = 0; pair < kSubTiles; pair += 2) {
       const Tf32Pair<4> weights[2] = {weights_of(s[pair]), weights_of(s[pair + 1])};
 #pragma unroll
       for (int chunk = 0; chunk < Shape::kValueChunks; ++chunk) {
         if (chunk % kOrdered == 0 && chunk * 32 >= head_dim_v) break;
-        const int place = ((g ^ t * 2) + chunk * 8) * 16;  // place_v of rows 2t and 2t + 1, piece chunk * 8 + g
-        uint4 first[2], second[2];                         // values of keys 2t and 2t + 1
-#pragma unroll
-        for (int sub = 0; sub < 2; ++sub) {
-          const char* row = values + (pair + sub) * 8 * Shape::kPieces * 16 + place;
-          first[sub] = *reinterpret_cast<const uint4*>(row);
-          second[sub] = *reinterpret_cast<const uint4*>(row + Shape::kPieces * 16);
-        }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float sum[2][4] = {};
           Tf32Pair<2> keys[2][2];  // [sub][i]
 #pragma unroll
           for (int sub = 0; sub < 2; ++sub) {
-            const uint4 &x = first[sub], &y = second[sub];
-            keys[sub][0] = Tf32Pair<2>({half ? x.z : x.x, half ? y.z : y.x}, Shape::kRounded);
-            keys[sub][1] = Tf32Pair<2>({half ? x.w : x.y, half ? y.w : y.y}, Shape::kRounded);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const char* const first = values[2 * half + i] + (pair + sub) * 8 * Shape::kPieces * 16 + chunk * 128;
+              keys[sub][i] = Tf32Pair<2>({*reinterpret_cast<const uint32_t*>(first),
+                                          *reinterpret_cast<const uint32_t*>(first + Shape::kPieces * 16)},
+                                         Shape::kRounded);
+            }
             add_small_products(sum, weights[sub], keys[sub]);
           }
           if constexpr (kInfinite) {
@@ -260,9 +274,9 @@ struct Float32Rows {
 #pragma unroll
       for (int c = 0; c < Shape::kValueChunks; ++c)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          pieces[Shape::place_out(row, c * 8 + 2 * t + half)] = make_float4(
-              acc[c][0][2 * i + half], acc[c][1][2 * i + half], acc[c][2][2 * i + half], acc[c][3][2 * i + half]);
+        for (int j = 0; j < 4; ++j) {
+          float2* const piece = reinterpret_cast<float2*>(&pieces[Shape::place_out(row, c * 8 + 2 * j + t / 2)]);
+          piece[t % 2] = make_float2(acc[c][j][2 * i], acc[c][j][2 * i + 1]);
         }
     }
   }

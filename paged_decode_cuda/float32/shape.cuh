@@ -7,7 +7,7 @@
 namespace paged_attn {
 
 // A row is kPieces pieces of 16 bytes. They change places such that the 8 lanes that read at a time find them in
-// different banks: of queries and keys, 4 pieces of rows g and g + 1; of values, 2 pieces of rows 2t.
+// different banks: of queries and keys, 4 pieces of rows g and g + 1; of values, words of 2 pieces of rows 2t.
 template <int kHeadDim>
 struct Float32Shape : Float32Sizes<kHeadDim> {
   using Sizes = Float32Sizes<kHeadDim>;
@@ -23,8 +23,8 @@ struct Float32Shape : Float32Sizes<kHeadDim> {
   static PD_MEMBER int place_k(int row, int piece) { return piece ^ (row % 2 * 4); }
   static PD_MEMBER int place_v(int row, int piece) { return piece ^ (row / 2 % 4 * 2); }
 
-  // Of sums on their way to the output, two pieces of a row at a time.
-  static PD_MEMBER int place_out(int row, int piece) { return piece ^ (row % 2); }
+  // Of sums on their way to the output: two pieces of four rows at a time.
+  static PD_MEMBER int place_out(int row, int piece) { return piece ^ (row % 4 * 2); }
 };
 
 }  // namespace paged_attn
