@@ -105,12 +105,11 @@ PD_DEVICE void close_tickets(unsigned long long* tickets) { store_relaxed(ticket
 // Walks through all tiles in their order. The lanes of one warp call everything together. Call: of the kernel.
 template <typename Shape>
 struct Scheduler {
-  int longest;         // tiles of keys of the longest row tile
-  int bucket, first;   // bucket and first request of the chunk that the lanes hold
-  int before;          // tiles in front of that chunk
-  int own, own_below;  // of this lane's request in this bucket: row tiles, and those in lower buckets
-  int own_len;
-  int ends;  // tiles up to this lane's request, inclusive
+  int longest;        // tiles of keys of the longest row tile
+  int bucket, first;  // bucket and first request of the chunk that the lanes hold
+  int before;         // tiles in front of that chunk
+  RequestTiles own;   // this lane's request
+  int ends;           // tiles up to it in this bucket, inclusive
 
   template <typename Call>
   PD_MEMBER void start(const Problem& p, const Call& plan) {
@@ -119,22 +118,28 @@ struct Scheduler {
     for (int b = lane; b < p.batch; b += kWarp) most = max(most, request_tiles<Shape>(p, plan, b).most);
     longest = __reduce_max_sync(~0u, most);
     bucket = kBuckets - 1;
-    first = 0;
     before = 0;
+    hold(p, plan, 0);
     count(p, plan);
+  }
+
+  // Looks at the chunk of requests that begins with this one.
+  template <typename Call>
+  PD_MEMBER void hold(const Problem& p, const Call& plan, int request) {
+    first = request;
+    const int b = first + threadIdx.x % kWarp;
+    own = b < p.batch ? request_tiles<Shape>(p, plan, b) : RequestTiles{};
+  }
+
+  // Row tiles of this lane's request in this bucket.
+  PD_MEMBER int own_rows(const Problem& p) const {
+    return tiles_below<Shape>(p, own, longest, bucket + 1) - tiles_below<Shape>(p, own, longest, bucket);
   }
 
   template <typename Call>
   PD_MEMBER void count(const Problem& p, const Call& plan) {
-    const int lane = threadIdx.x % kWarp, b = first + lane;
-    own = own_below = own_len = 0;
-    if (b < p.batch) {
-      const RequestTiles r = request_tiles<Shape>(p, plan, b);
-      own_below = tiles_below<Shape>(p, r, longest, bucket);
-      own = tiles_below<Shape>(p, r, longest, bucket + 1) - own_below;
-      own_len = r.kv_len;
-    }
-    ends = own * static_cast<int>(p.kv_heads) * plan.parts;
+    const int lane = threadIdx.x % kWarp;
+    ends = own_rows(p) * static_cast<int>(p.kv_heads) * plan.parts;
 #pragma unroll
     for (int step = 1; step < kWarp; step *= 2) {
       const int other = __shfl_up_sync(~0u, ends, step);
@@ -147,21 +152,19 @@ struct Scheduler {
   PD_MEMBER bool find(const Problem& p, const Call& plan, int index, Work& work) {
     while (index >= before + __shfl_sync(~0u, ends, kWarp - 1)) {
       before += __shfl_sync(~0u, ends, kWarp - 1);
-      first += kWarp;
-      if (first >= p.batch) {
-        if (bucket == 0) {
-          ends = 0;
-          first -= kWarp;
-          return false;
-        }
-        first = 0;
-        --bucket;
+      const bool through = first + kWarp >= p.batch;
+      if (through && bucket == 0) {
+        ends = 0;
+        return false;
       }
+      if (p.batch > kWarp) hold(p, plan, through ? 0 : first + kWarp);
+      if (through) --bucket;
       count(p, plan);
     }
     const int owner = __popc(__ballot_sync(~0u, before + ends <= index));
-    const int rows = __shfl_sync(~0u, own, owner), below = __shfl_sync(~0u, own_below, owner);
-    const int kv_len = __shfl_sync(~0u, own_len, owner);
+    const int rows = __shfl_sync(~0u, own_rows(p), owner);
+    const int below = __shfl_sync(~0u, tiles_below<Shape>(p, own, longest, bucket), owner);
+    const int kv_len = __shfl_sync(~0u, own.kv_len, owner);
     const int heads = static_cast<int>(p.kv_heads) * plan.parts;  // a head's parts are neighbours
     int place = index - (before + __shfl_sync(~0u, ends, owner) - rows * heads);
     const int together = min(heads, max(1, plan.l2_keys / max(kv_len, 1)) * plan.parts);

@@ -46,19 +46,18 @@ struct PrefillMmaControl {
   KeyPlaces places[2];  // of their keys
   // Where the walk through the tiles of rows is; in registers it would be in everybody's way.
   int longest, bucket, first, before;
-  int own[kWarp], own_below[kWarp], own_len[kWarp], ends[kWarp];
+  RequestTiles own[kWarp];
+  int ends[kWarp];
 
   PD_MEMBER Scheduler<Shape> scheduler() const {
     const int lane = threadIdx.x % kWarp;
-    return {longest, bucket, first, before, own[lane], own_below[lane], own_len[lane], ends[lane]};
+    return {longest, bucket, first, before, own[lane], ends[lane]};
   }
 
   PD_MEMBER void leave(const Problem& p, const Scheduler<Shape>& scheduler, const Work& found, int slot) {
     const int lane = threadIdx.x % kWarp;
     __syncwarp();  // every lane has read what stood here
     own[lane] = scheduler.own;
-    own_below[lane] = scheduler.own_below;
-    own_len[lane] = scheduler.own_len;
     ends[lane] = scheduler.ends;
     if (lane == 0) {
       longest = scheduler.longest;
