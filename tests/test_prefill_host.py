@@ -98,6 +98,15 @@ def test_attends_with_narrow_heads_where_scores_grow(library, scale):
     case.judge()
 
 
+@pytest.mark.parametrize("prompt", [Prompt, WidePrompt])
+@pytest.mark.parametrize("scale, parts", [(3.0, 1), (30.0, 1), (30.0, 2)])
+def test_attends_where_scores_grow(library, prompt, scale, parts):
+    """Weights grow until their reference moves; where they are beyond float32, a tile of rows is done once more."""
+    case = prompt(lens=[700, 400], q_lens=[100, 70], q_heads=4, page_size=16, scale=scale, num_splits=parts, processors=3)
+    case.run(library)
+    case.judge()
+
+
 def test_attends_with_many_narrow_rows(library):
     case = NarrowPrompt(lens=[300, 270], q_lens=[300, 90], q_heads=4, page_size=16, processors=3, window=(-1, -1))
     assert case.run(library).blocks == 3

@@ -84,8 +84,8 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
     const int inner_begin = work.item.inner_begin, inner_end = work.item.inner_end;
     int tile = last_tile + work.item.tiles - 1;
 
-    float factor[2];
-    bool moved = false;
+    float factor[2], sum[2] = {0.f, 0.f};
+    bool moved = false, have_bases = false, lost = false;
     auto finish_scores = [&]() {
       const int first_key = tile * Shape::kKeys;
       rows.score(p, s, first_key);
@@ -93,7 +93,16 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
     };
     auto prepare = [&]() {
       finish_scores();
-      moved = rows.move_base(s, factor);
+      if (Shape::kMovesLate && have_bases) {
+        moved = rows.move_base_late(sum, factor, lost);
+      } else {
+        moved = rows.move_base(s, factor);
+        if (Shape::kMovesLate) have_bases = !work.careful && rows.have_bases();
+      }
+    };
+    auto weigh = [&]() {
+      rows.weigh(s, sum);
+      rows.add(sum);
     };
     auto rescale = [&]() {
       if (!moved) return;
@@ -130,9 +139,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
     if constexpr (!Shape::kOverlaps) {
       // Once all rows have a reference, nobody looks for the largest score first: the sums of the weights tell when
       // some are too large. Then this warp computes its scores again.
-      bool have_bases = false;
-      float sum[2];
-      auto weigh = [&]() {
+      auto weigh_and_pack = [&]() {
         rescale();
         rows.weigh(s, sum);
         pack_weights<kBf16>(s, weights);
@@ -144,14 +151,14 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
         const bool guess = have_bases;
         moved = !guess && rows.move_base(s, factor);
         if (moved) have_bases = rows.have_bases();
-        weigh();
+        weigh_and_pack();
         if (guess && rows.too_large(sum)) {
           const int warp_row = consumer * 64 + warp * 16;
           score_again<Shape>(s, shared + queries.stage * Shape::kQueryBytes + warp_row * kRowBytes,
                              shared + Shape::kKeysAt + keys.stage * Shape::kKeyBytes);
           finish_scores();
           moved = rows.move_base(s, factor);
-          weigh();
+          weigh_and_pack();
         }
         rows.add(sum);
         release_keys();
@@ -168,7 +175,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
       score();
       end_scores();
       prepare();
-      rows.weigh(s);
+      weigh();
       pack_weights<kBf16>(s, weights);
 
 #pragma unroll 1
@@ -199,13 +206,13 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
           values.advance();
         };
         if constexpr (Shape::kLateWait) {
-          rows.weigh(s);
+          weigh();
           await_value(rows.l[0] + rows.l[1]);
           end_values();
         } else {
           // Then the registers of the weights before are free: new ones are packed beside the exponentials.
           end_values();
-          rows.weigh(s);
+          weigh();
         }
         pack_weights<kBf16>(s, weights);
       }
@@ -213,6 +220,10 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
       queries.advance();
       rescale();
       add_values();
+      if (Shape::kMovesLate && have_bases) {
+        moved = rows.move_base_late(sum, factor, lost);
+        rescale();
+      }
     } else {
       release(control.queries_empty[queries.stage]);
       queries.advance();
@@ -224,6 +235,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
     } else {
       store_rows<Shape, kFull, kBf16>(p, plan, work, acc, rows, first_row);
     }
+    if (Shape::kMovesLate && lost) control.again[slot.stage] = true;
     __syncwarp();
     release(control.work_empty[slot.stage]);
     slot.advance();
@@ -261,6 +273,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       }
     }
     for (int i = 0; i < 2; ++i) {
+      control.again[i] = false;
       barrier_init(shared_address(&control.work_full[i]), 1);
       barrier_init(shared_address(&control.work_empty[i]), Shape::kConsumerWarps + loaders);
     }

@@ -272,6 +272,18 @@ PD_DEVICE void copy_any_queries(const Problem& p, const PrefillCall& plan, const
   copy_queries<Shape>(p, plan, work, queries);
 }
 
+// The slot of work that is to be done once more, -1: none. The slot that comes next is empty; where nothing else is
+// left to be done (`last`), the work in the other one is awaited too.
+template <typename Shape>
+PD_DEVICE int slot_to_repeat(PrefillControl<Shape>& control, const Ring<2>& slot, bool last) {
+  Ring<2> done = slot;
+  if (!control.again[done.stage] && last) {
+    done.advance();
+    barrier_wait(shared_address(&control.work_empty[done.stage]), done.phase ^ 1);
+  }
+  return control.again[done.stage] ? done.stage : -1;
+}
+
 // Finds work after work and brings its queries.
 template <typename Shape>
 PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control, uint32_t shared) {
@@ -286,12 +298,20 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
     Work next = {};
     next.exists = scheduler.find(p, plan, ticket, next);
     barrier_wait(shared_address(&control.work_empty[slot.stage]), slot.phase ^ 1);
+    const int repeated = Shape::kMovesLate ? slot_to_repeat<Shape>(control, slot, !next.exists) : -1;
+    __syncwarp();
     if (lane == 0) {
-      control.work[slot.stage] = next;
+      if (repeated < 0) {
+        control.work[slot.stage] = next;
+      } else {
+        control.work[slot.stage] = control.work[repeated];
+        control.work[slot.stage].careful = true;
+        control.again[repeated] = false;
+      }
       barrier_arrive(shared_address(&control.work_full[slot.stage]));
     }
     __syncwarp();
-    if (!next.exists) break;
+    if (repeated < 0 && !next.exists) break;
     barrier_wait(shared_address(&control.queries_empty[queries.stage]), queries.phase ^ 1);
     const uint32_t stage = shared + queries.stage * Shape::kQueryBytes;
     const uint32_t full = shared_address(&control.queries_full[queries.stage]);
@@ -303,6 +323,7 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
     }
     queries.advance();
     slot.advance();
+    if (repeated >= 0) continue;
     if (lane == 0) taken = static_cast<int>(take_ticket(plan.tickets));
     taken = __shfl_sync(~0u, taken, 0);
     ticket = taken + plan.blocks_in_grid;

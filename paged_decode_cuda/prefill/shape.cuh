@@ -12,6 +12,9 @@ namespace paged_attn {
 template <typename Type_, typename Sizes>
 struct PrefillShape : Sizes {
   using Type = Type_;
+  // bf16 holds weights as large as float32 does. So once all rows of a warp have a reference, nobody looks for the
+  // largest score: the sums of the weights tell afterwards when it is to be moved. See PrefillRows.
+  static constexpr bool kMovesLate = IsBf16<Type>::value && requires { requires Sizes::kSkipsSearch; };
 };
 
 // What the kernel reads beside the problem.
@@ -36,6 +39,7 @@ struct Work {
   Item item;
   int head, part;
   bool exists;
+  bool careful;  // done once more, since some weights were too large: the largest score is looked for in every tile
 };
 
 // Barriers of the stages of transposed values, where there are any.
@@ -54,6 +58,7 @@ struct PrefillControl : TransposedBarriers<Shape::kTransposedStages> {
   uint64_t queries_full[Shape::kQueryStages], queries_empty[Shape::kQueryStages];
   uint64_t work_full[2], work_empty[2];
   Work work[2];
+  bool again[2];  // a consumer asks for this work once more
 };
 
 }  // namespace paged_attn

@@ -34,9 +34,11 @@ struct PrefillSizes {
   static constexpr int kValueStages = !kOverlaps ? 6 : kDim > 64 ? 2 : 3;
   static constexpr int kQueryStages = kDim > 128 ? 1 : 2;  // the next rows are there before the last ones are done
 
-  static constexpr int kTransposedStages = 0;     // values are used as they are copied
-  static constexpr bool kNarrow = false;          // the cache has q's 16 bits
-  static constexpr bool kTurns = kDim > 128;      // consumers issue products in turns, not as they come
+  static constexpr int kTransposedStages = 0;  // values are used as they are copied
+  static constexpr bool kNarrow = false;       // the cache has q's 16 bits
+  static constexpr bool kTurns = kDim > 128;   // consumers issue products in turns, not as they come
+  // Whether it pays not to look for the largest score, where weights may be large: see shape.cuh.
+  static constexpr bool kSkipsSearch = kDim > 96 && kDimV <= 128;
   static constexpr bool kLateWait = kDimV > 128;  // new weights are computed before those before have been used
 
   // Registers of a thread; three warpgroups together have 504, four of them 512, five 480. The director has those of a

@@ -122,6 +122,26 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
     return moved;
   }
 
+  // The same once all rows have a reference, from the sums of the weights of the tile before: these may be as large as
+  // they like, as long as sums of their products with values stay finite. True in `lost` when that is not sure.
+  PD_MEMBER bool move_base_late(const float (&sum)[2], float (&factor)[2], bool& lost) {
+    constexpr float kMost = 0x1p20f, kSure = 0x1p40f;
+    const bool moved = __any_sync(~0u, fmaxf(sum[0], sum[1]) > kMost);
+    if (moved) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float top = fmaxf(sum[r], __shfl_xor_sync(~0u, sum[r], 1));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+        lost |= top > kSure;
+        const float power = top > kMost ? static_cast<float>(min(ilogbf(top), 126)) : 0.f;
+        base[r] += power;
+        factor[r] = fast_exp2(-power);
+        l[r] *= factor[r];
+      }
+    }
+    return moved;
+  }
+
   // Whether every row of this warp has a reference.
   PD_MEMBER bool have_bases() const { return !__any_sync(~0u, base[0] == -INFINITY || base[1] == -INFINITY); }
 
