@@ -1,4 +1,4 @@
-"""The kernel of the route prefill on the host: bf16 of head_dim 64, 128 and 256, e4m3 of 128, 8-bit caches that are
+"""The kernel of the route prefill on the host: bf16 of head_dim 64, 96, 128 and 256, e4m3 of 128, 8-bit caches that are
 widened of 128 and 256. See tests/blocks.py.
 """
 
@@ -102,7 +102,29 @@ def test_attends_with_narrow_heads_where_scores_grow(library, scale):
 @pytest.mark.parametrize("scale, parts", [(3.0, 1), (30.0, 1), (30.0, 2)])
 def test_attends_where_scores_grow(library, prompt, scale, parts):
     """Weights grow until their reference moves; where they are beyond float32, a tile of rows is done once more."""
-    case = prompt(lens=[700, 400], q_lens=[100, 70], q_heads=4, page_size=16, scale=scale, num_splits=parts, processors=3)
+    case = prompt(
+        lens=[700, 400], q_lens=[100, 70], q_heads=4, page_size=16, scale=scale, num_splits=parts, processors=3
+    )
+    case.run(library)
+    case.judge()
+
+
+class ThreeConsumers(Prompt):
+    """head_dim 96, in tiles of 192 rows and 96 keys."""
+
+    DIMS, KEYS, VALUES = 192, slice(0, 96), slice(96, 192)
+
+
+@pytest.mark.parametrize("name", [*NARROW_CASES[:8], "window", "leftpad", "parts_of_packed_requests"])
+def test_attends_with_three_consumers(library, name):
+    case = ThreeConsumers(q_heads=4, **CASES[name] | {"deterministic": 1})
+    case.run(library)
+    case.judge()
+
+
+@pytest.mark.parametrize("scale", [3.0, 30.0])
+def test_three_consumers_where_scores_grow(library, scale):
+    case = ThreeConsumers(lens=[500], q_lens=100, q_heads=4, page_size=16, scale=scale, deterministic=1)
     case.run(library)
     case.judge()
 

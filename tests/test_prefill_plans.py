@@ -112,19 +112,22 @@ def test_prefill_plans(library, head_dim, head_dim_v):
 
 
 def test_tall_tiles_of_rows(library):
-    """Up to head_dim 64, where each multiprocessor has one that is more than half full, or where tiles must not depend
+    """Up to head_dim 96, where each multiprocessor has one that is more than half full, or where tiles must not depend
     on the other requests."""
 
     def rows(requests, q_len, head_dim=64, **options):
         options = {"kv_heads": 4, "max_q_len": q_len, "head_dim": head_dim, "head_dim_v": 64} | options
         n = numbers_of(library, [100] * requests, **options)
-        assert n.shared_bytes <= 232448 and n.threads == {128: 512, 256: 640}[n.rows]
+        assert n.shared_bytes <= 232448 and n.threads == {128: 512, 192: 512, 256: 640}[n.rows]
         assert n.blocks == 132 or n.rows == 128 or options.get("deterministic")
         return n.rows
 
     assert rows(33, 64) == 256 and rows(32, 64) == 128  # 132 and 128 tiles of 64 tokens, group 4
     assert rows(33, 33) == 256 and rows(33, 32) == 128
-    assert rows(33, 64, head_dim=80) == 128 and rows(33, 64, softcap=3) == 128
+    assert rows(33, 64, head_dim=112) == 128 and rows(33, 64, softcap=3) == 128
+    assert rows(33, 48, head_dim=80) == 192 and rows(32, 48, head_dim=80) == 128  # tiles of 48 tokens
+    assert rows(33, 24, head_dim=80) == 128 and rows(33, 25, head_dim=96) == 192
+    assert rows(33, 64, head_dim=80, softcap=3) == 128 and rows(1, 64, head_dim=80, deterministic=1) == 192
     assert rows(1, 64, deterministic=1) == 256 and rows(33, 16, deterministic=1) == 256
     assert rows(33, 64, deterministic=1, softcap=3) == 128
 

@@ -47,9 +47,9 @@ bool widens(const Problem& p) { return dtype_bytes(p.cache.dtype) == 1 && !in_8_
 PrefillInstance instance_for(const Problem& p, int processors) {
   if (in_8_bits(p)) return find_prefill_e4m3_instance(p.head_dim, p.head_dim_v);
   if (widens(p)) return find_prefill_narrow_instance(p.head_dim, p.head_dim_v);
-  const int rows = TallPrefillSizes64::kRows;
-  const bool many = 2 * p.max_q_len * p.group > rows && most_tiles(p, rows) >= processors;
-  return find_prefill_instance(p.head_dim, p.head_dim_v, !all_scores(p) && (many || p.deterministic));
+  const PrefillInstance tall = find_prefill_instance(p.head_dim, p.head_dim_v, !all_scores(p));
+  const bool many = 2 * p.max_q_len * p.group > tall.rows && most_tiles(p, tall.rows) >= processors;
+  return many || p.deterministic ? tall : find_prefill_instance(p.head_dim, p.head_dim_v, false);
 }
 
 }  // namespace

@@ -27,31 +27,30 @@ struct PrefillSizes {
   // Where there are four and rows are long, smaller boxes take longer than gathering.
   static constexpr int kLeastBoxRows = kOwnDirector && kDim > 64 ? 16 : kSwizzledRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroup / 32;
-  // A consumer issues the scores of the next tile beside the product of this one's weights. With four, there are no
-  // registers for that: they fill each other's waits.
-  static constexpr bool kOverlaps = kConsumers == 2;
+  // A consumer issues the scores of the next tile beside the product of this one's weights. Four have no registers for
+  // that: they fill each other's waits.
+  static constexpr bool kOverlaps = kConsumers < 4;
   static constexpr int kKeyStages = !kOverlaps ? 6 : kDim > 128 ? 2 : 3;
   static constexpr int kValueStages = !kOverlaps ? 6 : kDim > 64 ? 2 : 3;
   static constexpr int kQueryStages = kDim > 128 ? 1 : 2;  // the next rows are there before the last ones are done
 
-  static constexpr int kTransposedStages = 0;  // values are used as they are copied
-  static constexpr bool kNarrow = false;       // the cache has q's 16 bits
-  static constexpr bool kTurns = kDim > 128;   // consumers issue products in turns, not as they come
+  static constexpr int kTransposedStages = 0;                    // values are used as they are copied
+  static constexpr bool kNarrow = false;                         // the cache has q's 16 bits
+  static constexpr bool kTurns = kDim > 128 || kConsumers == 3;  // consumers issue products in turns, not as they come
   // Whether it pays not to look for the largest score, where weights may be large: see shape.cuh.
-  static constexpr bool kSkipsSearch = kDim > 96 && kDimV <= 128;
+  static constexpr bool kSkipsSearch = kConsumers == 3 || (kDim > 96 && kDimV <= 128);
   static constexpr bool kLateWait = kDimV > 128;  // new weights are computed before those before have been used
 
   // Registers of a thread; three warpgroups together have 504, four of them 512, five 480. The director has those of a
   // producer.
   static constexpr int kProducerRegisters = !kOverlaps ? 64 : kOwnDirector ? 48 : 56;
-  static constexpr int kConsumerRegisters = !kOverlaps ? 104 : kOwnDirector ? 208 : 224;
+  static constexpr int kConsumerRegisters = !kOverlaps ? 104 : kConsumers == 3 ? 152 : kOwnDirector ? 208 : 224;
 
   static constexpr int kQueryBytes = kRows * kColumns * kRowBytes;
   static constexpr int kKeyBytes = kKeys * kColumns * kRowBytes, kValueBytes = kKeys * kColumnsV * kRowBytes;
   static constexpr int kKeysAt = kQueryStages * kQueryBytes, kValuesAt = kKeysAt + kKeyStages * kKeyBytes;
   static constexpr int kEnd = kValuesAt + kValueStages * kValueBytes;
   static constexpr int kSharedBytes = kEnd + kBlockBytes;  // its start is aligned by hand
-  static_assert((kKeys & (kKeys - 1)) == 0, "so many rows of boxes are a tile");
   static_assert(kDim % 16 == 0 && kDimV % 32 == 0 && kKeys % 16 == 0, "whole products and stores");
 };
 
@@ -70,6 +69,7 @@ constexpr PrefillInstance prefill_instance() {
 using PrefillSizes64 = PrefillSizes<64, 64, 128>;
 using TallPrefillSizes64 = PrefillSizes<64, 64, 64, 4>;  // where there are rows enough, see plan.cpp
 using PrefillSizes96 = PrefillSizes<96, 96, 128>;
+using TallPrefillSizes96 = PrefillSizes<96, 96, 96, 3>;
 using PrefillSizes128 = PrefillSizes<128, 128, 128>;
 using PrefillSizes192 = PrefillSizes<192, 128, 128>;
 using PrefillSizes256 = PrefillSizes<256, 256, 64>;
@@ -79,6 +79,7 @@ inline PrefillInstance find_prefill_instance(int64_t head_dim, int64_t head_dim_
   const int64_t larger = head_dim > head_dim_v ? head_dim : head_dim_v;
   if (larger <= 64 && tall) return prefill_instance<TallPrefillSizes64>();
   if (larger <= 64) return prefill_instance<PrefillSizes64>();
+  if (larger <= 96 && tall) return prefill_instance<TallPrefillSizes96>();
   if (larger <= 96) return prefill_instance<PrefillSizes96>();
   if (larger <= 128) return prefill_instance<PrefillSizes128>();
   if (head_dim <= 192 && head_dim_v <= 128) return prefill_instance<PrefillSizes192>();

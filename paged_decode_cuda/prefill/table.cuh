@@ -16,8 +16,10 @@ const void* prefill_kernel_of(bool all_scores) {
 template <typename Type>
 const void* find_prefill_kernel(const PrefillInstance& instance, bool all_scores) {
   // No tall tiles with softcap or ALiBi: a thread has no registers for them.
-  if (instance.head_dim == 64 && instance.rows == TallPrefillSizes64::kRows)
+  if (instance.rows == TallPrefillSizes64::kRows)
     return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<Type, TallPrefillSizes64>, false>);
+  if (instance.rows == TallPrefillSizes96::kRows)
+    return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<Type, TallPrefillSizes96>, false>);
   switch (instance.head_dim) {
     case 64: return prefill_kernel_of<Type, PrefillSizes64>(all_scores);
     case 96: return prefill_kernel_of<Type, PrefillSizes96>(all_scores);
