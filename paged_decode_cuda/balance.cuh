@@ -16,6 +16,12 @@
 // CUDA graph balances the lengths that it finds. The block with the keys before a cut starts after the one with the
 // keys behind it.
 //
+// Lines: where some of the kv_heads divide the blocks, each has a line of its own, and neighbouring blocks belong to
+// neighbouring lines. So they read the heads of the same keys at the same time, which lie side by side in memory.
+//
+//     head 0   AAAAAAAAAAAABBBBBBBBB        blocks   [  4  ][  2  ][  0  ]
+//     head 1   AAAAAAAAAAAABBBBBBBBB                 [  5  ][  3  ][  1  ]
+//
 // Even: where the lengths hardly differ, every pair counts as many units as the longest one. If there are at least as
 // many blocks as pairs, each pair gets the same number of blocks: fewer cuts, and no block serves two pairs. If there
 // are more pairs than blocks, every block gets the same number of whole pairs, and only the remainder is a line that is
@@ -64,6 +70,7 @@ struct Segment {
 // The same for all segments of a thread block.
 struct Dealing {
   int length;          // of every stretch
+  int lines;           // from a block to the next one of its line
   int most;            // units that every pair counts, those past its end being empty; 0: its own, and its cost
   int surplus_rounds;  // see Plan; 0 where no request has more rows than it was given tiles for
 };
@@ -103,7 +110,7 @@ struct Walker {
       left -= count;
       if (unit == units) {
         unit = 0;
-        ++pair;
+        pair += dealing.lines;
       }
       if (begin >= tile_end) continue;
       segment.tile = item.first_tile + begin;
@@ -151,10 +158,21 @@ PD_DEVICE TileCount count_tiles(const Problem& p, const Plan& plan, int begin, i
   return count;
 }
 
-// Cuts a line of `total` units from its end. Returns where the stretch of this block begins.
-PD_DEVICE int deal_line(const Plan& plan, int total, Walker& walker, Dealing& dealing) {
-  dealing.length = max(plan.min_units, plan.blocks.divide(total + static_cast<int>(plan.blocks.divisor) - 1));
-  const int end = total - static_cast<int>(blockIdx.x) * dealing.length, position = max(0, end - dealing.length);
+// The pair at a place of this block's line.
+PD_DEVICE int pair_of_line(const Plan& plan, int place) {
+  const int lines = static_cast<int>(plan.lines.divisor), block = static_cast<int>(blockIdx.x);
+  return place * lines + block - plan.lines.divide(block) * lines;
+}
+
+// Cuts a line of `total` units from its end, that of all pairs or one of several. Returns where the stretch of this
+// block begins.
+PD_DEVICE int deal_line(const Plan& plan, int total, bool several, Walker& walker, Dealing& dealing) {
+  const int blocks = static_cast<int>(several ? plan.line_blocks.divisor : plan.blocks.divisor);
+  const int block = static_cast<int>(blockIdx.x), own = several ? plan.lines.divide(block) : block;
+  const int up = total + blocks - 1;
+  dealing.length = max(plan.min_units, several ? plan.line_blocks.divide(up) : plan.blocks.divide(up));
+  dealing.lines = several ? static_cast<int>(plan.lines.divisor) : 1;
+  const int end = total - own * dealing.length, position = max(0, end - dealing.length);
   walker.left = max(0, end - position);
   return position;
 }
@@ -170,30 +188,37 @@ PD_DEVICE void expect_even_stretch(const Problem& p, const Plan& plan, Walker& w
 }
 
 // `most`: tiles of the longest item.
+template <bool kLines>
 PD_DEVICE void deal_evenly(const Plan& plan, int most, Walker& walker, Dealing& dealing) {
   const int each = static_cast<int>(plan.blocks_each.divisor);
   dealing.most = most;
+  dealing.lines = 1;
   if (each > 0) {
     dealing.length = max(plan.min_units, plan.blocks_each.divide(most + each - 1));
     walker.unit *= dealing.length;
     walker.left = walker.pair < 0 ? 0 : max(0, min(most - walker.unit, dealing.length));
     return;
   }
-  const int total = plan.line_pairs * most;
+  const int pairs = kLines ? plan.lines.divide(plan.line_pairs) : 0;
+  const bool several = kLines && pairs * static_cast<int>(plan.lines.divisor) == plan.line_pairs;
   walker.whole_pairs = plan.whole_pairs;
-  const int position = deal_line(plan, total, walker, dealing);
+  const int position = deal_line(plan, (several ? pairs : plan.line_pairs) * most, several, walker, dealing);
   divide_small(position, most, walker.pair, walker.unit);
+  if (several) walker.pair = pair_of_line(plan, walker.pair);
 }
 
 // Finds this block's stretch. Every warp does so by itself, without a barrier, in two levels. First every lane counts a
-// run of items, and the run is found in which the stretch begins. Then every lane counts one item of that run.
+// run of items, and the run is found in which the stretch begins. Then every lane counts one item of that run. kLines:
+// there may be several lines.
+template <bool kLines = false>
 PD_DEVICE void find_stretch(const Problem& p, const Plan& plan, Walker& walker, Dealing& dealing) {
   static_assert(kMaxBalancedItems <= kWarp * kWarp, "a run has an item per lane at most");
-  const int lane = threadIdx.x % kWarp, heads = static_cast<int>(p.kv_heads);
-  int first_item = 0, units_before = 0;                  // of what the lanes share out at this level
-  int items_of_lane = (plan.items + kWarp - 1) / kWarp;  // 1 at the last level
-  int position = 0;                                      // where the stretch begins in the line
-  int units, owner;                                      // of one kv_head of this lane's items; the lane that has it
+  const int lane = threadIdx.x % kWarp, all_heads = static_cast<int>(p.kv_heads);
+  const int heads = kLines ? plan.lines.divide(all_heads) : all_heads;  // of a line
+  int first_item = 0, units_before = 0;                                 // of what the lanes share out at this level
+  int items_of_lane = (plan.items + kWarp - 1) / kWarp;                 // 1 at the last level
+  int position = 0;                                                     // where the stretch begins in the line
+  int units, owner;  // of one kv_head of this lane's items; the lane that has it
 #pragma unroll 1
   while (true) {
     const int begin = first_item + lane * items_of_lane, end = min(plan.items, begin + items_of_lane);
@@ -202,7 +227,7 @@ PD_DEVICE void find_stretch(const Problem& p, const Plan& plan, Walker& walker, 
     if (dealing.length == 0 && (plan.blocks_each.divisor > 0 || plan.whole_pairs > 0)) {
       const int most = __reduce_max_sync(~0u, count.most), all = __reduce_add_sync(~0u, count.sum);
       if (most * plan.items - all <= all / 16) {
-        deal_evenly(plan, most, walker, dealing);
+        deal_evenly<kLines>(plan, most, walker, dealing);
         return;
       }
     }
@@ -214,7 +239,7 @@ PD_DEVICE void find_stretch(const Problem& p, const Plan& plan, Walker& walker, 
       if (lane >= step) units_through += other;
     }
     if (dealing.length == 0) {
-      position = deal_line(plan, __shfl_sync(~0u, units_through, kWarp - 1), walker, dealing);
+      position = deal_line(plan, __shfl_sync(~0u, units_through, kWarp - 1), kLines, walker, dealing);
       if (walker.left == 0) return;
     }
     owner = __popc(__ballot_sync(~0u, units_before + units_through <= position));
@@ -226,6 +251,7 @@ PD_DEVICE void find_stretch(const Problem& p, const Plan& plan, Walker& walker, 
   int head;
   divide_small(position - units_before, __shfl_sync(~0u, units, owner), head, walker.unit);
   walker.pair = first_item * heads + head;
+  if (kLines) walker.pair = pair_of_line(plan, walker.pair);
 }
 
 // This block's pair and split when the cuts are fixed. kLastFirst: the pairs in reverse.
@@ -239,6 +265,7 @@ PD_DEVICE void find_split(const Problem& p, const Plan& plan, Walker& walker, De
   if (tiles == 0) return;
   const int splits = item_splits(plan, tiles);
   dealing.most = tiles;
+  dealing.lines = 1;
   dealing.length = (tiles + splits - 1) / splits;
   walker.unit = min(tiles, split * dealing.length);
   walker.left = min(tiles - walker.unit, dealing.length);

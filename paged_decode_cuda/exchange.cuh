@@ -107,10 +107,10 @@ PD_DEVICE void give_up() {
 #define PD_MOST_LOOKS (1 << 25)
 #endif
 
-// Which partials a block adds to a sum: `count` in all, of the block before it and those at distances of `spacing`
-// further.
+// Which partials a block adds to a sum: `count` in all, of the block `nearest` before it and those at distances of
+// `spacing` further.
 struct Partials {
-  int count, spacing;
+  int count, spacing, nearest;
 };
 
 constexpr int kPartialsAtOnce = 5;  // whose words a thread holds
@@ -125,7 +125,8 @@ PD_DEVICE void add_batch(const Plan& plan, int first, int step, const Partials& 
   const int lane = threadIdx.x % kTeam;
   const unsigned long long number = launch_number();
   unsigned long long payload[kBatch][2], found[kBatch][2], ml_payload, ml_found;
-  TaggedWord* const nearest = partial_row(plan, static_cast<int>(blockIdx.x) - 1 - first * partials.spacing, row);
+  TaggedWord* const nearest =
+      partial_row(plan, static_cast<int>(blockIdx.x) - partials.nearest - first * partials.spacing, row);
   const int stride = step * partials.spacing * plan.rows_per_tile * row_words(plan.partial_quads);
   // The nearest stands in for those past the end.
   const int existing = min((partials.count - first + step - 1) / step, kBatch);

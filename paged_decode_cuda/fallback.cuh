@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kFallbackWarps* kWarp, 1)
 #pragma unroll
   for (int d = 0; d < kDimsV; ++d) reinterpret_cast<float*>(row_acc[row])[d * kWarp + lane] = sums.acc[d];
   __syncwarp();
-  const Partials partials = {segment.first ? partials_behind(item, segment, dealing) : 0, 1};
+  const Partials partials = {segment.first ? partials_behind(item, segment, dealing) : 0, 1, 1};
 #pragma unroll 1
   for (int first = 0; first * 4 < p.head_dim_v; first += kWarp) {
     const int quad = first + lane;

@@ -1,6 +1,7 @@
 #include "plan.h"
 
 #include <initializer_list>
+#include <numeric>
 
 #include "layout.h"
 
@@ -87,7 +88,8 @@ void plan_fixed_splits(const Problem& p, int split_keys, int64_t limit, Plan& pl
 }
 
 void plan_balanced_cuts(const Problem& p, int64_t blocks, int pair_cost, int min_units, Plan& plan) {
-  plan.blocks = FastDivisor(blocks);
+  plan.blocks = plan.line_blocks = FastDivisor(blocks);
+  plan.lines = FastDivisor(1);
   plan.balanced = true;
   plan.max_splits = FastDivisor(1);
   plan.pair_cost = pair_cost;
@@ -98,6 +100,12 @@ void plan_balanced_cuts(const Problem& p, int64_t blocks, int pair_cost, int min
   plan.line_pairs = static_cast<int32_t>(pairs % blocks);
   // Hardly a block idle, or the line is better.
   if (10 * each * pairs >= 9 * blocks) plan.blocks_each = FastDivisor(each);
+}
+
+void plan_lines(const Problem& p, int64_t blocks, Plan& plan) {
+  const int64_t lines = std::gcd(blocks, p.kv_heads);
+  plan.lines = FastDivisor(lines);
+  plan.line_blocks = FastDivisor(blocks / lines);
 }
 
 void plan_basic(const Problem& p, Plan& plan) {

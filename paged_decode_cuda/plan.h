@@ -23,8 +23,9 @@ struct CommonPlan {
   // Sizes of the problem that something is divided by
   FastDivisor page_size, group, kv_heads;
 
-  // The line, see balance.cuh
-  FastDivisor blocks;  // of the grid
+  // The line, or several of them, see balance.cuh
+  FastDivisor blocks;              // of the grid
+  FastDivisor lines, line_blocks;  // side by side, and blocks of each
   int32_t items;
   int32_t min_units;  // a shorter stretch is not worth a block
   int32_t pair_cost;  // units of time that a pair takes besides its own
@@ -99,6 +100,9 @@ void plan_fixed_splits(const Problem& p, int split_keys, int64_t limit, Plan& pl
 // Cuts that balance `blocks` blocks over the lengths that they find; the rows are planned. What a pair costs besides
 // its units, and how short a stretch is not worth a block.
 void plan_balanced_cuts(const Problem& p, int64_t blocks, int pair_cost, int min_units, Plan& plan);
+
+// Lines of some kv_heads each, side by side, as far as they divide the blocks. After plan_balanced_cuts().
+void plan_lines(const Problem& p, int64_t blocks, Plan& plan);
 
 // Where an item is a request and its length says which keys it sees.
 void plan_basic(const Problem& p, Plan& plan);

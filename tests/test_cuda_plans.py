@@ -137,10 +137,10 @@ def judge(numbers, shares, lens, options):
         for begin, end in keys:
             inside = tiles[0][0] * numbers.tile_keys <= begin and end <= tiles[-1][1] * numbers.tile_keys
             assert begin == end or inside, "a row does not get all its keys"
-        # It adds the partials of the blocks just before it, the nearest keys first.
+        # It adds the partials of the blocks just before it in its line, the nearest keys first.
         assert s.partials == len(tiles) - 1
         for i in range(1, s.partials + 1):
-            assert partials[s.block - i] == (item, tiles[i][0])
+            assert partials[s.block - i * s.lines] == (item, tiles[i][0])
 
     # Bounds
     packed = sum(q_lens) * group // numbers.rows_per_tile + len(lens)

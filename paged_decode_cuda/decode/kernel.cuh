@@ -34,7 +34,7 @@ PD_DEVICE void find_work(const Problem& p, const Plan& plan, Walker& walker, Dea
   prefetch_line(p.cache.block_table, plan.table_lines);
   prefetch_line(p.q, plan.q_lines);
   if (plan.balanced) {
-    find_stretch(p, plan, walker, dealing);
+    find_stretch<true>(p, plan, walker, dealing);
   } else {
     find_split(p, plan, walker, dealing);
   }

@@ -60,7 +60,8 @@ PD_DEVICE Sharing share_merge(const Item& item, const Segment& segment, const De
   // Where there are many more partials than a block can look at in one go, they are merged in two levels: some blocks
   // add their own partial and those of the blocks before them.
   constexpr int kManyBatches = 3;
-  Sharing sharing = {{0, 1}, 1};
+  const int lines = dealing.lines;
+  Sharing sharing = {{0, lines, lines}, 1};
   const int many = kManyBatches * kPartialsAtOnce * dealing.length;
   if (!segment.first && item.tiles <= many) return sharing;
   const int behind = partials_behind(item, segment, dealing);
@@ -70,7 +71,7 @@ PD_DEVICE Sharing share_merge(const Item& item, const Segment& segment, const De
   const int fan = kPartialsAtOnce * sharing.groups + 1;
   const bool two_levels = item.tiles > many * sharing.groups;
   if (segment.first) {
-    sharing.partials = {two_levels ? (behind - 1) / fan + 1 : behind, two_levels ? fan : 1};
+    sharing.partials = {two_levels ? (behind - 1) / fan + 1 : behind, (two_levels ? fan : 1) * lines, lines};
   } else if (two_levels && (segment.tile - item.first_tile - 1) / dealing.length % fan == 0) {
     sharing.partials.count = min(behind, fan - 1);
   }

@@ -48,7 +48,7 @@ PD_DEVICE bool find_work(const Problem& p, const Plan& plan, Work<kHeadDim>& wor
     work.source = find_source(p, item, segment.head);
     work.scale = score_scale(p, item.b, segment.head);
     work.infinite = false;
-    work.partials = {segment.first ? partials_behind(item, segment, dealing) : 0, 1};
+    work.partials = {segment.first ? partials_behind(item, segment, dealing) : 0, 1, 1};
   }
   __syncthreads();
   return true;

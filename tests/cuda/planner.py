@@ -29,7 +29,7 @@ NUMBERS = [
 ]
 SHARE = [
     *("block", "b", "head", "first_row", "rows"),
-    *("tile", "tile_end", "first", "partials", "key_begin", "key_end"),
+    *("tile", "tile_end", "first", "partials", "lines", "key_begin", "key_end"),
 ]
 SIZES = ["rows", "tile_keys", "stages", "warps", "blocks", "most_warps", "stage_bytes", "warp_bytes", "block_bytes"]
 PREFILL_SIZES = [

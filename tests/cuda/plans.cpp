@@ -29,7 +29,7 @@ struct PlanNumbers {
 
 // A segment: what a block does at a time.
 struct Share {
-  int64_t block, b, head, first_row, rows, tile, tile_end, first, partials, key_begin, key_end;
+  int64_t block, b, head, first_row, rows, tile, tile_end, first, partials, lines, key_begin, key_end;
 };
 
 struct Sizes {
@@ -91,7 +91,7 @@ static int64_t follow(const Problem& p, const Plan& plan, int64_t blocks, bool l
       Dealing dealing = {};
       if (plan.blocks_each.divisor > 0) expect_even_stretch(p, plan, walker);
       if (plan.balanced) {
-        find_stretch(p, plan, walker, dealing);
+        find_stretch<true>(p, plan, walker, dealing);
       } else if (last_first) {
         find_split<true>(p, plan, walker, dealing);
       } else {
@@ -111,6 +111,7 @@ static int64_t follow(const Problem& p, const Plan& plan, int64_t blocks, bool l
                            segment.tile_end,
                            segment.first,
                            partials_behind(item, segment, dealing),
+                           dealing.lines,
                            item.key_begin,
                            item.key_end};
         }
