@@ -149,6 +149,23 @@ def test_attends_in_8_bits(library, name):
     case.judge()
 
 
+@pytest.mark.parametrize("name", E4M3_CASES)
+def test_attends_in_8_bits_with_narrow_heads(library, name):
+    case = NarrowPrompt(q_heads=4, dtype=torch.float8_e4m3fn, **CASES[name] | {"deterministic": 1})
+    case.run(library)
+    case.judge()
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 3.0])
+def test_attends_in_8_bits_where_scores_grow(library, scale):
+    """Later keys have scores above those that came first: weights beyond e4m3. Or all scores are the same."""
+    case = NarrowPrompt(
+        lens=[500], q_lens=70, q_heads=4, page_size=16, dtype=torch.float8_e4m3fn, scale=scale, deterministic=1
+    )
+    case.run(library)
+    case.judge()
+
+
 # An 8-bit cache of 16-bit q, which both become float16
 NARROW = [(torch.bfloat16, torch.float8_e4m3fn), (torch.float16, torch.float8_e5m2)]
 NARROW_CASES = [

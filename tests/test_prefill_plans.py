@@ -132,11 +132,24 @@ def test_tall_tiles_of_rows(library):
     assert rows(33, 64, deterministic=1, softcap=3) == 128
 
 
+def test_tall_tiles_of_rows_in_8_bits(library):
+    def rows(requests, **options):
+        options = {"kv_heads": 4, "max_q_len": 64, "head_dim": 64, "head_dim_v": 64} | options
+        n = numbers_of(library, [100] * requests, q_bytes=1, kv_bytes=1, **options)
+        assert n.shared_bytes <= 232448 and n.threads == {128: 384, 192: 512, 256: 640}[n.rows]
+        return n.rows
+
+    assert rows(33) == 256 and rows(32) == 192 and rows(33, softcap=3) == 192
+    assert rows(1, deterministic=1) == 256 and rows(33, deterministic=1, softcap=3) == 192
+    assert rows(33, head_dim=80) == 128
+
+
 @pytest.mark.parametrize("head_dim, head_dim_v", [(16, 16), (64, 64), (64, 128), (80, 80), (128, 128)])
 def test_plans_of_8_bits(library, head_dim, head_dim_v):
     """As in 16 bits, with a third consumer up to head_dim 64; twice as many keys of a head fit into L2."""
     for page_size in (1, 8, 16, 24, 256):
         options = {"head_dim": head_dim, "head_dim_v": head_dim_v, "q_bytes": 1, "kv_bytes": 1, "page_size": page_size}
+        options["max_q_len"] = 100  # no more tiles than multiprocessors
         assert refusal(library, PROMPTS, **options) == ""
         n = numbers_of(library, PROMPTS, **options)
         assert (n.rows, n.threads) == ((192, 512) if max(head_dim, head_dim_v) <= 64 else (128, 384))

@@ -5,10 +5,14 @@
 // thousands of keys would come out too small. So it makes the sums of one tile of keys only, 64 dimensions at a time,
 // and they are added in float32. One part is made under the search for the largest scores, the other one under the
 // exponentials.
+//
+// Four consumers have one product at a time, each under the exponentials of the others. Then scores and a part of the
+// sums are never there together, and take the same registers.
 #pragma once
 
 #include "e4m3_products.cuh"
 #include "parts.cuh"
+#include "score_again.cuh"
 
 namespace paged_attn {
 
@@ -19,19 +23,38 @@ struct E4m3Step {
   static constexpr int kKeys = Shape::kStepKeys;
 };
 
+// Matrices in shared memory, by how many bytes behind its start they lie. Half a descriptor stays in a register: the
+// compiler would find the start of shared memory again before each product, which takes longer than to wait for it.
+class MatrixPlaces {
+  uint32_t low;
+
+ public:
+  explicit PD_MEMBER MatrixPlaces(uint32_t shared) : low(static_cast<uint32_t>(matrix_descriptor(shared, kRowBytes))) {
+    asm volatile("" : "+r"(low));
+  }
+
+  PD_MEMBER uint64_t descriptor(int at) const {
+    return matrix_descriptor(0, kRowBytes) >> 32 << 32 | (low + (at >> 4));
+  }
+
+  PD_MEMBER uint32_t address(int at) const { return (low & 0x3fff) * 16 + at; }
+};
+
 template <typename Shape, bool kFull>
 struct E4m3Consumer {
   static constexpr int kParts = Shape::kDimV / Shape::kPartDims;
   static constexpr int kKeys = Shape::kStepKeys, kSteps = Shape::kKeys / kKeys;
   using Weights = uint32_t[kKeys / 8];
 
-  float s[kKeys / 2], acc[Shape::kDimV / 2], part[Shape::kPartDims / 2];
+  using Scores = float[kKeys / 2];
+  using Part = float[Shape::kPartDims / 2];
+
+  float acc[Shape::kDimV / 2];
   PrefillRows<E4m3Step<Shape>, kFull> rows;
-  float factor[2];
-  bool moved;
+  bool have_bases;
 
   // Issues scores = q k^T.
-  PD_MEMBER void issue_scores(uint64_t queries, uint64_t keys) {
+  static PD_MEMBER void issue_scores(Scores& s, uint64_t queries, uint64_t keys) {
     settle(s);
     products_begin();
 #pragma unroll
@@ -41,7 +64,7 @@ struct E4m3Consumer {
 
   // Issues part = weights v, of part `kPart` of the dimensions, or adds it to what is there.
   template <int kPart, bool kKeep>
-  PD_MEMBER void issue_part(Weights& weights, uint64_t values) {
+  static PD_MEMBER void issue_part(Part& part, Weights& weights, uint64_t values) {
     settle(part);
     settle(weights);
     products_begin();
@@ -55,37 +78,76 @@ struct E4m3Consumer {
 
   // Once it is there.
   template <int kPart>
-  PD_MEMBER void add_part() {
+  PD_MEMBER void add_part(const Part& part) {
 #pragma unroll
     for (int i = 0; i < Shape::kPartDims / 2; ++i) acc[kPart * Shape::kPartDims / 2 + i] += part[i];
   }
 
-  // Scores with their references, from q.k. Where a reference moves, rescale() does the sums later.
-  PD_MEMBER void find_base(const Problem& p, const Item& item, int first_key) {
-    rows.score(p, s, first_key);
-    if (first_key + kKeys > item.inner_end || first_key < item.inner_begin) rows.mask(s, first_key);
-    moved = rows.move_base(s, factor);
+  // Whether every row sees all keys of a step.
+  static PD_MEMBER bool sees_all(const Item& item, int first_key) {
+    return first_key >= item.inner_begin && first_key + kKeys <= item.inner_end;
   }
 
-  template <bool kUnfinished>
-  PD_MEMBER void rescale() {
-    if (!moved) return;
+  // Takes sums to references that have moved.
+  template <int kCount>
+  static PD_MEMBER void rescale(float (&sums)[kCount], const float (&factor)[2]) {
 #pragma unroll
-    for (int i = 0; i < Shape::kDimV / 2; ++i) acc[i] *= factor[i / 2 % 2];
-    if constexpr (kUnfinished) {
-#pragma unroll
-      for (int i = 0; i < Shape::kPartDims / 2; ++i) part[i] *= factor[i / 2 % 2];
-    }
+    for (int i = 0; i < kCount; ++i) sums[i] *= factor[i / 2 % 2];
   }
 
   // Weights as operands of the second product: of two blocks of 8 keys, two neighbours each.
-  PD_MEMBER void pack(Weights& weights) const {
+  static PD_MEMBER void pack(const Scores& s, Weights& weights) {
 #pragma unroll
     for (int i = 0; i < kKeys / 8; ++i) {
       const int at = i / 2 * 8 + i % 2 * 2;
       weights[i] = pack_e4m3(s[at], s[at + 1], s[at + 4], s[at + 5]);
     }
   }
+
+  // ---- One product at a time ----
+
+  // From queries and keys to weights. Once all rows have a reference from keys that they see, nobody looks for the
+  // largest score first: the sums of the weights tell when some are too large. Then this warp computes its scores
+  // again.
+  PD_MEMBER void find_weights(const Problem& p, const PrefillCall& plan, const Item& item, const MatrixPlaces& places,
+                              int queries_at, int keys_at, int first_row, int first_key, Weights& weights) {
+    Scores s;
+    issue_scores(s, places.descriptor(queries_at), places.descriptor(keys_at));
+    const bool whole = sees_all(item, first_key), guess = have_bases && whole;
+    products_wait<0>();
+    settle(s);
+    if (guess) {
+      float sum[2];
+      rows.guess(s, sum);
+      pack(s, weights);
+      if (!rows.too_large(sum)) return rows.add(sum);
+      const int warp_at = threadIdx.x / kWarp % 4 * 16 * kRowBytes;
+      score_again<Shape>(s, places.address(queries_at + warp_at), places.address(keys_at));
+    }
+    rows.score(p, s, first_key);
+    if (!whole) {
+      rows.find_ranges(p, plan, item, first_row);
+      rows.mask(s, first_key);
+    }
+    float factor[2];
+    if (rows.move_base(s, factor, guess ? rows.kBelow : rows.kFar)) rescale(acc, factor);
+    have_bases = whole && rows.may_guess();
+    rows.weigh(s);
+    pack(s, weights);
+  }
+
+  // Adds weights v, from part kPart on.
+  template <int kPart>
+  PD_MEMBER void add_values(Weights& weights, uint64_t values) {
+    Part part;
+    issue_part<kPart, false>(part, weights, values);
+    products_wait<0>();
+    settle(part);
+    add_part<kPart>(part);
+    if constexpr (kPart + 1 < kParts) add_values<kPart + 1>(weights, values);
+  }
+
+  // ---- What becomes of sums ----
 
   // Sums of dimensions 16 i + 4 t ... + 3 of row g + 8 r.
   PD_MEMBER float4 sums(int r, int i) const {
@@ -133,16 +195,17 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
                             uint32_t shared) {
   const int consumer = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0) - 1, lane = threadIdx.x % kWarp;
   const int first_row = consumer * 64 + threadIdx.x / kWarp % 4 * 16 + lane / 4;
-  const uint64_t first_queries = matrix_descriptor(shared + consumer * 64 * kRowBytes, kRowBytes);
-  const uint64_t first_keys = matrix_descriptor(shared + Shape::kKeysAt, kRowBytes);
-  const uint64_t first_values = matrix_descriptor(shared + Shape::kTransposedAt, kRowBytes);
+  const MatrixPlaces places(shared);
   Ring<Shape::kKeyStages> keys;
   Ring<Shape::kTransposedStages> values;
   Ring<2> slot;
   Ring<Shape::kQueryStages> queries;
-  E4m3Consumer<Shape, kFull> own;
-  typename E4m3Consumer<Shape, kFull>::Weights weights;
-  constexpr int kLast = E4m3Consumer<Shape, kFull>::kParts - 1, kStepKeys = Shape::kStepKeys;
+  using Consumer = E4m3Consumer<Shape, kFull>;
+  Consumer own;
+  typename Consumer::Weights weights;
+  typename Consumer::Scores s;
+  typename Consumer::Part part;
+  constexpr int kLast = Consumer::kParts - 1, kStepKeys = Shape::kStepKeys;
   constexpr int kSteps = Shape::kKeys / kStepKeys;
 
   auto release = [&](uint64_t& barrier) {
@@ -185,55 +248,84 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
       slot.advance();
       continue;
     }
-    const uint64_t own_queries = advance(first_queries, queries.stage * Shape::kQueryBytes);
+    auto queries_at = [&]() { return queries.stage * Shape::kQueryBytes + consumer * 64 * kRowBytes; };
     own.rows.start(p, plan, work, first_row);
 #pragma unroll
     for (int i = 0; i < Shape::kDimV / 2; ++i) own.acc[i] = 0.f;
-    auto keys_of = [&](int step) {
-      return advance(first_keys, keys.stage * Shape::kKeyBytes + step * kStepKeys * kRowBytes);
+    auto keys_at = [&](int step) {
+      return Shape::kKeysAt + keys.stage * Shape::kKeyBytes + step * kStepKeys * kRowBytes;
     };
     auto values_of = [&](int step) {
-      return advance(first_values, values.stage * Shape::kTransposedBytes + step * kStepKeys);
+      const int at = Shape::kTransposedAt + values.stage * Shape::kTransposedBytes + step * kStepKeys;
+      return places.descriptor(at);
     };
     auto await_part = [&]() {
       products_wait<0>();
-      settle(own.part);
+      settle(part);
+    };
+    // Where a reference moves, rescale() does the sums later.
+    float factor[2];
+    bool moved = false;
+    auto find_base = [&](int step) {
+      const int first_key = tile * Shape::kKeys + step * kStepKeys;
+      own.rows.score(p, s, first_key);
+      if (!own.sees_all(work.item, first_key)) own.rows.mask(s, first_key);
+      moved = own.rows.move_base(s, factor);
     };
     // From step kFrom of a tile, whose weights are there, to the one before it: kTo of this tile or of the next one.
     auto step = [&]<int kFrom, int kTo>() {
       if (kTo == kSteps - 1) await(control.keys_full[keys.stage], keys.phase);
-      own.issue_scores(own_queries, keys_of(kTo));
+      own.issue_scores(s, places.descriptor(queries_at()), places.descriptor(keys_at(kTo)));
       if (kFrom == kSteps - 1) await(control.transposed_full[values.stage], values.phase);
-      own.template issue_part<0, (kFrom < kSteps - 1)>(weights, values_of(kFrom));
+      own.template issue_part<0, (kFrom < kSteps - 1)>(part, weights, values_of(kFrom));
       products_wait<1>();
-      settle(own.s);
+      settle(s);
       if (kTo == 0) release_keys();
-      own.find_base(p, work.item, tile * Shape::kKeys + kTo * kStepKeys);
+      find_base(kTo);
       if constexpr (kLast > 0) {
         await_part();
-        own.template add_part<0>();
-        own.template issue_part<kLast, false>(weights, values_of(kFrom));
+        own.template add_part<0>(part);
+        own.template issue_part<kLast, false>(part, weights, values_of(kFrom));
       }
-      own.rows.weigh(own.s);
+      own.rows.weigh(s);
       await_value(own.rows.l[0] + own.rows.l[1]);
       await_part();
       settle(weights);
       if (kFrom == 0) {
-        own.template add_part<kLast>();
+        own.template add_part<kLast>(part);
         release_values();
       }
-      own.template rescale<(kFrom > 0)>();
-      own.pack(weights);
+      if (moved) own.rescale(own.acc, factor);
+      if (moved && kFrom > 0) own.rescale(part, factor);
+      own.pack(s, weights);
     };
-    if (tile >= last_tile) {
+    if constexpr (!Shape::kOverlaps) {
+      own.have_bases = false;
+      // Nobody sees a key behind the first one.
+      int at = tile * Shape::kKeys + kStepKeys < work.item.key_end ? kSteps - 1 : 0;
+#pragma unroll 1
+      for (; tile >= last_tile; --tile, at = kSteps - 1) {
+        await(control.keys_full[keys.stage], keys.phase);
+#pragma unroll 1
+        for (; at >= 0; --at) {
+          typename Consumer::Weights weights;
+          own.find_weights(p, plan, work.item, places, queries_at(), keys_at(at), first_row,
+                           tile * Shape::kKeys + at * kStepKeys, weights);
+          await(control.transposed_full[values.stage], values.phase);
+          own.template add_values<0>(weights, values_of(at));
+        }
+        release_keys();
+        release_values();
+      }
+    } else if (tile >= last_tile) {
       await(control.keys_full[keys.stage], keys.phase);
-      own.issue_scores(own_queries, keys_of(kSteps - 1));
+      own.issue_scores(s, places.descriptor(queries_at()), places.descriptor(keys_at(kSteps - 1)));
       products_wait<0>();
-      settle(own.s);
+      settle(s);
       if (kSteps == 1) release_keys();
-      own.find_base(p, work.item, tile * Shape::kKeys + (kSteps - 1) * kStepKeys);
-      own.rows.weigh(own.s);
-      own.pack(weights);
+      find_base(kSteps - 1);
+      own.rows.weigh(s);
+      own.pack(s, weights);
 #pragma unroll 1
       while (true) {
         if constexpr (kSteps == 2) step.template operator()<1, 0>();
@@ -241,13 +333,13 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
         step.template operator()<0, kSteps - 1>();
       }
       if (kSteps == 1) await(control.transposed_full[values.stage], values.phase);
-      own.template issue_part<0, (kSteps > 1)>(weights, values_of(0));
+      own.template issue_part<0, (kSteps > 1)>(part, weights, values_of(0));
       await_part();
-      own.template add_part<0>();
+      own.template add_part<0>(part);
       if constexpr (kLast > 0) {
-        own.template issue_part<kLast, false>(weights, values_of(0));
+        own.template issue_part<kLast, false>(part, weights, values_of(0));
         await_part();
-        own.template add_part<kLast>();
+        own.template add_part<kLast>(part);
       }
       release_values();
     }

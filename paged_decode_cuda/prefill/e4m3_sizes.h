@@ -25,10 +25,13 @@ struct PrefillE4m3Sizes {
   static constexpr bool kNarrow = false;  // it is, but nothing is widened
   static constexpr int kKeyStages = 3, kValueStages = 2, kTransposedStages = 3;
   static constexpr int kQueryStages = 2;
+  // A consumer issues the scores of the next step beside the product of this one's weights. With four, there are no
+  // registers for that: they fill each other's waits.
+  static constexpr bool kOverlaps = kConsumers < 4;
 
-  // Registers of a thread; all three warpgroups together have 504.
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 72 : 56;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 216 : 152;
+  // Registers of a thread; three warpgroups together have 504, four of them 512, five 480.
+  static constexpr int kProducerRegisters = kConsumers == 4 ? 64 : kConsumers == 2 ? 72 : 56;
+  static constexpr int kConsumerRegisters = kConsumers == 4 ? 104 : kConsumers == 2 ? 216 : 152;
 
   static constexpr int kQueryBytes = kRows * kColumns * kRowBytes;
   static constexpr int kKeyBytes = kKeys * kColumns * kRowBytes, kValueBytes = kKeys * kColumnsV * kRowBytes;
@@ -42,11 +45,13 @@ struct PrefillE4m3Sizes {
 };
 
 using PrefillE4m3Sizes64 = PrefillE4m3Sizes<64, 64, 3, 64>;
+using TallPrefillE4m3Sizes64 = PrefillE4m3Sizes<64, 64, 4, 64>;  // where there are rows enough, see plan.cpp
 using PrefillE4m3Sizes128 = PrefillE4m3Sizes<128, 128, 2, 128>;
 
 // For dimensions up to 128.
-inline PrefillInstance find_prefill_e4m3_instance(int64_t head_dim, int64_t head_dim_v) {
+inline PrefillInstance find_prefill_e4m3_instance(int64_t head_dim, int64_t head_dim_v, bool tall) {
   const int64_t larger = head_dim > head_dim_v ? head_dim : head_dim_v;
+  if (larger <= 64 && tall) return prefill_instance<TallPrefillE4m3Sizes64>();
   return larger <= 64 ? prefill_instance<PrefillE4m3Sizes64>() : prefill_instance<PrefillE4m3Sizes128>();
 }
 

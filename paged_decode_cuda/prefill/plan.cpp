@@ -45,11 +45,11 @@ bool widens(const Problem& p) { return dtype_bytes(p.cache.dtype) == 1 && !in_8_
 // faster where every multiprocessor has one that is more than half full; where results must not depend on the other
 // requests, neither may the tiles.
 PrefillInstance instance_for(const Problem& p, int processors) {
-  if (in_8_bits(p)) return find_prefill_e4m3_instance(p.head_dim, p.head_dim_v);
   if (widens(p)) return find_prefill_narrow_instance(p.head_dim, p.head_dim_v);
-  const PrefillInstance tall = find_prefill_instance(p.head_dim, p.head_dim_v, !all_scores(p));
+  const auto find = in_8_bits(p) ? find_prefill_e4m3_instance : find_prefill_instance;
+  const PrefillInstance tall = find(p.head_dim, p.head_dim_v, !all_scores(p));
   const bool many = 2 * p.max_q_len * p.group > tall.rows && most_tiles(p, tall.rows) >= processors;
-  return many || p.deterministic ? tall : find_prefill_instance(p.head_dim, p.head_dim_v, false);
+  return many || p.deterministic ? tall : find(p.head_dim, p.head_dim_v, false);
 }
 
 }  // namespace

@@ -22,8 +22,10 @@ constexpr bool kDividesQueries = requires { requires Shape::kNarrow; };
 template <typename Shape, bool kFull>
 struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
   static constexpr int kKeys = Shape::kKeys;
-  // 8-bit weights have few small values: the largest of a row is 32 to 256, of 448 that there are.
-  static constexpr float kBelow = __is_same(typename Shape::Type, E4m3) ? 5.f : 0.f;
+  // 8-bit weights have few small values: the largest of a row is 16 to 256, of 448 that there are.
+  static constexpr bool k8Bit = __is_same(typename Shape::Type, E4m3);
+  static constexpr float kBelow = k8Bit ? 4.f : 0.f;
+  static constexpr float kFar = 8.f;  // log2 units: above its reference a score moves it
 
   float base[2], l[2];   // reference score in log2 units, and this thread's part of the sum of weights
   int begin[2], end[2];  // keys that the row sees
@@ -41,18 +43,32 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
     scale = !kFull && natural_scale > 0.f ? natural_scale * PD_LOG2E : PD_LOG2E;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = min(first_row + r * 8, max(item.rows - 1, 0)), token = plan.group.divide(item.first_row + row);
-      const KvRange seen = row_keys(p, plan, item, token);
-      begin[r] = static_cast<int>(seen.begin);
-      end[r] = static_cast<int>(seen.end);
       base[r] = -INFINITY;
       l[r] = 0.f;
       if constexpr (kFull) {
+        const int row = row_of(item, first_row, r), token = plan.group.divide(item.first_row + row);
         q_pos[r] = item.kv_len - item.q_len + token;
         const int q_head =
             work.head * static_cast<int>(p.group) + item.first_row + row - token * static_cast<int>(p.group);
         slope[r] = row_slope(p, item.b, q_head);
       }
+    }
+    find_ranges(p, plan, item, first_row);
+  }
+
+  // A row that exists; 0 where none does.
+  static PD_MEMBER int row_of(const Item& item, int first_row, int r) {
+    return min(first_row + r * 8, max(item.rows - 1, 0));
+  }
+
+  // Again where there are no registers to keep them.
+  template <typename Call>
+  PD_MEMBER void find_ranges(const Problem& p, const Call& plan, const Item& item, int first_row) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const KvRange seen = row_keys(p, plan, item, plan.group.divide(item.first_row + row_of(item, first_row, r)));
+      begin[r] = static_cast<int>(seen.begin);
+      end[r] = static_cast<int>(seen.end);
     }
   }
 
@@ -101,12 +117,11 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
 
   // The reference of a row moves only when a score of the tile is far above it, so weights may exceed 1. True when that
   // of a row of this warp has moved; then `factor` takes earlier sums to the new one.
-  PD_MEMBER bool move_base(const float (&s)[kKeys / 2], float (&factor)[2]) {
-    constexpr float kFar = 8.f;  // log2 units: weights stay below 256
+  PD_MEMBER bool move_base(const float (&s)[kKeys / 2], float (&factor)[2], float far_above = kFar) {
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int i = 0; i < kKeys / 2; i += 2) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], fmaxf(s[i], s[i + 1]));
-    const bool far = top[0] * row_scale(0) > base[0] + kFar || top[1] * row_scale(1) > base[1] + kFar;
+    const bool far = top[0] * row_scale(0) > base[0] + far_above || top[1] * row_scale(1) > base[1] + far_above;
     const bool moved = __any_sync(~0u, far);
     if (moved) {
 #pragma unroll
@@ -142,13 +157,16 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
     return moved;
   }
 
+  // Whether guess() may follow: where scores are multiples of q.k.
+  PD_MEMBER bool may_guess() const { return natural_scale > 0.f && have_bases(); }
+
   // Whether every row of this warp has a reference.
   PD_MEMBER bool have_bases() const { return !__any_sync(~0u, base[0] == -INFINITY || base[1] == -INFINITY); }
 
   // Whether weights of some row of this warp are too large for their type, or no numbers.
   static PD_MEMBER bool too_large(const float (&sum)[2]) {
-    constexpr float kMost = 32768.f;
-    return __any_sync(~0u, !(sum[0] + sum[1] <= kMost));
+    constexpr float kMost = k8Bit ? 448.f : 32768.f;
+    return __any_sync(~0u, !(sum[0] <= kMost && sum[1] <= kMost));
   }
 
   // From scores of the tile to weights.
@@ -161,6 +179,16 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
   PD_MEMBER void add(const float (&sum)[2]) {
     l[0] += sum[0];
     l[1] += sum[1];
+  }
+
+  // The same from q.k at once, where may_guess() says so.
+  PD_MEMBER void guess(float (&s)[kKeys / 2], float (&sum)[2]) const {
+    sum[0] = sum[1] = 0.f;
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; ++i) {
+      s[i] = fast_exp2(fmaf(s[i], row_scale(i / 2 % 2), -base[i / 2 % 2]));
+      sum[i / 2 % 2] += s[i];
+    }
   }
 
   // `sum`: of this thread's weights, not yet added.

@@ -21,7 +21,10 @@ const void* prefill_kernel_bf16(const PrefillInstance& instance, bool) {
   if (instance.head_dim == 256) return bf16_kernel<PrefillSizes256>();
   fail("no such instance of bf16");
 }
-const void* prefill_kernel_e4m3(const PrefillInstance&, bool) {
+const void* prefill_kernel_e4m3(const PrefillInstance& instance, bool) {
+  if (instance.head_dim == 64 && instance.rows == 256)
+    return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<E4m3, TallPrefillE4m3Sizes64>, false>);
+  if (instance.head_dim == 64) fail("no such instance of e4m3");
   return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<E4m3, PrefillE4m3Sizes128>, false>);
 }
 const void* prefill_kernel_narrow(const PrefillInstance& instance, bool all_scores) {
