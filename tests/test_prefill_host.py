@@ -1,5 +1,5 @@
-"""The kernel of the route prefill on the host: bf16 of head_dim 64, 96, 128 and 256, e4m3 of 128, 8-bit caches that are
-widened of 128 and 256. See tests/blocks.py.
+"""The kernel of the route prefill on the host: bf16 of head_dim 64, 96, 128 and 256, e4m3 of 64 and 128, 8-bit caches
+that are widened of 128 and 256. See tests/blocks.py.
 """
 
 import random
@@ -162,6 +162,15 @@ def test_attends_in_8_bits_where_scores_grow(library, scale):
     case = NarrowPrompt(
         lens=[500], q_lens=70, q_heads=4, page_size=16, dtype=torch.float8_e4m3fn, scale=scale, deterministic=1
     )
+    case.run(library)
+    case.judge()
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.1, 1.0])
+def test_attends_in_8_bits_with_three_consumers(library, scale):
+    """head_dim 128, in tiles of 192 rows: 6 of them instead of 9."""
+    dtype = torch.float8_e4m3fn
+    case = Prompt(lens=[400], q_lens=288, q_heads=4, page_size=16, dtype=dtype, scale=scale, processors=1)
     case.run(library)
     case.judge()
 

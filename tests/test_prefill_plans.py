@@ -141,7 +141,12 @@ def test_tall_tiles_of_rows_in_8_bits(library):
 
     assert rows(33) == 256 and rows(32) == 192 and rows(33, softcap=3) == 192
     assert rows(1, deterministic=1) == 256 and rows(33, deterministic=1, softcap=3) == 192
+    # Above head_dim 64 where rounds of tiles pay: 16, 8 and 11 requests of 16 x 4 tiles of 192 rows or 24 x 4 of 128
+    # take 8 or 12, 4 or 6, and 6 or 8.
     assert rows(33, head_dim=80) == 128
+    assert rows(16, head_dim=80, max_q_len=768) == 192 and rows(8, head_dim=128, max_q_len=768) == 192
+    assert rows(11, head_dim=128, max_q_len=768) == 128
+    assert rows(16, head_dim=128, max_q_len=768, deterministic=1) == 128
 
 
 @pytest.mark.parametrize("head_dim, head_dim_v", [(16, 16), (64, 64), (64, 128), (80, 80), (128, 128)])

@@ -16,8 +16,10 @@ const void* kernel_of(bool all_scores) {
 
 const void* prefill_kernel_e4m3(const PrefillInstance& instance, bool all_scores) {
   // No tall tiles with softcap or ALiBi, as in 16 bits.
-  if (instance.rows == TallPrefillE4m3Sizes64::kRows)
+  if (instance.head_dim == 64 && instance.rows == TallPrefillE4m3Sizes64::kRows)
     return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<E4m3, TallPrefillE4m3Sizes64>, false>);
+  if (instance.head_dim == 128 && instance.rows == TallPrefillE4m3Sizes128::kRows)
+    return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<E4m3, TallPrefillE4m3Sizes128>, false>);
   return instance.head_dim == 64 ? kernel_of<PrefillE4m3Sizes64>(all_scores)
                                  : kernel_of<PrefillE4m3Sizes128>(all_scores);
 }

@@ -249,6 +249,7 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
       continue;
     }
     auto queries_at = [&]() { return queries.stage * Shape::kQueryBytes + consumer * 64 * kRowBytes; };
+    const uint64_t own_queries = places.descriptor(queries_at());
     own.rows.start(p, plan, work, first_row);
 #pragma unroll
     for (int i = 0; i < Shape::kDimV / 2; ++i) own.acc[i] = 0.f;
@@ -275,7 +276,7 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
     // From step kFrom of a tile, whose weights are there, to the one before it: kTo of this tile or of the next one.
     auto step = [&]<int kFrom, int kTo>() {
       if (kTo == kSteps - 1) await(control.keys_full[keys.stage], keys.phase);
-      own.issue_scores(s, places.descriptor(queries_at()), places.descriptor(keys_at(kTo)));
+      own.issue_scores(s, own_queries, places.descriptor(keys_at(kTo)));
       if (kFrom == kSteps - 1) await(control.transposed_full[values.stage], values.phase);
       own.template issue_part<0, (kFrom < kSteps - 1)>(part, weights, values_of(kFrom));
       products_wait<1>();
@@ -319,7 +320,7 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
       }
     } else if (tile >= last_tile) {
       await(control.keys_full[keys.stage], keys.phase);
-      own.issue_scores(s, places.descriptor(queries_at()), places.descriptor(keys_at(kSteps - 1)));
+      own.issue_scores(s, own_queries, places.descriptor(keys_at(kSteps - 1)));
       products_wait<0>();
       settle(s);
       if (kSteps == 1) release_keys();

@@ -7,7 +7,7 @@ namespace paged_attn {
 
 // The matrix unit takes 8-bit values only with their keys side by side, so a producer warp transposes the tiles of
 // values that the others have copied.
-template <int kDim_, int kDimV_, int kConsumers_, int kStepKeys_>
+template <int kDim_, int kDimV_, int kConsumers_, int kStepKeys_, bool kOverlaps_ = true>
 struct PrefillE4m3Sizes {
   static constexpr int kDim = kDim_, kDimV = kDimV_, kKeys = 128;
   static constexpr int kStepKeys = kStepKeys_;  // that a consumer takes at a time
@@ -25,9 +25,9 @@ struct PrefillE4m3Sizes {
   static constexpr bool kNarrow = false;  // it is, but nothing is widened
   static constexpr int kKeyStages = 3, kValueStages = 2, kTransposedStages = 3;
   static constexpr int kQueryStages = 2;
-  // A consumer issues the scores of the next step beside the product of this one's weights. With four, there are no
-  // registers for that: they fill each other's waits.
-  static constexpr bool kOverlaps = kConsumers < 4;
+  // A consumer issues the scores of the next step beside the product of this one's weights. Without that it needs fewer
+  // registers, and more consumers fill each other's waits.
+  static constexpr bool kOverlaps = kOverlaps_;
 
   // Registers of a thread; three warpgroups together have 504, four of them 512, five 480.
   static constexpr int kProducerRegisters = kConsumers == 4 ? 64 : kConsumers == 2 ? 72 : 56;
@@ -45,14 +45,16 @@ struct PrefillE4m3Sizes {
 };
 
 using PrefillE4m3Sizes64 = PrefillE4m3Sizes<64, 64, 3, 64>;
-using TallPrefillE4m3Sizes64 = PrefillE4m3Sizes<64, 64, 4, 64>;  // where there are rows enough, see plan.cpp
 using PrefillE4m3Sizes128 = PrefillE4m3Sizes<128, 128, 2, 128>;
+// Where there are rows enough, see plan.cpp:
+using TallPrefillE4m3Sizes64 = PrefillE4m3Sizes<64, 64, 4, 64, false>;
+using TallPrefillE4m3Sizes128 = PrefillE4m3Sizes<128, 128, 3, 64, false>;
 
 // For dimensions up to 128.
 inline PrefillInstance find_prefill_e4m3_instance(int64_t head_dim, int64_t head_dim_v, bool tall) {
   const int64_t larger = head_dim > head_dim_v ? head_dim : head_dim_v;
-  if (larger <= 64 && tall) return prefill_instance<TallPrefillE4m3Sizes64>();
-  return larger <= 64 ? prefill_instance<PrefillE4m3Sizes64>() : prefill_instance<PrefillE4m3Sizes128>();
+  if (larger <= 64) return tall ? prefill_instance<TallPrefillE4m3Sizes64>() : prefill_instance<PrefillE4m3Sizes64>();
+  return tall ? prefill_instance<TallPrefillE4m3Sizes128>() : prefill_instance<PrefillE4m3Sizes128>();
 }
 
 }  // namespace paged_attn

@@ -41,15 +41,25 @@ bool in_8_bits(const Problem& p) {
 // Keys and values are widened to float16 in shared memory.
 bool widens(const Problem& p) { return dtype_bytes(p.cache.dtype) == 1 && !in_8_bits(p); }
 
+// Whether tall tiles of rows take less time than others, of which each row takes 6 % more: every multiprocessor is busy
+// until the last round of tiles.
+bool fewer_rounds(const Problem& p, int tall, int other, int processors) {
+  const auto time = [&](int rows) { return pd_ceil_div(most_tiles(p, rows), int64_t{processors}) * rows; };
+  return time(tall) * 100 < time(other) * 106;
+}
+
 // An 8-bit cache has instances of its own: one for products of 8 bits, one that widens it. Tall tiles of rows are
 // faster where every multiprocessor has one that is more than half full; where results must not depend on the other
-// requests, neither may the tiles.
+// requests, neither may the tiles. Products of 8 bits above head_dim 64 ask for rounds enough, too.
 PrefillInstance instance_for(const Problem& p, int processors) {
   if (widens(p)) return find_prefill_narrow_instance(p.head_dim, p.head_dim_v);
   const auto find = in_8_bits(p) ? find_prefill_e4m3_instance : find_prefill_instance;
   const PrefillInstance tall = find(p.head_dim, p.head_dim_v, !all_scores(p));
+  const PrefillInstance other = find(p.head_dim, p.head_dim_v, false);
   const bool many = 2 * p.max_q_len * p.group > tall.rows && most_tiles(p, tall.rows) >= processors;
-  return many || p.deterministic ? tall : find(p.head_dim, p.head_dim_v, false);
+  if (in_8_bits(p) && tall.head_dim > TallPrefillE4m3Sizes64::kDim)
+    return many && !p.deterministic && fewer_rounds(p, tall.rows, other.rows, processors) ? tall : other;
+  return many || p.deterministic ? tall : other;
 }
 
 }  // namespace

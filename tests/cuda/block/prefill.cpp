@@ -21,11 +21,16 @@ const void* prefill_kernel_bf16(const PrefillInstance& instance, bool) {
   if (instance.head_dim == 256) return bf16_kernel<PrefillSizes256>();
   fail("no such instance of bf16");
 }
+template <typename Sizes>
+const void* e4m3_kernel() {
+  return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<E4m3, Sizes>, false>);
+}
+
 const void* prefill_kernel_e4m3(const PrefillInstance& instance, bool) {
-  if (instance.head_dim == 64 && instance.rows == 256)
-    return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<E4m3, TallPrefillE4m3Sizes64>, false>);
-  if (instance.head_dim == 64) fail("no such instance of e4m3");
-  return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<E4m3, PrefillE4m3Sizes128>, false>);
+  if (instance.head_dim == 64 && instance.rows == 256) return e4m3_kernel<TallPrefillE4m3Sizes64>();
+  if (instance.head_dim == 128 && instance.rows == 192) return e4m3_kernel<TallPrefillE4m3Sizes128>();
+  if (instance.head_dim == 128) return e4m3_kernel<PrefillE4m3Sizes128>();
+  fail("no such instance of e4m3");
 }
 const void* prefill_kernel_narrow(const PrefillInstance& instance, bool all_scores) {
   using Wide = PrefillShape<Fp16, PrefillNarrowSizes<PrefillSizes256>>;
