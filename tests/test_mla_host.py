@@ -20,8 +20,8 @@ def library(tmp_path_factory):
     in_shared_memory = [
         (
             "mla/combine.cu",
-            "__shared__ PairSum shared_sums[kCombineTeams * kCombineTeam];",
-            "PairSum* const shared_sums = reinterpret_cast<PairSum*>(block_raw());",
+            "__shared__ FewSums shared_sums;",
+            "FewSums& shared_sums = *reinterpret_cast<FewSums*>(block_raw());",
         )
     ]
     for path, control in (("mla/kernel.cuh", "MlaControl"), ("mla/narrow_kernel.cuh", "NarrowControl")):
@@ -75,6 +75,10 @@ CASES = {
     "page_8": {"lens": [100], "page_size": 8},
     "page_256": {"lens": [300, 40], "page_size": 256},
     "page_3": {"lens": [100, 129], "page_size": 3},
+    "pages_of_1_line": {"lens": [70, 600, 1, 200, 90], "processors": 4, "page_size": 1},
+    "pages_of_1_line_cluster": {"lens": [70, 300, 1, 90], "processors": 6, "q_heads": 128, "page_size": 1},
+    "pages_of_1_num_splits": {"lens": [300, 64], "num_splits": 3, "page_size": 1},
+    "pages_of_1_apart": {"lens": [100, 129], "page_size": 1, "apart": True, "dtype": torch.float16},
     "page_24": {"lens": [100, 129], "page_size": 24, "apart": True},
     "leftpad": {"lens": [200, 129], "leftpads": [70, 3]},
     "leftpad_all": {"lens": [100], "leftpads": [100]},
@@ -155,7 +159,8 @@ def test_plans(library):
         ({"q_heads": 16}, {"clusters": 132, "cluster": 1, "items": 32, "parts": 264}),
         ({"q_heads": 64, "max_q_len": 3}, {"cluster": 1, "items": 96}),
         ({"page_size": 16, "max_pages": 256}, {"box_rows": 16}),
-        ({"page_size": 4, "max_pages": 1024}, {"box_rows": 0}),
+        ({"page_size": 8, "max_pages": 512}, {"box_rows": 0}),
+        ({"page_size": 8, "max_pages": 512, "kv_dtype": 1}, {"box_rows": 8}),
         ({"deterministic": 1}, {"clusters": 64, "splits": 2, "parts": 128, "balanced": 0}),
         ({"num_splits": 4}, {"clusters": 128, "splits": 4}),
         ({"batch": 4, "max_q_len": 1024}, {"balanced": 0, "cut": 0, "parts": 0, "clusters": 4096}),

@@ -1,7 +1,8 @@
-// Adds the parts of rows whose keys were in several clusters, and writes them, but for those that mla_kernel has added.
+// Adds the parts of rows whose keys were in several clusters, and writes them.
 //
-// A place is half of the columns of two rows, which a team of 128 threads adds, 16 bytes of every part each. A block
-// has four teams. Each has a place of its own, or, where rows are few and parts many, all four share one.
+// A share is 32 columns of 16 rows: what a warp loads of a part is 512 bytes at a time, as the parts lie in memory. A
+// warp takes share after share, or, where there are few and many parts, the warps of a block have one together. Which
+// rows have parts stands in the records of the clusters: every warp finds that out by itself.
 #include "../rows.cuh"
 #include "instances.h"
 #include "shape.cuh"
@@ -9,172 +10,230 @@
 namespace paged_attn {
 namespace {
 
-// Of two rows: reference score, sum of weights, and two columns.
-struct PairSum {
-  float m[2] = {-INFINITY, -INFINITY}, l[2] = {}, acc[4] = {};
-
-  template <int kCount>
-  PD_MEMBER void add(const float2 (&ml)[kCount][2], const float4 (&values)[kCount]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float top = m[r];
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) top = fmaxf(top, ml[j][r].x);
-      const float base = top == -INFINITY ? 0.f : top, factor = fast_exp2(m[r] - base);
-      m[r] = top;
-      l[r] *= factor;
-      acc[2 * r] *= factor;
-      acc[2 * r + 1] *= factor;
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        const float weight = fast_exp2(ml[j][r].x - base);
-        l[r] += ml[j][r].y * weight;
-        acc[2 * r] += (r == 0 ? values[j].x : values[j].z) * weight;
-        acc[2 * r + 1] += (r == 0 ? values[j].y : values[j].w) * weight;
-      }
-    }
-  }
-};
-
-// Half of two rows of an item, 8 rows apart.
-struct CombinePlace {
-  int rank, row, half;  // row: of the block of that rank
-  bool exists[2];
-
-  PD_MEMBER CombinePlace(int index, const Item& item) {
-    half = index % 2;
-    const int rows = index / 2;  // 8 of them share 16 rows
-    rank = rows / (MlaSizes::kRows / 2);
-    row = rows % (MlaSizes::kRows / 2) / 8 * 16 + rows % 8;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) exists[r] = of_item(r) < item.rows;
-  }
-
-  PD_MEMBER int of_item(int r) const { return rank * MlaSizes::kRows + row + 8 * r; }
-};
-
-// Parts first, first + step, ...; kBatch: those whose loads are on their way together.
-template <int kBatch>
-PD_DEVICE PairSum add_parts(const MlaCall& call, const MlaRecord& record, const CombinePlace& place, int thread,
-                            int first, int step) {
-  PairSum sum;
-  const int from = thread / 4 * kWarpgroup + place.row / 16 * kWarp + place.row % 8 * 4 + thread % 4;
-#pragma unroll 1
-  for (; first <= record.behind; first += step * kBatch) {
-    float2 ml[kBatch][2];
-    float4 values[kBatch];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int behind = first + i * step;
-      ml[i][0] = ml[i][1] = make_float2(-INFINITY, 0.f);
-      values[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (behind > record.behind) continue;
-      const int64_t part = mla_part(call, record.first - behind, place.rank, behind == 0);
-      values[i] = mla_sums(call, part, place.half)[from];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (place.exists[r]) ml[i][r] = call.ml[part * MlaSizes::kRows + place.row + 8 * r];
-      }
-    }
-    sum.add(ml, values);
-  }
-  return sum;
-}
-
-PD_DEVICE void write_pair(const Problem& p, const MlaCall& call, const Item& item, int head, const CombinePlace& place,
-                          int thread, const PairSum& sum) {
-  const bool bf16 = p.q_dtype == DType::kBFloat16;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    if (!place.exists[r]) continue;
-    const RowTarget target = row_target(p, call, item, head, place.of_item(r));
-    const bool says = place.half == 0 && thread == 0;
-    const float factor = finish_row(p, target, item.b, head, sum.m[r], sum.l[r], says);
-    const float x = sum.acc[2 * r] * factor, y = sum.acc[2 * r + 1] * factor;
-    const int64_t out = target.out + place.half * MlaSizes::kDimV + thread / 4 * 8 + thread % 4 * 2;
-    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + out) =
-        bf16 ? pack_pair<true>(x, y) : pack_pair<false>(x, y);
-  }
-}
-
 // What was published is as if it had not been, for a replay of this launch.
 PD_DEVICE void clear_published(const MlaCall& call) {
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kCombineTeam + threadIdx.x; i < call.parts * 2;
-       i += gridDim.x * kCombineTeam) {
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < call.parts * 2;
+       i += gridDim.x * blockDim.x) {
     store_relaxed(call.published + i, 0);
   }
 }
 
-// kByCluster: the record is that of a cluster, and has parts.
-template <int kTeams, int kBatch, bool kByCluster>
-PD_DEVICE void combine_rows(const Problem& p, const MlaCall& call, int number, PairSum* shared_sums) {
-  const int team = threadIdx.x / kCombineTeam, thread = threadIdx.x % kCombineTeam;
-  const int entry = number >> call.row_shift;
-  MlaRecord record = {entry, 0, 0};
-  if (kByCluster) record = call.records[entry];
-  const int index = call.kv_heads.divide(record.pair);
-  const int head = record.pair - index * static_cast<int>(p.kv_heads);
-  const Item item = load_item(p, call, index);
-  const CombinePlace place(number - (entry << call.row_shift), item);
-  if (!place.exists[0]) return;  // of an item without rows nobody has written a record
-  if (!kByCluster) record = call.records[entry];
-  if (record.behind == 0) return;
-  PairSum sum = add_parts<kBatch>(call, record, place, thread, team, kTeams);
-  if constexpr (kTeams > 1) {
-    if (team > 0) shared_sums[team * kCombineTeam + thread] = sum;
-    __syncthreads();
+// Which clusters have left a record of parts to be added, as every warp finds out by itself.
+struct RecordList {
+  static constexpr int kWords = MlaSizes::kMostClusters / kWarp;
+  unsigned has[kWords];  // a bit for each
+
+  PD_MEMBER void read(const MlaCall& call) {
+    const int lane = threadIdx.x % kWarp, clusters = static_cast<int>(call.blocks.divisor);
+    bool own[kWords];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const int cluster = i * kWarp + lane;
+      own[i] = cluster < clusters && call.records[cluster].behind > 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) has[i] = __ballot_sync(~0u, own[i]);
+  }
+
+  // Number `n` of them; -1: there are not so many.
+  PD_MEMBER int find(int n) const {
+    const int lane = threadIdx.x % kWarp;
+    int found = -1;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const bool own = has[i] >> lane & 1 && __popc(has[i] & ((1u << lane) - 1)) == n;
+      const unsigned bit = __ballot_sync(~0u, own);
+      if (bit != 0) found = i * kWarp + __popc(bit - 1);
+      n -= __popc(has[i]);
+    }
+    return found;
+  }
+};
+
+// Whose keys are cut at the same places in every call: the first of them are those of the last of its clusters.
+PD_DEVICE int fixed_record(const MlaCall& call, int pair) {
+  return (pair + 1) * static_cast<int>(call.max_splits.divisor) - 1;
+}
+
+// A share, or the sum of some of its parts. A lane has the rows lane / 4 and 8 below, and two columns of every step
+// of 8.
+struct CombineShare {
+  static constexpr int kSteps = MlaSizes::kCombineSteps, kHalfSteps = MlaSizes::kDimV / 8;
+  static constexpr int kShares = 2 * kHalfSteps / kSteps;                  // of 16 rows
+  float m[2] = {-INFINITY, -INFINITY}, l[2] = {}, acc[2][kSteps][2] = {};  // by row
+  int rank, row, half, step;  // of a part: row of this lane, first step of its half
+
+  PD_MEMBER explicit CombineShare(int index) {
+    const int rows16 = index / kShares, first = index % kShares * kSteps;
+    rank = rows16 / (MlaSizes::kRows / 16);
+    row = rows16 % (MlaSizes::kRows / 16) * 16 + threadIdx.x % kWarp / 4;
+    half = first / kHalfSteps;
+    step = first % kHalfSteps;
+  }
+
+  PD_MEMBER int row_of_item(int r) const { return rank * MlaSizes::kRows + row + 8 * r; }
+  PD_MEMBER int first_row() const { return rank * MlaSizes::kRows + row / 16 * 16; }
+
+  // Adds parts first, first + stride, ...
+  PD_MEMBER void add(const MlaCall& call, int cluster, int behind, int first, int stride) {
+    constexpr int kBatch = MlaSizes::kCombineBatch;
 #pragma unroll 1
-    for (int other = 1; team == 0 && other < kTeams; ++other) {
-      const PairSum& more = shared_sums[other * kCombineTeam + thread];
-      const float2 ml[1][2] = {{make_float2(more.m[0], more.l[0]), make_float2(more.m[1], more.l[1])}};
-      const float4 values[1] = {make_float4(more.acc[0], more.acc[1], more.acc[2], more.acc[3])};
-      sum.add(ml, values);
+    for (; first <= behind; first += stride * kBatch) {
+      float2 ml[kBatch][2];
+      float4 values[kBatch][kSteps];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        // The last one stands in for those past the end, which are not added.
+        const int own = min(first + i * stride, behind);
+        const int64_t part = mla_part(call, cluster - own, rank, own == 0);
+        const float4* const sums =
+            mla_sums(call, part, half) + step * kWarpgroup + row / 16 * kWarp + threadIdx.x % kWarp;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) ml[i][r] = call.ml[part * MlaSizes::kRows + row + 8 * r];
+#pragma unroll
+        for (int j = 0; j < kSteps; ++j) values[i][j] = sums[j * kWarpgroup];
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float top = m[r];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) top = fmaxf(top, ml[i][r].x);
+        const float base = top == -INFINITY ? 0.f : top, factor = fast_exp2(m[r] - base);
+        m[r] = top;
+        l[r] *= factor;
+#pragma unroll
+        for (int j = 0; j < kSteps; ++j) {
+          acc[r][j][0] *= factor;
+          acc[r][j][1] *= factor;
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          if (first + i * stride > behind) continue;
+          const float weight = fast_exp2(ml[i][r].x - base);
+          l[r] += ml[i][r].y * weight;
+#pragma unroll
+          for (int j = 0; j < kSteps; ++j) {
+            acc[r][j][0] += (r == 0 ? values[i][j].x : values[i][j].z) * weight;
+            acc[r][j][1] += (r == 0 ? values[i][j].y : values[i][j].w) * weight;
+          }
+        }
+      }
     }
   }
-  if (team == 0) write_pair(p, call, item, head, place, thread, sum);
-}
 
-__global__ void __launch_bounds__(kCombineTeams* kCombineTeam)
-    mla_combine_few(const __grid_constant__ Problem p, const __grid_constant__ MlaCall call) {
-  __shared__ PairSum shared_sums[kCombineTeams * kCombineTeam];
-  wait_for_predecessor();
-  let_successor_start();
-  combine_rows<kCombineTeams, 8, false>(p, call, blockIdx.x, shared_sums);
-}
-
-__global__ void __launch_bounds__(kCombineTeam, 10)
-    mla_combine_many(const __grid_constant__ Problem p, const __grid_constant__ MlaCall call) {
-  wait_for_predecessor();
-  let_successor_start();
-  combine_rows<1, 2, false>(p, call, blockIdx.x, nullptr);
-}
-
-// Most clusters have nothing to add: which of this block's places do is asked for all at once.
-__global__ void __launch_bounds__(kCombineTeam, 10)
-    mla_combine_rest(const __grid_constant__ Problem p, const __grid_constant__ MlaCall call) {
-  wait_for_predecessor();
-  let_successor_start();
-  clear_published(call);
-  unsigned found = 0;
+  // Writes kCount steps of row r, from `first` on.
+  template <int kCount>
+  PD_MEMBER void write(const Problem& p, const MlaCall& call, const MlaRecord& record, int r, int first, float top,
+                       float sum, const float (&values)[kCount][2]) const {
+    if (row_of_item(r) >= record.rows) return;
+    Item item = {};
+    item.b = record.b;
+    item.first_row = record.first_row;
+    item.q_begin = record.q_begin;
+    const int lane = threadIdx.x % 4, at = step + first;
+    const RowTarget target = row_target(p, call, item, record.head, row_of_item(r));
+    const bool says = half == 0 && at == 0 && lane == 0;
+    const float factor = finish_row(p, target, item.b, record.head, top, sum, says);
+    uint16_t* const out = static_cast<uint16_t*>(p.out) + target.out + half * MlaSizes::kDimV + at * 8 + lane * 2;
+    const bool bf16 = p.q_dtype == DType::kBFloat16;
 #pragma unroll
-  for (int i = 0; i < MlaSizes::kCombinePlaces; ++i) {
-    const int place = static_cast<int>(blockIdx.x) + i * static_cast<int>(gridDim.x);
-    if (place < call.combine_places && call.records[place >> call.row_shift].behind > 0) found |= 1u << i;
+    for (int j = 0; j < kCount; ++j) {
+      const float x = values[j][0] * factor, y = values[j][1] * factor;
+      *reinterpret_cast<uint32_t*>(out + j * 8) = bf16 ? pack_pair<true>(x, y) : pack_pair<false>(x, y);
+    }
   }
+};
+
+// Before the work of a kernel here.
+PD_DEVICE void start_combine(const Problem& p, const MlaCall& call, RecordList& list) {
+  touch(p);
+  touch(call);
+  wait_for_predecessor();
+  let_successor_start();
+  if (call.adds_two) clear_published(call);
+  if (call.balanced) list.read(call);
+}
+
+// The cluster with the first keys of share `number`; -1: there is no such share.
+PD_DEVICE int cluster_of_share(const MlaCall& call, const RecordList& list, uint32_t number) {
+  const int n = static_cast<int>(number >> call.combine_shift);
+  return call.balanced ? list.find(n) : fixed_record(call, n);
+}
+PD_DEVICE int share_of_item(const MlaCall& call, uint32_t number) {
+  return static_cast<int>(number & ((1u << call.combine_shift) - 1));
+}
+
+// A share for each warp.
+__global__ void __launch_bounds__(kCombineThreads, MlaSizes::kCombineBlocks)
+    mla_combine_many(const __grid_constant__ Problem p, const __grid_constant__ MlaCall call) {
+  RecordList list;
+  start_combine(p, call, list);
+  constexpr int kWarps = kCombineThreads / kWarp;
 #pragma unroll 1
-  for (int place = blockIdx.x; found != 0; found >>= 1, place += gridDim.x) {
-    if (found & 1) combine_rows<1, 2, true>(p, call, place, nullptr);
+  for (uint32_t number = blockIdx.x * kWarps + threadIdx.x / kWarp; number < call.combine_shares;
+       number += gridDim.x * kWarps) {
+    const int cluster = cluster_of_share(call, list, number);
+    if (cluster < 0) return;
+    const MlaRecord record = call.records[cluster];
+    CombineShare share(share_of_item(call, number));
+    if (record.behind == 0 || share.first_row() >= record.rows) continue;
+    share.add(call, cluster, record.behind, 0, 1);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) share.write(p, call, record, r, 0, share.m[r], share.l[r], share.acc[r]);
   }
+}
+
+// Of a share, what each warp has added.
+struct FewSums {
+  static constexpr int kWarps = kCombineFewThreads / kWarp;
+  float2 ml[kWarps][16], values[kWarps][2 * MlaSizes::kCombineSteps][kWarp];
+};
+
+// A share for each block: its warps share the parts.
+__global__ void __launch_bounds__(kCombineFewThreads)
+    mla_combine_few(const __grid_constant__ Problem p, const __grid_constant__ MlaCall call) {
+  constexpr int kWarps = kCombineFewThreads / kWarp, kSteps = CombineShare::kSteps;
+  __shared__ FewSums shared_sums;
+  RecordList list;
+  start_combine(p, call, list);
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int cluster = cluster_of_share(call, list, blockIdx.x);
+  if (cluster < 0) return;
+  const MlaRecord record = call.records[cluster];
+  CombineShare share(share_of_item(call, blockIdx.x));
+  if (record.behind == 0 || share.first_row() >= record.rows) return;
+  share.add(call, cluster, record.behind, warp, kWarps);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (lane % 4 == 0) shared_sums.ml[warp][lane / 4 + 8 * r] = make_float2(share.m[r], share.l[r]);
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j) {
+      shared_sums.values[warp][r * kSteps + j][lane] = make_float2(share.acc[r][j][0], share.acc[r][j][1]);
+    }
+  }
+  __syncthreads();
+  if (warp >= 2 * kSteps) return;
+  // One step of one row of each lane.
+  const int r = warp / kSteps, row = lane / 4 + 8 * r;
+  float top = -INFINITY, sum = 0.f, values[1][2] = {};
+#pragma unroll
+  for (int other = 0; other < kWarps; ++other) top = fmaxf(top, shared_sums.ml[other][row].x);
+  const float base = top == -INFINITY ? 0.f : top;
+#pragma unroll
+  for (int other = 0; other < kWarps; ++other) {
+    const float2 ml = shared_sums.ml[other][row], more = shared_sums.values[other][warp][lane];
+    const float weight = fast_exp2(ml.x - base);
+    sum += ml.y * weight;
+    values[0][0] += more.x * weight;
+    values[0][1] += more.y * weight;
+  }
+  share.write(p, call, record, r, warp % kSteps, top, sum, values);
 }
 
 }  // namespace
 
-const void* mla_combine_kernel(MlaCombine which) {
-  switch (which) {
-    case MlaCombine::kFew: return reinterpret_cast<const void*>(&mla_combine_few);
-    case MlaCombine::kMany: return reinterpret_cast<const void*>(&mla_combine_many);
-    default: return reinterpret_cast<const void*>(&mla_combine_rest);
-  }
+const void* mla_combine_kernel(bool few_rows) {
+  return few_rows ? reinterpret_cast<const void*>(&mla_combine_few) : reinterpret_cast<const void*>(&mla_combine_many);
 }
 
 }  // namespace paged_attn

@@ -1,5 +1,5 @@
 // What the warps of both kernels do alike: one finds out what is to be done, three know where keys lie and bring them,
-// the others multiply.
+// the others multiply. Where rows are gathered, the one that finds work may bring keys too.
 #pragma once
 
 #include "../prefill/places.cuh"
@@ -12,14 +12,17 @@ constexpr int kMeet = 1, kPart = 2;
 
 // At the barrier of keys that have come: a lane of each producer warp says that its boxes are on their way, or each
 // lane that its pieces are there.
-PD_DEVICE int keys_arrivals(const MlaCall& call) { return MlaSizes::kLoaders * (call.box_rows > 0 ? 1 : kWarp); }
+PD_DEVICE int keys_arrivals(const MlaCall& call, int gatherers = MlaSizes::kLoaders) {
+  return call.box_rows > 0 ? MlaSizes::kLoaders : gatherers * kWarp;
+}
 
 // The copies of one lane of a producer warp.
 struct MlaCopier {
   using Sizes = MlaSizes;
   static constexpr int kKeys = Sizes::kKeys, kColumns = Sizes::kColumns;
+  static constexpr int kGatherers = Sizes::kLoaders;  // warps that bring keys where pages hold no boxes
 
-  int lane, loader;         // of the warp, of the three
+  int lane, loader;         // of the warp, of those that bring keys
   int own_column, own_row;  // the box that this lane asks for
   bool has_box;
 
@@ -27,7 +30,8 @@ struct MlaCopier {
     lane = threadIdx.x % kWarp;
     loader = warp;
     const int boxes = call.box_rows > 0 ? kKeys / call.box_rows : 0;  // of a column
-    const int own = loader * kWarp + lane;
+    // A warp asks for one box after the other, so each has a third of them.
+    const int own = lane * Sizes::kLoaders + loader;
     static_assert(kKeys / 8 * kColumns <= Sizes::kLoaders * kWarp, "there is a lane for every box");
     own_column = own / max(boxes, 1);
     own_row = (own - own_column * boxes) * call.box_rows;
@@ -72,21 +76,41 @@ struct MlaCopier {
 };
 
 // Finds the work of this cluster, which both of its blocks do alike.
-template <typename Control>
-PD_DEVICE void direct_mla(const Problem& p, const MlaCall& call, Control& control) {
-  const int lane = threadIdx.x % kWarp;
-  Walker walker = {};
-  Dealing dealing = {};
-  if (call.blocks_each.divisor > 0) expect_even_stretch(p, call, walker);
-  if (call.balanced) {
-    find_stretch(p, call, walker, dealing);
-  } else {
-    find_split(p, call, walker, dealing);
-  }
+struct MlaDirector {
+  Walker walker;
+  Dealing dealing;
   Ring<2> slot;
-  const bool says = call.slots > 0 && blockIdx.y == 0;
-  MlaRecord cut = {};
-  while (true) {
+  bool cut;  // this cluster has written its record; it has the first keys of one cut pair at most
+
+  PD_MEMBER void start(const Problem& p, const MlaCall& call) {
+    walker = {};
+    dealing = {};
+    slot = {};
+    cut = false;
+    if (call.blocks_each.divisor > 0) expect_even_stretch(p, call, walker);
+    if (call.balanced) {
+      find_stretch(p, call, walker, dealing);
+    } else {
+      find_split(p, call, walker, dealing);
+    }
+  }
+
+  // Of this block's directors, the one that tells the adding kernel.
+  PD_MEMBER bool says(const MlaCall& call) const {
+    return call.slots > 0 && blockIdx.y == 0 && threadIdx.x % kWarp == 0;
+  }
+
+  // Whether there is a place for what is found next.
+  template <typename Control>
+  PD_MEMBER bool may_tell(Control& control) const {
+    const bool passed = barrier_passed(shared_address(&control.work_empty[slot.stage]), slot.phase ^ 1);
+    return __any_sync(~0u, passed);
+  }
+
+  // The next work, or that there is none: then false.
+  template <typename Control>
+  PD_MEMBER bool tell(const Problem& p, const MlaCall& call, Control& control) {
+    const int lane = threadIdx.x % kWarp;
     Segment segment = {};
     MlaWork next = {};
     next.exists = walker.next(p, call, dealing, segment, next.item);
@@ -98,11 +122,14 @@ PD_DEVICE void direct_mla(const Problem& p, const MlaCall& call, Control& contro
       next.behind = partials_behind(next.item, segment, dealing);
       // Before the last part of a pair stand others of a whole stretch each, but for the first one.
       const int before = segment.tile - next.item.first_tile;
-      next.two_parts =
-          call.by_cluster && (next.first ? next.behind == 1 : next.behind == 0 && before <= dealing.length);
-      const MlaRecord own = {segment.pair, static_cast<int>(blockIdx.x), next.two_parts ? 0 : next.behind};
-      if (lane == 0 && next.first && says && !call.by_cluster) call.records[segment.pair] = own;
-      if (next.first && own.behind > 0) cut = own;
+      next.two_parts = call.adds_two && (next.first ? next.behind == 1 : next.behind == 0 && before <= dealing.length);
+      if (next.first && next.behind > 0 && !next.two_parts) {
+        cut = true;
+        if (says(call)) {
+          const Item& item = next.item;
+          call.records[blockIdx.x] = {next.behind, next.head, item.b, item.first_row, item.rows, item.q_begin};
+        }
+      }
     }
     barrier_wait(shared_address(&control.work_empty[slot.stage]), slot.phase ^ 1);
     if (lane == 0) {
@@ -110,36 +137,57 @@ PD_DEVICE void direct_mla(const Problem& p, const MlaCall& call, Control& contro
       barrier_arrive(shared_address(&control.work_full[slot.stage]));
     }
     __syncwarp();
-    if (!next.exists) break;
     slot.advance();
+    if (!next.exists && !cut && says(call)) call.records[blockIdx.x].behind = 0;
+    return next.exists;
   }
-  if (lane == 0 && says && call.by_cluster) call.records[blockIdx.x] = cut;
+};
+
+template <typename Control>
+PD_DEVICE void direct_mla(const Problem& p, const MlaCall& call, Control& control) {
+  MlaDirector director;
+  director.start(p, call);
+  while (director.tell(p, call, control)) {
+  }
 }
+
+// What a producer warp knows of the work that it has taken.
+struct MlaTask {
+  KeyPlaces places;
+  int head, tile, tile_end;
+
+  // The next one; false at the end.
+  template <typename Control>
+  PD_MEMBER bool take(const Problem& p, Control& control, Ring<2>& slot) {
+    barrier_wait(shared_address(&control.work_full[slot.stage]), slot.phase);
+    const MlaWork& work = control.work[slot.stage];
+    if (!work.exists) return false;
+    places.start(p, work.item);
+    head = work.head;
+    tile = work.tile;
+    tile_end = work.tile_end;
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) barrier_arrive(shared_address(&control.work_empty[slot.stage]));
+    slot.advance();
+    return true;
+  }
+};
 
 // Tile after tile of the work that the director finds.
 template <bool kBoxes, typename Loader, typename Control>
 PD_DEVICE void load_tiles(Loader& loader, const Problem& p, const MlaCall& call, Control& control, uint32_t shared) {
   using Sizes = typename Loader::Sizes;
   Ring<2> slot;
-  while (true) {
-    barrier_wait(shared_address(&control.work_full[slot.stage]), slot.phase);
-    const MlaWork& work = control.work[slot.stage];
-    if (!work.exists) break;
-    KeyPlaces places;
-    places.start(p, work.item);
-    const int head = work.head, tile_end = work.tile_end;
-    int tile = work.tile;
-    __syncwarp();
-    if (loader.lane == 0) barrier_arrive(shared_address(&control.work_empty[slot.stage]));
-    slot.advance();
-
+  MlaTask task;
+  while (task.take(p, control, slot)) {
 #pragma unroll 1
-    for (; tile < tile_end; ++tile) {
+    for (; task.tile < task.tile_end; ++task.tile) {
       const uint32_t stage = shared + Sizes::kKeysAt + loader.ring.stage * Sizes::kKeyBytes;
+      const int key = task.tile * Sizes::kKeys;
       if constexpr (kBoxes) {
-        loader.copy_boxes(p, call, control, places, stage, tile * Sizes::kKeys, head);
+        loader.copy_boxes(p, call, control, task.places, stage, key, task.head);
       } else {
-        loader.gather(p, call, control, places, stage, tile * Sizes::kKeys, head);
+        loader.gather(p, call, control, task.places, stage, key, task.head);
       }
       loader.ring.advance();
     }
@@ -148,11 +196,11 @@ PD_DEVICE void load_tiles(Loader& loader, const Problem& p, const MlaCall& call,
 
 // Barriers of the consumers and of the work, which do not depend on how tiles are cut.
 template <typename Control>
-PD_DEVICE void init_work_barriers(Control& control) {
+PD_DEVICE void init_work_barriers(Control& control, int loaders = MlaSizes::kLoaders) {
   for (int i = 0; i < 2; ++i) {
     barrier_init(shared_address(&control.ready[i]), kWarpgroup);
     barrier_init(shared_address(&control.work_full[i]), 1);
-    barrier_init(shared_address(&control.work_empty[i]), MlaSizes::kLoaders + MlaSizes::kConsumerWarps);
+    barrier_init(shared_address(&control.work_empty[i]), loaders + MlaSizes::kConsumerWarps);
   }
   fence_async_proxy();
   publish_barriers();
@@ -172,16 +220,16 @@ PD_DEVICE void run_block(const Problem& p, const MlaCall& call, Control& control
   if (warpgroup == 0) {
     give_registers<Sizes::kProducerRegisters>();
     const int warp = threadIdx.x / kWarp;
-    if (warp < Sizes::kLoaders) {
-      Loader loader;
-      loader.start(call, warp);
-      if (call.box_rows > 0) {
-        load_tiles<true>(loader, p, call, control, shared);
-      } else {
-        load_tiles<false>(loader, p, call, control, shared);
-      }
-    } else {
+    Loader loader;
+    loader.start(call, warp);
+    if (call.box_rows == 0 && Loader::kGatherers > Sizes::kLoaders) {
+      if constexpr (Loader::kGatherers > Sizes::kLoaders) loader.gather_tiles(p, call, control, shared);
+    } else if (warp == Sizes::kLoaders) {
       direct_mla(p, call, control);
+    } else if (call.box_rows > 0) {
+      load_tiles<true>(loader, p, call, control, shared);
+    } else {
+      if constexpr (Loader::kGatherers == Sizes::kLoaders) load_tiles<false>(loader, p, call, control, shared);
     }
   } else {
     take_registers<Sizes::kConsumerRegisters>();

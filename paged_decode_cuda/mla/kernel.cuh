@@ -1,9 +1,10 @@
 // Multi-head latent attention on Hopper's matrix unit: the values of a key are the first 512 of its 576 dimensions, so
 // a tile of keys is copied once and serves both products.
 //
-//   warpgroup 0   warps 0 to 2 copy tiles of keys, warp 3 finds work       56 registers per thread
-//   warpgroup 1   scores, weights, latents 0..255 of the output           232
-//   warpgroup 2   latents 256..511 of the output                          216
+//   warpgroup 0   warps 0 to 2 copy tiles of keys, warp 3 finds work;      88 registers per thread
+//                 where pages hold no boxes, warp 3 copies too
+//   warpgroup 1   scores, weights, latents 0..255 of the output           208
+//   warpgroup 2   latents 256..511 of the output                          208
 //
 //                  tile n                                 tile n + 1
 //   warpgroup 1    K Q | weights n |    V[0:256] W n      K Q | weights n + 1 | ...
@@ -18,9 +19,9 @@
 //
 //   barrier        arrivals                                   waited for by
 //   work_full      1: the director                            loaders, consumers
-//   work_empty     3 loader warps + 8 consumer warps          the director
-//   keys_full      3 loader warps and 73728 bytes, or their   consumers
-//                  96 threads when they copy in pieces
+//   work_empty     3 or 4 loader warps + 8 consumer warps     the director
+//   keys_full      3 loader warps and 73728 bytes, or the     consumers
+//                  128 threads of 4 that copy in pieces
 //   keys_empty     8 consumer warps of every block of the     loaders
 //                  cluster
 //   edge           1: loader 0, and 73728 bytes               loaders, where a tile has rows that nobody sees
@@ -386,12 +387,12 @@ struct MlaTiles {
 PD_DEVICE void init_mla_barriers(const MlaCall& call, MlaControl& control) {
   for (int i = 0; i < MlaSizes::kStages; ++i) {
     for (int half = 0; half < MlaSizes::kHalves; ++half) {
-      barrier_init(shared_address(&control.keys_full[i][half]), keys_arrivals(call));
+      barrier_init(shared_address(&control.keys_full[i][half]), keys_arrivals(call, MlaLoader::kGatherers));
       barrier_init(shared_address(&control.keys_empty[i][half]), MlaSizes::kConsumerWarps / 2 * call.cluster);
       barrier_init(shared_address(&control.edge[i][half]), 1);
     }
   }
-  init_work_barriers(control);
+  init_work_barriers(control, call.box_rows > 0 ? MlaSizes::kLoaders : MlaLoader::kGatherers);
 }
 
 template <typename Shape, bool kFull>

@@ -3,7 +3,8 @@
 // Where a page holds whole boxes, tiles come in bulk copies; the blocks of a cluster copy half of each and send it to
 // both. A tile is keys and values at once, and a weight of 0 does not hide a value, so rows that nobody sees are set to
 // zero once the copies have arrived. Elsewhere rows come in pieces of 16 bytes, with zeros where there is nothing to
-// see, and every block copies for itself.
+// see, and every block copies for itself. All four warps do that, as each of the four schedulers of a multiprocessor
+// issues one copy in some 60 cycles.
 #pragma once
 
 #include "director.cuh"
@@ -11,7 +12,11 @@
 namespace paged_attn {
 
 struct MlaLoader : MlaCopier {
-  static constexpr int kColumnBytes = kKeys * kRowBytes;
+  static constexpr int kGatherers = Sizes::kLoaders + 1;                // the director too
+  static constexpr int kRuns = kKeys / (kGatherers * kCopyRows);        // of 4 rows, of a warp
+  static constexpr int kRunBytes = kGatherers * kCopyRows * kRowBytes;  // from one run of a warp to its next
+  static constexpr int kColumnBytes = kKeys * kRowBytes, kHalfColumns = Sizes::kLatentColumns / 2;
+  static_assert(2 * kRuns == kCopyLanes, "two lanes look up the same row");
 
   Ring<Sizes::kStages> ring;
   uint32_t edge_phases;  // a bit for every half of a stage
@@ -38,29 +43,6 @@ struct MlaLoader : MlaCopier {
 #pragma unroll 1
       for (int c = first_column(half); c < first_column(half + 1); ++c)
         store_piece(stage + c * kColumnBytes + row * kRowBytes + piece * 16, 0, 0, 0, 0);
-    }
-  }
-
-  PD_MEMBER void copy_pieces(const Problem& p, const Lookup& at, uint32_t stage, int half) const {
-    const int piece = lane % kCopyLanes;
-    const char* const all_latents = static_cast<const char*>(p.cache.v) + first_column(half) * kRowBytes + piece * 16;
-    const char* const all_rope = static_cast<const char*>(p.cache.k) + piece * 16;
-    const uint32_t first = stage + first_column(half) * kColumnBytes;
-#pragma unroll 1
-    for (int i = loader * kCopyRows; i < kKeys; i += Sizes::kLoaders * kCopyRows) {
-      const int row = i + lane / kCopyLanes;
-      const uint32_t from = __shfl_sync(~0u, i < kWarp ? at.latents[0] : at.latents[1], row % kWarp);
-      const uint32_t from_rope = __shfl_sync(~0u, i < kWarp ? at.rope[0] : at.rope[1], row % kWarp);
-      const bool found = from != KeyPlaces::kNowhere;
-      const uint32_t target = first + row * kRowBytes + (piece ^ row % 8) * 16;
-      const char* const source = all_latents + static_cast<uint64_t>(found ? from : 0) * 16;
-#pragma unroll
-      for (int c = 0; c < Sizes::kLatentColumns / 2; ++c) {
-        copy_piece(target + c * kColumnBytes, source + c * kRowBytes, found);
-      }
-      if (half == 0) continue;
-      copy_piece(target + Sizes::kLatentColumns / 2 * kColumnBytes, all_rope + static_cast<uint64_t>(from_rope) * 16,
-                 found);
     }
   }
 
@@ -99,16 +81,102 @@ struct MlaLoader : MlaCopier {
     }
   }
 
-  // Every lane arrives when its own pieces are there.
-  PD_MEMBER void gather(const Problem& p, const MlaCall& call, MlaControl& control, const KeyPlaces& places,
-                        uint32_t stage, int key, int head) const {
-    const Lookup at = look_up(p, call, places, key, head);
+  // ---- Gathering: a lane looks up one row of this warp, and copies pieces of all of them ----
+
+  // Where a row lies, in pieces of 16 bytes.
+  struct Row {
+    uint32_t latents, rope;
+  };
+
+  // The row of a tile whose page this lane looks up: that of its 8 lanes in run lane % kRuns.
+  PD_MEMBER int own_tile_row() const { return (lane % kRuns * kGatherers + loader) * kCopyRows + lane / kCopyLanes; }
+
+  PD_MEMBER Row place_row(const Problem& p, const MlaCall& call, const KeyPlaces& places, int key, int page,
+                          int head) const {
+    const int slot = places.slot_of(call, key);
+    if (static_cast<uint32_t>(page) >= static_cast<uint32_t>(p.cache.num_pages)) return {KeyPlaces::kNowhere, 0};
+    return {static_cast<uint32_t>(page * call.v_page_pieces + slot * call.v_slot_pieces + head * call.v_head_pieces),
+            static_cast<uint32_t>(page * call.k_page_pieces + slot * call.k_slot_pieces + head * call.k_head_pieces)};
+  }
+
+  // Asks for this warp's rows; the blocks of a cluster each for half of their lines.
+  PD_MEMBER void prefetch_rows(const Problem& p, const MlaCall& call, const Row& row) const {
+    if (row.latents == KeyPlaces::kNowhere) return;
+    const char* const latents = static_cast<const char*>(p.cache.v) + static_cast<uint64_t>(row.latents) * 16;
+    const char* const rope = static_cast<const char*>(p.cache.k) + static_cast<uint64_t>(row.rope) * 16;
+    // Two lanes have the same row.
 #pragma unroll 1
-    for (int i = 0; i < Sizes::kHalves; ++i) {
-      const int half = i ^ ring.stage;
-      barrier_wait(shared_address(&control.keys_empty[ring.stage][half]), ring.phase ^ 1);
-      copy_pieces(p, at, stage, half);
-      arrive_with_pieces(shared_address(&control.keys_full[ring.stage][half]));
+    for (int c = lane / kRuns % 2 + 2 * static_cast<int>(blockIdx.y); c < kColumns; c += 2 * call.cluster)
+      prefetch_l2(c < Sizes::kLatentColumns ? latents + c * kRowBytes : rope);
+  }
+
+  // This warp's rows of half of a tile. Every lane arrives when its own pieces are there.
+  PD_MEMBER void gather_half(const Problem& p, MlaControl& control, const Row& own, uint32_t stage, int half) const {
+    const int piece = lane % kCopyLanes, row = loader * kCopyRows + lane / kCopyLanes;
+    const char* const latents = static_cast<const char*>(p.cache.v) + first_column(half) * kRowBytes + piece * 16;
+    const char* const rope = static_cast<const char*>(p.cache.k) + piece * 16;
+    const uint32_t target =
+        stage + first_column(half) * kColumnBytes + row * kRowBytes + (piece ^ row % kSwizzledRows) * 16;
+    static_assert(kGatherers * kCopyRows % kSwizzledRows == 0, "a piece has the same place in every run");
+    uint32_t from[kRuns];
+#pragma unroll
+    for (int i = 0; i < kRuns; ++i) from[i] = __shfl_sync(~0u, own.latents, i, kCopyLanes);
+    barrier_wait(shared_address(&control.keys_empty[ring.stage][half]), ring.phase ^ 1);
+#pragma unroll
+    for (int i = 0; i < kRuns; ++i) {
+      const bool found = from[i] != KeyPlaces::kNowhere;
+      const char* const source = latents + static_cast<uint64_t>(found ? from[i] : 0) * 16;
+#pragma unroll
+      for (int c = 0; c < kHalfColumns; ++c)
+        copy_piece(target + i * kRunBytes + c * kColumnBytes, source + c * kRowBytes, found);
+    }
+    if (half == 1) {
+#pragma unroll
+      for (int i = 0; i < kRuns; ++i) {
+        const uint32_t from_rope = __shfl_sync(~0u, own.rope, i, kCopyLanes);
+        copy_piece(target + i * kRunBytes + kHalfColumns * kColumnBytes, rope + static_cast<uint64_t>(from_rope) * 16,
+                   from[i] != KeyPlaces::kNowhere);
+      }
+    }
+    arrive_with_pieces(shared_address(&control.keys_full[ring.stage][half]));
+  }
+
+  // What load_tiles() and direct_mla() do, by warps that all gather; the last one also finds the work. It looks for
+  // the next when it has brought a tile and there is a place, or when it needs one.
+  PD_MEMBER void gather_tiles(const Problem& p, const MlaCall& call, MlaControl& control, uint32_t shared) {
+    MlaDirector director;
+    const bool directs = loader == Sizes::kLoaders;
+    if (directs) director.start(p, call);
+    bool more = directs, ahead = false;  // there may be more to tell; what was told last is not yet taken
+    Ring<2> slot;
+    MlaTask task;
+    task.tile = task.tile_end = 0;
+    Row next = {};
+    int page = -1;  // of this lane's row of the tile behind `next`
+#pragma unroll 1
+    while (true) {
+      if (more && !ahead && (task.tile == task.tile_end || director.may_tell(control))) {
+        more = director.tell(p, call, control);
+        ahead = true;
+      }
+      if (task.tile == task.tile_end) {
+        if (!task.take(p, control, slot)) return;
+        ahead = false;
+        const int key = task.tile * kKeys + own_tile_row();
+        next = place_row(p, call, task.places, key, task.places.page_of(p, call, key), task.head);
+        page = task.places.page_of(p, call, key + kKeys);
+      }
+      const int key = task.tile * kKeys + own_tile_row();
+      const Row own = next;
+      next = place_row(p, call, task.places, key + kKeys, page, task.head);
+      page = task.places.page_of(p, call, key + 2 * kKeys);
+      if (task.tile + 1 < task.tile_end) prefetch_rows(p, call, next);
+      const uint32_t stage = shared + Sizes::kKeysAt + ring.stage * Sizes::kKeyBytes;
+      // First the half that the consumer of this tile multiplies first.
+      gather_half(p, control, own, stage, ring.stage);
+      gather_half(p, control, own, stage, 1 - ring.stage);
+      ring.advance();
+      ++task.tile;
     }
   }
 };

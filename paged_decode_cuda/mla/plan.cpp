@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "../layout.h"
+#include "instances.h"
 
 namespace paged_attn {
 namespace {
@@ -13,7 +14,6 @@ constexpr int kSplitKeys = 2048;  // of a request whose splits must not depend o
 constexpr int kDeterministicSplits = 16;
 constexpr int kPairCost = 3;  // tiles that a block reads while it ends one item and begins another
 constexpr int kMinUnits = 2;
-constexpr int kCombineBlocks = 10;  // of the kernel that adds parts of many rows, on a multiprocessor
 
 // k_cache of 576, of which v_cache is the first 512.
 bool joined(const Problem& p) { return p.head_dim == MlaSizes::kDim && p.head_dim_v == MlaSizes::kLatents && !p.qv; }
@@ -48,6 +48,22 @@ bool balances(const Problem& p, int64_t items) {
 bool is_basic(const Problem& p, const Plan& work) {
   return p.cache_seqlens && !p.cu_seqlens_q && !p.cache_leftpad && !p.append.cu_seqlens_k_new && p.window_left < 0 &&
          p.attention_chunk == 0 && work.items == p.batch && p.cache.block_table_stride <= INT32_MAX;
+}
+
+// The kernel that adds parts of rows.
+void plan_combine(const Problem& p, int row_shift, const DeviceLimits& limits, MlaPlan& plan) {
+  // 16 rows of an item, as far as the host can tell: what none has makes no shares.
+  int64_t rows = int64_t{1} << row_shift;
+  if (!p.cu_seqlens_q) rows = pd_min(rows, p.max_q_len * p.group);
+  plan.combine_shift = MlaSizes::kShareShift;
+  while (int64_t{16} << (plan.combine_shift - MlaSizes::kShareShift) < rows) ++plan.combine_shift;
+  // A stretch has the first keys of one cut pair at most.
+  const int64_t pairs = plan.work.items * p.kv_heads, cut = plan.work.balanced ? pd_min(pairs, plan.clusters) : pairs;
+  plan.combine_shares = cut << plan.combine_shift;
+  plan.few_rows = plan.combine_shares <= 2 * limits.processors;
+  plan.combine_blocks = plan.few_rows ? plan.combine_shares : pd_ceil_div(plan.combine_shares, kCombineThreads / 32);
+  const int64_t at_once = int64_t{MlaSizes::kCombineBlocks} * limits.processors;
+  if (plan.work.balanced && !plan.few_rows) plan.combine_blocks = pd_min(plan.combine_blocks, at_once);
 }
 
 }  // namespace
@@ -104,7 +120,7 @@ MlaPlan plan_mla(const Problem& p, const DeviceLimits& limits) {
   if (is_basic(p, work)) plan_basic(p, work);
   const int64_t pairs = work.items * p.kv_heads;
   if (balances(p, work.items)) {
-    plan.clusters = pd_max(limits.processors / plan.cluster, 1);
+    plan.clusters = pd_min(pd_max(limits.processors / plan.cluster, 1), MlaSizes::kMostClusters);
     plan_balanced_cuts(p, plan.clusters, kPairCost, kMinUnits, work);
   } else {
     plan_fixed_splits(p, kSplitKeys, p.deterministic ? kDeterministicSplits : 1, work);
@@ -114,19 +130,12 @@ MlaPlan plan_mla(const Problem& p, const DeviceLimits& limits) {
   plan.cut = work.balanced || work.max_splits.divisor > 1;
   // A stretch of the line may end one item, whose first keys are another's, and begin one that others end.
   if (plan.cut) plan.parts = plan.clusters * plan.cluster * (work.balanced ? 2 : 1);
-  // A stretch has the first keys of one cut pair at most, so parts can be found cluster by cluster. That is faster
-  // where a pair has seldom more than two: with 5 % fewer pairs than clusters, or with more.
-  const bool by_cluster = work.balanced && pairs + pairs / 20 >= plan.clusters;
-  plan.combine_places = plan.combine_blocks = (by_cluster ? plan.clusters : pairs) << row_shift;
-  plan.combine = plan.combine_places <= 2 * limits.processors ? MlaCombine::kFew : MlaCombine::kMany;
-  if (by_cluster) {
-    plan.combine = MlaCombine::kRest;
-    plan.combine_blocks = pd_min(plan.combine_places, int64_t{kCombineBlocks} * limits.processors);
-    plan.combine_blocks = pd_max(plan.combine_blocks, pd_ceil_div(plan.combine_places, MlaSizes::kCombinePlaces));
-  }
+  plan.adds_two = work.balanced && pairs + pairs / 20 >= plan.clusters;
+  plan_combine(p, row_shift, limits, plan);
   // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere.
   const int64_t box = c.block_table ? std::gcd(int64_t{MlaSizes::kKeys}, c.page_size) : MlaSizes::kKeys;
-  plan.box_rows = box % kSwizzledRows == 0 ? static_cast<int32_t>(box) : 0;
+  const int least = dtype_bytes(c.dtype) == 1 ? kSwizzledRows : MlaSizes::kLeastBox;
+  plan.box_rows = box >= least ? static_cast<int32_t>(box) : 0;
   return plan;
 }
 

@@ -10,13 +10,6 @@
 
 namespace paged_attn {
 
-// Who adds the parts of rows.
-enum class MlaCombine {
-  kFew,   // a block with four teams of threads for each place
-  kMany,  // a block with one team for each place
-  kRest,  // two parts are added by the cluster with the first keys; as many blocks as the device holds find the others
-};
-
 struct MlaPlan {
   Plan work;         // an item is the rows of a cluster
   bool all_scores;   // with softcap and ALiBi
@@ -26,9 +19,11 @@ struct MlaPlan {
   int cluster;       // blocks of each: 64 rows of the same keys in each block
   bool cut;          // some rows may have their keys in several clusters
   int64_t parts;     // that all clusters may leave, 64 rows each
-  // The kernel that adds parts. A place is half of two rows.
-  MlaCombine combine;
-  int64_t combine_places, combine_blocks;
+  bool adds_two;     // where a row has two parts, the cluster with the first keys adds the other one
+  // The kernel that adds the other parts: shares (see combine.cu), log2 of those of an item.
+  bool few_rows;
+  int32_t combine_shift;
+  int64_t combine_shares, combine_blocks;
 };
 
 // "" or why the kernel does not serve this.

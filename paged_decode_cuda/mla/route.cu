@@ -16,8 +16,8 @@ struct Layout {
   explicit Layout(const Problem& p, const MlaPlan& plan) {
     const int64_t rows = plan.parts * MlaSizes::kRows;
     ml = rows * MlaSizes::kLatents * static_cast<int64_t>(sizeof(float));
-    records = ml + rows * static_cast<int64_t>(sizeof(float2));
-    const int64_t bytes = pd_max(plan.work.items * p.kv_heads, plan.clusters) * static_cast<int64_t>(sizeof(MlaRecord));
+    records = pd_ceil_div(ml + rows * static_cast<int64_t>(sizeof(float2)), 32) * 32;
+    const int64_t bytes = plan.clusters * static_cast<int64_t>(sizeof(MlaRecord));
     published = pd_ceil_div(records + bytes, 8) * 8;
     end = published + plan.parts * 2 * 8;
   }
@@ -35,7 +35,7 @@ MlaCall mla_call(const Problem& p, const MlaPlan& plan) {
                     describe_cache(p, c.v, p.head_dim_v, v, plan.box_rows, kColumn, call.latents);
   call.box_rows = bulk ? plan.box_rows : 0;
   call.cluster = plan.cluster;
-  call.by_cluster = plan.combine == MlaCombine::kRest;
+  call.adds_two = plan.adds_two;
   return call;
 }
 
@@ -74,13 +74,14 @@ void launch_mla(const Problem& p, const MlaPlan& plan, const Context& context) {
     call.records = reinterpret_cast<MlaRecord*>(data + layout.records);
     call.published = reinterpret_cast<unsigned long long*>(data + layout.published);
     call.parts = plan.parts;
-    call.combine_places = static_cast<int32_t>(plan.combine_places);
+    call.combine_shares = static_cast<uint32_t>(plan.combine_shares);
+    call.combine_shift = plan.combine_shift;
   }
   const Grid grid = {plan.clusters, MlaSizes::kThreads, plan.shared_bytes};
   launch_in_clusters(find_kernel(p, plan.all_scores), grid, plan.cluster, context, split, call);
   if (plan.cut) {
-    const int threads = plan.combine == MlaCombine::kFew ? kCombineTeams * kCombineTeam : kCombineTeam;
-    launch(mla_combine_kernel(plan.combine), {plan.combine_blocks, threads, 0}, context, split, call);
+    const int threads = plan.few_rows ? kCombineFewThreads : kCombineThreads;
+    launch(mla_combine_kernel(plan.few_rows), {plan.combine_blocks, threads, 0}, context, split, call);
   }
 }
 

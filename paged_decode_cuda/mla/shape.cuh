@@ -14,25 +14,27 @@ struct MlaShape : MlaSizes {
   using Type = Type_;
 };
 
-// Where the parts of an item and kv_head begin: its first keys are those of cluster `first`, what follows is in the
-// clusters first - 1, ..., first - behind.
-struct MlaRecord {
-  int32_t pair, first, behind;
+// What a cluster leaves: the item and kv_head of which it has the first keys, the others being in the clusters before
+// it. behind: how many of those there are; 0: there is nothing to add.
+struct alignas(32) MlaRecord {
+  int32_t behind, head;
+  int32_t b, first_row, rows, q_begin;  // of the item
 };
 
 // What the kernels read beside the problem, which is split as split_latents() does.
 struct MlaCall : Plan {
-  CUtensorMap rope, latents;  // of the cache: [page, kv_head, slot, dim] from the slowest to the fastest
-  int32_t box_rows;           // slots of a box; 0: no bulk copies
-  int32_t cluster;            // blocks of a cluster
-  int32_t slots;              // parts that a block may leave; 0: nothing is ever cut
-  bool by_cluster;            // whose records there are: of clusters, or of pairs; see MlaCombine::kRest
-  MlaRecord* records;
+  CUtensorMap rope, latents;      // of the cache: [page, kv_head, slot, dim] from the slowest to the fastest
+  int32_t box_rows;               // slots of a box; 0: no bulk copies
+  int32_t cluster;                // blocks of a cluster
+  int32_t slots;                  // parts that a block may leave; 0: nothing is ever cut
+  bool adds_two;                  // where a row has two parts, the cluster with the first keys adds the other one
+  MlaRecord* records;             // [clusters]
   float* sums;                    // [parts, half, 32, 128, 4]: see mla_sums()
   float2* ml;                     // [parts, 64]
   unsigned long long* published;  // [parts, half]: the number of the launch when the sums of that half are there
   int64_t parts;
-  int32_t combine_places;  // see MlaPlan
+  uint32_t combine_shares;  // these two: see MlaPlan
+  int32_t combine_shift;
 };
 
 PD_DEVICE unsigned long long* mla_published(const MlaCall& call, int64_t part, int half) {

@@ -13,6 +13,7 @@ struct MlaSizes {
   static constexpr int kDimV = kLatents / 2;  // that one consumer accumulates
   static constexpr int kRows = 64;            // of a block
   static constexpr int kKeys = 64;            // of a tile
+  static constexpr int kLeastBox = 16;        // slots of a page from which on copies are boxes; of 8 bits 8
   static constexpr int kColumns = kDim / kColumn, kLatentColumns = kLatents / kColumn;
   static constexpr int kStages = 2, kHalves = 2;  // of a tile: latents 0 to 255, and the other columns
   static constexpr int kMostCluster = 2;          // blocks that share their copies
@@ -22,14 +23,18 @@ struct MlaSizes {
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 
   // Registers of a thread; the three warpgroups together have 504.
-  static constexpr int kProducerRegisters = 80, kConsumerRegisters = 208;
+  static constexpr int kProducerRegisters = 88, kConsumerRegisters = 208;
 
   static constexpr int kQueryBytes = kRows * kColumns * kRowBytes, kKeyBytes = kKeys * kColumns * kRowBytes;
   static constexpr int kWeightBytes = kRows * kKeys * 2;
   static constexpr int kKeysAt = kQueryBytes, kWeightsAt = kKeysAt + kStages * kKeyBytes;
   static constexpr int kSharedBytes = kWeightsAt + kWeightBytes + kBlockBytes;  // its start is aligned by hand
 
-  static constexpr int kCombinePlaces = 8;  // at most that a block adds one after the other, see MlaPlan
+  // The kernel that adds parts: blocks on a multiprocessor, parts whose loads are on their way at once, 8 columns that
+  // a warp has of 16 rows, log2 of the warps that have all columns of 16 rows.
+  static constexpr int kCombineBlocks = 4, kCombineBatch = 4, kCombineSteps = 4, kShareShift = 4;
+  static_assert(1 << kShareShift == kLatents / 8 / kCombineSteps);
+  static constexpr int kMostClusters = 160;  // of a grid that balances
   static constexpr int kRowShift = 6, kTileShift = 6;
   static_assert(kRows == 1 << kRowShift && kKeys == 1 << kTileShift, "as the plan counts them");
 };
