@@ -71,7 +71,7 @@ __global__ void leave_and_add(const __grid_constant__ Plan plan, long long cycle
     write_partial(plan, row, quad, sum);
     return;
   }
-  const Partials partials = {static_cast<int>(gridDim.x) - 1, 1};
+  const Partials partials = {static_cast<int>(gridDim.x) - 1, 1, 1};
   add_partials(plan, 0, 1, partials, row, quad, sum);
   for (int e = 0; e < 4; ++e) result[(row * kQuads + quad) * 4 + e] = sum.acc[e] / sum.l;
 }
