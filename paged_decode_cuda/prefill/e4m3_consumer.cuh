@@ -243,8 +243,7 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
         await(control.transposed_full[values.stage], values.phase);
         release_values();
       }
-      __syncwarp();
-      release(control.work_empty[slot.stage]);
+      barrier_arrive(shared_address(&control.work_empty[slot.stage]));
       slot.advance();
       continue;
     }
@@ -347,8 +346,7 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
     release(control.queries_empty[queries.stage]);
     queries.advance();
     own.store(p, plan, work, first_row);
-    __syncwarp();
-    release(control.work_empty[slot.stage]);
+    barrier_arrive(shared_address(&control.work_empty[slot.stage]));
     slot.advance();
   }
 }

@@ -64,8 +64,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
         release(control.values_empty[values.stage]);
         values.advance();
       }
-      __syncwarp();
-      release(control.work_empty[slot.stage]);
+      barrier_arrive(shared_address(&control.work_empty[slot.stage]));
       slot.advance();
       continue;
     }
@@ -236,8 +235,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
       store_rows<Shape, kFull, kBf16>(p, plan, work, acc, rows, first_row);
     }
     if (Shape::kMovesLate && lost) control.again[slot.stage] = true;
-    __syncwarp();
-    release(control.work_empty[slot.stage]);
+    barrier_arrive(shared_address(&control.work_empty[slot.stage]));
     slot.advance();
   }
 }
@@ -252,7 +250,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const bool gathers = plan.box_rows == 0;
   constexpr bool kTransposes = Shape::kTransposedStages > 0;
   if (threadIdx.x == 0) {
-    int key_copiers = gathers ? Shape::kGatherers * kWarp : 1, value_copiers = key_copiers;
+    int key_copiers = gathers ? Shape::kGatherers * kWarp : 1;
+    int value_copiers = !gathers && kTransposes ? kWarp : key_copiers;
     int loaders = (gathers ? Shape::kGatherers : 2) + kTransposes;
     if constexpr (Shape::kNarrow) {
       key_copiers = value_copiers = Shape::kKeys;  // the lanes of a warp arrive for its 32 rows
@@ -275,7 +274,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     for (int i = 0; i < 2; ++i) {
       control.again[i] = false;
       barrier_init(shared_address(&control.work_full[i]), 1);
-      barrier_init(shared_address(&control.work_empty[i]), Shape::kConsumerWarps + loaders);
+      barrier_init(shared_address(&control.work_empty[i]), (Shape::kConsumerWarps + loaders) * kWarp);
     }
     for (int i = 0; i < Shape::kQueryStages; ++i) {
       barrier_init(shared_address(&control.queries_full[i]), 1);

@@ -18,10 +18,12 @@ struct TileLoader {
   static constexpr int kKeys = Shape::kKeys, kColumns = kValues ? Shape::kColumnsV : Shape::kColumns;
   static constexpr int kBytes = kValues ? Shape::kValueBytes : Shape::kKeyBytes;
   static constexpr int kPieceDims = 16 / Shape::kElementBytes;
+  // Values that a warp transposes: all lanes arrive for the copies of their own.
+  static constexpr bool kAllArrive = kValues && Shape::kTransposedStages > 0;
 
   // Up to 32 rows, piece by piece. `place`: of the key of this lane, in pieces of 16 bytes.
   static PD_MEMBER void copy_rows(const Problem& p, uint32_t first_row, int rows, uint32_t place) {
-    const int lane = threadIdx.x % kWarp, row = lane / kCopyLanes, piece = lane % kCopyLanes;
+    const int lane = this_thread() % kWarp, row = lane / kCopyLanes, piece = lane % kCopyLanes;
     const int head_dim = static_cast<int>(kValues ? p.head_dim_v : p.head_dim);
     const char* const first = static_cast<const char*>(kValues ? p.cache.v : p.cache.k) + piece * 16;
 #pragma unroll(kColumns == 2 ? 4 : 2)
@@ -73,8 +75,7 @@ struct TileLoader {
       places.start(p, work.item);
       const int head = work.head, first_tile = work.item.first_tile;
       int tile = first_tile + work.item.tiles - 1;
-      __syncwarp();
-      if (lane == 0) barrier_arrive(shared_address(&control.work_empty[slot.stage]));
+      barrier_arrive(shared_address(&control.work_empty[slot.stage]));
       slot.advance();
 
 #pragma unroll 1
@@ -89,7 +90,11 @@ struct TileLoader {
         barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
         if (bulk) {
           // Bytes may come before they are expected: the phase does not end without this arrival.
-          if (lane == 0) barrier_arrive_expecting(arrived, kBytes);
+          if (lane == 0) {
+            barrier_arrive_expecting(arrived, kBytes);
+          } else if (kAllArrive) {
+            barrier_arrive(arrived);
+          }
           if (own_row < kKeys) copy_own_box(plan, stage, arrived, lane, head, place);
 #pragma unroll 1
           for (uint32_t i = lane + kWarp; i / kColumns * plan.box_rows < kKeys; i += kWarp) {
@@ -100,7 +105,7 @@ struct TileLoader {
 #pragma unroll 1
           for (int i = 0; i < kKeys; i += kWarp)
             copy_rows(p, stage + i * kRowBytes, min(kWarp, kKeys - i), place_of(plan, places, p, key + i + lane, head));
-          arrive_after_copies(arrived);
+          arrive_after_copies<kAllArrive>(arrived);
         }
         ring.advance();
       }
@@ -112,16 +117,31 @@ struct TileLoader {
 // the next tile before it needs them, and never waits for its copies: barriers count those.
 template <typename Shape>
 struct Gatherer {
-  static constexpr int kKeys = Shape::kKeys,
-                       kStep = Shape::kGatherers * kCopyRows;             // rows from a warp's run to the next
-  static constexpr int kRuns = (kKeys + kStep - 1) / kStep;               // of a warp
+  static constexpr int kKeys = Shape::kKeys, kGatherers = Shape::kGatherers;
+  static constexpr int kAllRuns = kKeys / kCopyRows;                      // of a tile
+  static constexpr int kRuns = (kAllRuns + kGatherers - 1) / kGatherers;  // of a warp
   static constexpr int kLookups = (kRuns + kCopyLanes - 1) / kCopyLanes;  // of a lane
+  static constexpr int kPieceDims = 16 / Shape::kElementBytes;
+  // Three warps cannot copy fast enough. Four can, and their copies had better not come all at once. So many runs are
+  // what there are registers for.
+  static constexpr bool kHurries = kGatherers == 3 && kRuns <= 6;
 
-  int lane, first_row;  // of this warp in a tile
+  // Where this lane's rows of a tile lie, in pieces of 16 bytes: the row of its 8 lanes in run lane % 8, and in every
+  // eighth run behind it.
+  struct Places {
+    uint32_t keys[kLookups], values[kLookups];
+    bool whole;  // in a hurry: all rows of this warp exist, and all of their columns
+  };
 
-  // The row of a tile whose page this lane looks up, one of kLookups: that of its 8 lanes in run lane % 8.
-  PD_MEMBER int own_row(int i) const {
-    return (i * kCopyLanes + lane % kCopyLanes) * kStep + first_row + lane / kCopyLanes;
+  int lane, gatherer;
+
+  // Row of the tile that these 8 lanes copy in a run of this warp.
+  PD_MEMBER int row_of(int run) const { return (run * kGatherers + gatherer) * kCopyRows + lane / kCopyLanes; }
+  PD_MEMBER int own_run(int i) const { return i * kCopyLanes + lane % kCopyLanes; }
+
+  // The last run of a warp may lie behind the tile.
+  PD_MEMBER bool has(int run) const {
+    return run < kRuns && ((run + 1) * kGatherers <= kAllRuns || run * kGatherers + gatherer < kAllRuns);
   }
 
   // The pages of this lane's rows of a tile; -1: no such row, or nobody sees it. Nothing here waits for the table.
@@ -129,59 +149,90 @@ struct Gatherer {
                          int (&pages)[kLookups]) const {
 #pragma unroll
     for (int i = 0; i < kLookups; ++i) {
-      const int row = own_row(i);
-      pages[i] = row < kKeys ? places.page_of(p, plan, tile * kKeys + row) : -1;
+      const int run = own_run(i);
+      pages[i] = has(run) ? places.page_of(p, plan, tile * kKeys + row_of(run)) : -1;
     }
   }
 
-  // Copies this warp's rows of a tile. `pages`: of this lane's rows.
-  template <bool kValues>
-  PD_MEMBER void copy(const Problem& p, const PrefillCall& plan, const KeyPlaces& places, int tile, int head,
-                      const int (&pages)[kLookups], uint32_t stage) const {
-    constexpr int kColumns = kValues ? Shape::kColumnsV : Shape::kColumns;
-    constexpr int kBatch = 4;  // runs whose places are known before the first copy
-    // Where this lane's rows lie, in pieces of 16 bytes.
-    uint32_t from[kLookups];
+  // Where they lie.
+  PD_MEMBER Places find(const Problem& p, const PrefillCall& plan, const KeyPlaces& places, int tile, int head,
+                        const int (&pages)[kLookups]) const {
+    Places found;
+    found.whole = kHurries && p.head_dim == Shape::kDim && p.head_dim_v == Shape::kDimV;
 #pragma unroll
     for (int i = 0; i < kLookups; ++i) {
-      const int slot = places.slot_of(plan, tile * kKeys + own_row(i));
-      const bool found = static_cast<uint32_t>(pages[i]) < static_cast<uint32_t>(p.cache.num_pages);
-      const uint32_t place =
-          kValues ? pages[i] * plan.v_page_pieces + slot * plan.v_slot_pieces + head * plan.v_head_pieces
-                  : pages[i] * plan.k_page_pieces + slot * plan.k_slot_pieces + head * plan.k_head_pieces;
-      from[i] = found ? place : KeyPlaces::kNowhere;
+      const int run = own_run(i), slot = places.slot_of(plan, tile * kKeys + row_of(run));
+      const bool exists = static_cast<uint32_t>(pages[i]) < static_cast<uint32_t>(p.cache.num_pages);
+      const uint32_t missing = has(run) ? KeyPlaces::kNowhere : 0;
+      const uint32_t key = pages[i] * plan.k_page_pieces + slot * plan.k_slot_pieces + head * plan.k_head_pieces;
+      const uint32_t value = pages[i] * plan.v_page_pieces + slot * plan.v_slot_pieces + head * plan.v_head_pieces;
+      found.keys[i] = exists ? key : missing;
+      found.values[i] = exists ? value : missing;
+      found.whole = found.whole && __ballot_sync(~0u, exists || !has(run)) == ~0u;
     }
-    const uint32_t row = first_row + lane / kCopyLanes, piece = lane % kCopyLanes;
-    const int dims = static_cast<int>(kValues ? p.head_dim_v : p.head_dim) - piece * 16 / Shape::kElementBytes;
-    const char* const first = static_cast<const char*>(kValues ? p.cache.v : p.cache.k) + piece * 16;
+    return found;
+  }
+
+  PD_MEMBER uint32_t place_of(const Places& places, bool of_values, int run) const {
+    const uint32_t own = of_values ? places.values[run / kCopyLanes] : places.keys[run / kCopyLanes];
+    return __shfl_sync(~0u, own, run % kCopyLanes, kCopyLanes);
+  }
+
+  // Where a piece of this lane belongs in a tile.
+  PD_MEMBER uint32_t target_of(uint32_t stage, int run) const {
+    // 4 rows further on is the other half of 8.
+    const uint32_t piece = lane % kCopyLanes, below = run * kGatherers * kCopyRows;
+    return stage + (row_of(0) + below) * kRowBytes + (piece ^ row_of(0) % kSwizzledRows ^ below % kSwizzledRows) * 16;
+  }
+
+  // Copies this warp's rows of a tile of keys or of values once its stage is free. Where all rows exist, their
+  // addresses are known by then.
+  template <bool kValues>
+  PD_MEMBER void copy(const Problem& p, const Places& places, uint32_t stage, uint32_t empty, uint32_t phase) const {
+    constexpr int kColumns = kValues ? Shape::kColumnsV : Shape::kColumns, kDims = kValues ? Shape::kDimV : Shape::kDim;
+    const int piece = lane % kCopyLanes;
+    const char* first = static_cast<const char*>(kValues ? p.cache.v : p.cache.k) + piece * 16;
+    settle(first);
+    if (places.whole) {
+      const char* source[kRuns];
 #pragma unroll
-    for (int before = 0; before < kRuns; before += kBatch) {
-      uint32_t found[kBatch];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int run = min(before + i, kRuns - 1);
-        found[i] = __shfl_sync(~0u, from[run / kCopyLanes], run % kCopyLanes, kCopyLanes);
+      for (int run = 0; run < kRuns; ++run) {
+        source[run] = first + static_cast<uint64_t>(place_of(places, kValues, run)) * 16;
+        settle(source[run]);
       }
+      barrier_wait(empty, phase);
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const uint32_t own = row + (before + i) * kStep;
-        if (before + i >= kRuns || (kKeys % kStep != 0 && own >= kKeys))
-          break;  // the last run of a warp may lie behind
-        const uint32_t target = stage + own * kRowBytes + (piece ^ own % kSwizzledRows) * 16;
-        const bool exists = found[i] != KeyPlaces::kNowhere;
-        const char* const source = first + static_cast<uint64_t>(exists ? found[i] : 0) * 16;
+      for (int run = 0; run < kRuns; ++run) {
+        if (!has(run)) break;
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
-          copy_piece(target + c * kKeys * kRowBytes, source + c * kRowBytes, exists && c * Shape::kColumnDims < dims);
+          copy_piece(target_of(stage, run) + c * kKeys * kRowBytes, source[run] + c * kRowBytes,
+                     c * Shape::kColumnDims < kDims - piece * kPieceDims);
         }
+      }
+      return;
+    }
+    barrier_wait(empty, phase);
+    int dims = static_cast<int>(kValues ? p.head_dim_v : p.head_dim) - piece * kPieceDims;
+    settle(dims);
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+      if (!has(run)) break;
+      const uint32_t place = place_of(places, kValues, run);
+      const bool exists = place != KeyPlaces::kNowhere;
+      const char* const source = first + static_cast<uint64_t>(exists ? place : 0) * 16;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        copy_piece(target_of(stage, run) + c * kKeys * kRowBytes, source + c * kRowBytes,
+                   exists && c * Shape::kColumnDims < dims);
       }
     }
   }
 
   PD_MEMBER void run(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control, uint32_t shared,
-                     int gatherer) {
+                     int warp) {
     lane = threadIdx.x % kWarp;
-    first_row = gatherer * kCopyRows;
+    gatherer = warp;
     Ring<Shape::kKeyStages> keys;
     Ring<Shape::kValueStages> values;
     Ring<2> slot;
@@ -189,38 +240,35 @@ struct Gatherer {
       barrier_wait(shared_address(&control.work_full[slot.stage]), slot.phase);
       const Work& work = control.work[slot.stage];
       if (!work.exists) break;
-      KeyPlaces places;
-      places.start(p, work.item);
+      KeyPlaces table;
+      table.start(p, work.item);
       const int head = work.head, first_tile = work.item.first_tile;
       const int end_tile = first_tile + work.item.tiles;
-      __syncwarp();
-      if (lane == 0) barrier_arrive(shared_address(&control.work_empty[slot.stage]));
+      barrier_arrive(shared_address(&control.work_empty[slot.stage]));
       slot.advance();
 
       // The values of a tile come after the keys of the next one, as they are needed.
-      int next[kLookups], pages[kLookups] = {};
-      look_up(p, plan, places, end_tile - 1, next);
+      int next[kLookups];
+      Places before;
+      look_up(p, plan, table, end_tile - 1, next);
 #pragma unroll 1
       for (int tile = end_tile - 1; tile >= first_tile - 1; --tile) {
-        int before[kLookups];
-#pragma unroll
-        for (int i = 0; i < kLookups; ++i) {
-          before[i] = pages[i];
-          pages[i] = next[i];
-        }
+        Places now;
         if (tile >= first_tile) {
-          look_up(p, plan, places, tile - 1, next);
-          barrier_wait(shared_address(&control.keys_empty[keys.stage]), keys.phase ^ 1);
-          copy<false>(p, plan, places, tile, head, pages, shared + Shape::kKeysAt + keys.stage * Shape::kKeyBytes);
+          now = find(p, plan, table, tile, head, next);
+          look_up(p, plan, table, tile - 1, next);
+          copy<false>(p, now, shared + Shape::kKeysAt + keys.stage * Shape::kKeyBytes,
+                      shared_address(&control.keys_empty[keys.stage]), keys.phase ^ 1);
           arrive_with_pieces(shared_address(&control.keys_full[keys.stage]));
           keys.advance();
         }
-        if (tile + 1 == end_tile) continue;
-        barrier_wait(shared_address(&control.values_empty[values.stage]), values.phase ^ 1);
-        copy<true>(p, plan, places, tile + 1, head, before,
-                   shared + Shape::kValuesAt + values.stage * Shape::kValueBytes);
-        arrive_with_pieces(shared_address(&control.values_full[values.stage]));
-        values.advance();
+        if (tile + 1 < end_tile) {
+          copy<true>(p, before, shared + Shape::kValuesAt + values.stage * Shape::kValueBytes,
+                     shared_address(&control.values_empty[values.stage]), values.phase ^ 1);
+          arrive_with_pieces(shared_address(&control.values_full[values.stage]));
+          values.advance();
+        }
+        before = now;
       }
     }
   }
@@ -319,7 +367,7 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
       if (lane == 0) copy_query_boxes<Shape>(p, plan, control.work[slot.stage], stage, full);
     } else {
       copy_any_queries<Shape>(p, plan, control.work[slot.stage], stage);
-      arrive_after_copies(full);
+      arrive_after_copies<false>(full);
     }
     queries.advance();
     slot.advance();

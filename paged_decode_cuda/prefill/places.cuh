@@ -6,12 +6,13 @@
 
 namespace paged_attn {
 
-// The copies of this warp are there, also for the matrix unit.
+// The copies of this warp are there, also for the matrix unit. All lanes arrive, or one for all.
+template <bool kAll>
 PD_DEVICE void arrive_after_copies(uint32_t barrier) {
   await_pieces();
   fence_async_proxy();
-  __syncwarp();
-  if (threadIdx.x % kWarp == 0) barrier_arrive(barrier);
+  if (!kAll) __syncwarp();
+  if (kAll || threadIdx.x % kWarp == 0) barrier_arrive(barrier);
 }
 
 // Two 8-bit values in the low or high half of a word, as a pair of bf16 or fp16, which hold every one exactly.

@@ -298,6 +298,10 @@ PD_DEVICE void settle(uint32_t (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
+// Else the compiler adds an address up again wherever it is used, or keeps a number in a register for long.
+PD_DEVICE void settle(int& number) { asm volatile("" : "+r"(number)); }
+PD_DEVICE void settle(const char*& address) { asm volatile("" : "+l"(address)); }
+
 // Ends when a sum that is never negative is known. Without it the compiler moves a wait for products before arithmetic
 // that could run beside them.
 PD_DEVICE void await_value(float sum) {

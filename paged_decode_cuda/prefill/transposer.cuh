@@ -45,7 +45,6 @@ PD_DEVICE void transpose_tile(uint32_t values, uint32_t transposed) {
 
 template <typename Shape>
 PD_DEVICE void transpose_values(PrefillControl<Shape>& control, uint32_t shared) {
-  const int lane = threadIdx.x % kWarp;
   Ring<Shape::kValueStages> values;
   Ring<Shape::kTransposedStages> transposed;
   Ring<2> slot;
@@ -54,8 +53,7 @@ PD_DEVICE void transpose_values(PrefillControl<Shape>& control, uint32_t shared)
     const bool exists = control.work[slot.stage].exists;
     int tiles = control.work[slot.stage].item.tiles;
     if (!exists) break;
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&control.work_empty[slot.stage]));
+    barrier_arrive(shared_address(&control.work_empty[slot.stage]));
     slot.advance();
 #pragma unroll 1
     for (; tiles > 0; --tiles) {

@@ -159,8 +159,7 @@ struct Widener {
       if (!work.exists) break;
       widen_work(p, plan, control, shared, work, before, unit);
       before += work.item.tiles;
-      __syncwarp();
-      if (this_thread() % kWarp == 0) barrier_arrive(shared_address(&control.work_empty[slot.stage]));
+      barrier_arrive(shared_address(&control.work_empty[slot.stage]));
       slot.advance();
     }
   }

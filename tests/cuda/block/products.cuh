@@ -270,6 +270,8 @@ template <int kCount>
 PD_DEVICE void settle(float (&)[kCount]) {}
 template <int kCount>
 PD_DEVICE void settle(uint32_t (&)[kCount]) {}
+PD_DEVICE void settle(const char*&) {}
+PD_DEVICE void settle(int&) {}
 PD_DEVICE void await_value(float) {}
 
 PD_DEVICE void issue_product(std::function<void()> product) {
