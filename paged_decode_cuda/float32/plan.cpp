@@ -10,14 +10,6 @@ constexpr int kSplitKeys = 512;  // fewer are not worth a partial
 constexpr int kSplits = 32;
 constexpr int kRounds = 2;  // of blocks, which even out shares of different lengths
 
-// Whether a block for all keys of each pair leaves hardly a multiprocessor with less work than others. Where keys
-// depend on the row or on the request, shares differ.
-bool fills_evenly(const Problem& p, int64_t pairs, int blocks_per_processor, int processors) {
-  const bool even = !is_local(p) && p.batch == 1;
-  const int64_t each = pd_ceil_div(pairs, processors);
-  return even && each >= 2 && each <= blocks_per_processor && 20 * pairs >= 19 * each * processors;
-}
-
 }  // namespace
 
 const char* float32_why_not(const Problem& p, const DeviceLimits& limits) {
@@ -45,8 +37,7 @@ Float32Plan plan_float32(const Problem& p, const DeviceLimits& limits) {
   const int block_bytes = instance.shared_bytes + kSharedCostOfBlock;
   plan.blocks_per_processor = static_cast<int>(pd_min(limits.shared_per_processor / block_bytes, instance.blocks));
   const int64_t enough = int64_t{kRounds} * plan.blocks_per_processor * limits.processors / pd_max(pairs, 1);
-  const bool whole = p.deterministic || fills_evenly(p, pairs, plan.blocks_per_processor, limits.processors);
-  plan_fixed_splits(p, kSplitKeys, whole ? 1 : pd_max(pd_min(enough, kSplits), 1), work);
+  plan_fixed_splits(p, kSplitKeys, p.deterministic ? 1 : pd_max(pd_min(enough, kSplits), 1), work);
   plan.blocks = pd_max(pairs * work.max_splits.divisor, 1);  // one clears what belongs to no request
   plan.workspace_bytes = work.max_splits.divisor > 1 ? partial_bytes(work, plan.blocks) : 0;
   return plan;

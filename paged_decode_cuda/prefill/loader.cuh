@@ -344,6 +344,7 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
   int ticket = blockIdx.x, taken = -1;
   while (true) {
     Work next = {};
+    next.careful = plan.parts > 1;  // a search costs less than blocks of a tile that come apart
     next.exists = scheduler.find(p, plan, ticket, next);
     barrier_wait(shared_address(&control.work_empty[slot.stage]), slot.phase ^ 1);
     const int repeated = Shape::kMovesLate ? slot_to_repeat<Shape>(control, slot, !next.exists) : -1;
