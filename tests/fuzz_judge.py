@@ -157,9 +157,9 @@ def attend_request(call, b, request, caches, q, qv, slopes, sinks, narrow):
     lse_error = (pe**2).sum(-1, keepdim=True).sqrt() + shift.sum(-1, keepdim=True) + 4 * EPS32 * size_of_lse
     squares = ((pe**2) @ (value**2)).sqrt() + (shift + 4 * EPS32 * p) @ value.abs()
     squares += (2 * eps if eps > 1e-6 else 0.0) * ((p**2) @ (value**2)).sqrt()  # probabilities in q's dtype
-    if narrow:  # weights in e4m3, the largest of a row 32 or more; sums of them that the matrix unit cuts short
+    if narrow:  # weights in e4m3, the largest of a row 16 or more; sums of them that the matrix unit cuts short
         squares += 2 * torch.finfo(torch.float8_e4m3fn).eps * ((p**2) @ (value**2)).sqrt()
-        squares += p.amax(-1, keepdim=True) * (2**-15 * value.abs().sum(1, keepdim=True)) if value.shape[1] else 0.0
+        squares += p.amax(-1, keepdim=True) * (2**-14 * value.abs().sum(1, keepdim=True)) if value.shape[1] else 0.0
         squares += 4 * EIGHT_BIT_SUMS * (p @ value.abs())
     # In float16, in which a kernel may also multiply 8-bit values, they are lost below its smallest number.
     if (arguments["q"].dtype == torch.float16 or caches[1].dtype in FP8) and value.shape[1]:
