@@ -118,7 +118,9 @@ def attend_request(call, b, request, caches, q, qv, slopes, sinks, narrow):
         moving = left >= 0 or right >= 0 or chunk > 0
         positions = [request.rotary_base + t * moving for t in range(tokens)]
         tables = (arguments["rotary_cos"], arguments["rotary_sin"], arguments.get("rotary_interleaved", True))
-        q, rotated = reference.rotate(q, positions, *tables), 2 * eps
+        # Rounded as kernels round it: with large scores one rounding moves probabilities by more than in proportion.
+        dtype = torch.bfloat16 if arguments["q"].dtype in FP8 else arguments["q"].dtype
+        q, rotated = reference.rotate(q, positions, *tables).to(dtype).double(), 2 * eps
     q = rows(q) * q_scale[:, None, None]
     s, size = q @ key.mT, (q**2) @ (key**2).mT
     length = q.shape[-1]
