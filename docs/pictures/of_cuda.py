@@ -82,15 +82,16 @@ def dealing() -> Picture:
     p = Picture("Dealing requests of uneven lengths to thread blocks, as the planner does it")
     p.text(MARGIN, 24, f"{len(lens)} requests of {', '.join(map(str, lens))} keys, {kv_heads} kv_heads, on a GPU with "
            f"{gpu[0]} multiprocessors: {numbers.blocks} blocks", bold=True)  # fmt: skip
-    ordered = sorted(shares, key=lambda s: (s.b, s.head, s.tile))
+    ordered = sorted(shares, key=lambda s: (s.head, s.b, s.tile))  # both kv_heads have lines of their own
     tiles = sum(s.tile_end - s.tile for s in ordered)
-    left = MARGIN
-    pitch = (p.width - 2 * MARGIN) / tiles
+    left, gap = MARGIN, 16  # between the lines
+    pitch = (p.width - 2 * MARGIN - gap) / tiles
 
     y = 48
-    p.text(left, y, f"All (request, kv_head) as tiles of {numbers.tile_keys} keys on one line", role="faint")
+    p.text(left, y, f"Requests as tiles of {numbers.tile_keys} keys, on a line for each kv_head", role="faint")
     places, x = [], left
     for s in ordered:
+        x += gap if places and places[-1][0].head != s.head else 0
         places.append((s, x, pitch * (s.tile_end - s.tile)))
         x += places[-1][2]
     for b in range(len(lens)):
@@ -102,7 +103,12 @@ def dealing() -> Picture:
             p.box(own[0][0], y + 10, width, 24, REQUESTS[b], label, size=SMALL)
 
     y += 64
-    p.text(left, y, "Cut into stretches, one for each block; the line is dealt from its end", role="faint")
+    p.text(
+        left,
+        y,
+        "Cut into stretches, one for each block; lines are dealt from their ends, to one block after the other",
+        role="faint",
+    )
     for block in range(numbers.blocks):
         own = [(x, width) for s, x, width in places if s.block == block]
         start, end = min(x for x, _ in own), max(x + width for x, width in own)
