@@ -91,8 +91,10 @@ def error_of_the_sum(s, p):
     return EPS32 * (number.sqrt() + 1.5 / STEP * (p * rises).sum(-1, keepdim=True))
 
 
-def attend_request(call, b, request, caches, q, qv, slopes, sinks, narrow):
-    """(out, lse, error of out, error of lse) of one request: [tokens, q_heads, head_dim_v] and [tokens, q_heads]."""
+def attend_request(call, b, request, caches, q, qv, slopes, sinks, narrow, rounded=False):
+    """(out, lse, error of out, error of lse) of one request: [tokens, q_heads, head_dim_v] and [tokens, q_heads].
+    rounded: a rotated query is rounded to its dtype.
+    """
     arguments, kv_heads = call.arguments, caches[0].shape[2]
     q_heads, tokens, group = q.shape[1], request.q_len, q.shape[1] // caches[0].shape[2]
     left, right, chunk = locality(arguments)
@@ -118,9 +120,9 @@ def attend_request(call, b, request, caches, q, qv, slopes, sinks, narrow):
         moving = left >= 0 or right >= 0 or chunk > 0
         positions = [request.rotary_base + t * moving for t in range(tokens)]
         tables = (arguments["rotary_cos"], arguments["rotary_sin"], arguments.get("rotary_interleaved", True))
-        # Rounded as kernels round it: with large scores one rounding moves probabilities by more than in proportion.
-        dtype = torch.bfloat16 if arguments["q"].dtype in FP8 else arguments["q"].dtype
-        q, rotated = reference.rotate(q, positions, *tables).to(dtype).double(), 2 * eps
+        q, rotated = reference.rotate(q, positions, *tables), 2 * eps
+        if rounded:
+            q = q.to(torch.bfloat16 if arguments["q"].dtype in FP8 else arguments["q"].dtype).double()
     q = rows(q) * q_scale[:, None, None]
     s, size = q @ key.mT, (q**2) @ (key**2).mT
     length = q.shape[-1]
@@ -186,9 +188,15 @@ def attend(call, caches, narrow=False):
             continue
         of = slice(request.q_begin, request.q_begin + request.q_len) if packed else b
         slope = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
-        found = attend_request(call, b, request, caches, q[of], None if qv is None else qv[of], slope, sinks, narrow)
+        given = call, b, request, caches, q[of], None if qv is None else qv[of], slope, sinks, narrow
+        found = attend_request(*given)
         for into, x in zip((out, lse, out_error, lse_error), found):
             into[of] = x
+        if "rotary_cos" in arguments:
+            # Where scores are large, one rounding of a query moves probabilities by more than in proportion.
+            rounded = attend_request(*given, rounded=True)
+            out_error[of] += (rounded[0] - found[0]).abs()
+            lse_error[of] += (rounded[1] - found[1]).abs().nan_to_num()
     return out, lse, out_error, lse_error
 
 
