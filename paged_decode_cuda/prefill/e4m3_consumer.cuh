@@ -6,8 +6,8 @@
 // and they are added in float32. One part is made under the search for the largest scores, the other one under the
 // exponentials.
 //
-// Four consumers have one product at a time, each under the exponentials of the others. Then scores and a part of the
-// sums are never there together, and take the same registers.
+// In tall tiles three or four consumers have one product at a time, each under the exponentials of the others. Then
+// scores and a part of the sums are never there together, and take the same registers.
 #pragma once
 
 #include "e4m3_products.cuh"

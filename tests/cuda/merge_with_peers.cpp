@@ -1,5 +1,5 @@
 // The kernel of merge_with_peers.cu on the host: a rank is 32 threads, the lanes of a warp that does all rows in turn.
-// tests/test_merge_with_peers_host.py puts the kernel in the place of KERNEL and calls it through ctypes.
+// tests/test_merge_with_peers.py puts the kernel in the place of KERNEL and calls it through ctypes.
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
