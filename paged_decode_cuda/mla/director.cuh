@@ -12,7 +12,7 @@ constexpr int kMeet = 1, kPart = 2;
 
 // At the barrier of keys that have come: a lane of each producer warp says that its boxes are on their way, or each
 // lane that its pieces are there.
-PD_DEVICE int keys_arrivals(const MlaCall& call, int gatherers = MlaSizes::kLoaders) {
+PD_DEVICE int keys_arrivals(const MlaCall& call, int gatherers) {
   return call.box_rows > 0 ? MlaSizes::kLoaders : gatherers * kWarp;
 }
 
@@ -206,9 +206,11 @@ PD_DEVICE void init_work_barriers(Control& control, int loaders = MlaSizes::kLoa
   publish_barriers();
 }
 
-// A block, once one thread has made its barriers. consume(consumer): what the warps of that one do.
-template <typename Sizes, typename Loader, typename Control, typename Consume>
-PD_DEVICE void run_block(const Problem& p, const MlaCall& call, Control& control, uint32_t shared, Consume consume) {
+// A block, once one thread has made its barriers. consume(consumer): what the warps of that one do; weigh(): what those
+// of the weigher do, where there is one.
+template <typename Sizes, typename Loader, typename Control, typename Consume, typename Weigh = void (*)()>
+PD_DEVICE void run_block(const Problem& p, const MlaCall& call, Control& control, uint32_t shared, Consume consume,
+                         Weigh weigh = {}) {
   if (call.cluster > 1) {
     cluster_sync();
   } else {
@@ -230,6 +232,11 @@ PD_DEVICE void run_block(const Problem& p, const MlaCall& call, Control& control
       load_tiles<true>(loader, p, call, control, shared);
     } else {
       if constexpr (Loader::kGatherers == Sizes::kLoaders) load_tiles<false>(loader, p, call, control, shared);
+    }
+  } else if (Sizes::kWeighers > 0 && warpgroup > Sizes::kConsumers) {
+    if constexpr (Sizes::kWeighers > 0) {
+      give_registers<Sizes::kWeigherRegisters>();
+      weigh();
     }
   } else {
     take_registers<Sizes::kConsumerRegisters>();

@@ -10,34 +10,40 @@
 // brings its largest number to 2^14 or above, and the inverse goes into the scale of its scores. What is lost is below
 // 2^-28 of the largest number of the row.
 //
-// The warps are those of kernel.cuh, and so is the order of work: consumers take turns with the tiles, and whose turn
-// it is scores, weighs and leaves the weights in shared memory for both. A thread has two keys, or two latents, of 16
-// rows.
+// Producer warps are those of kernel.cuh. Consumers take turns with the scores of tiles, and each adds every tile to
+// its half of the latents. A warpgroup of its own makes weights of scores, while consumers multiply. A thread of a
+// consumer has two keys, or two latents, of 16 rows; one of the weigher has 32 keys of a row.
+//
+//   consumer 0   scores n     | values n - 1 | values n     | scores n + 2 | ...
+//   consumer 1   ... n - 1    | scores n + 1 | values n     | values n + 1 | ...
+//   weigher                   | weights n    |              | weights n + 1
 //
 // Who waits for whom; every count is that of a phase.
 //
 //   barrier        arrivals                                    waited for by
-//   work_full      1: the director                             loaders, consumers
-//   work_empty     3 loader warps + 8 consumer warps           the director
-//   keys_full      3 loader warps and 36864 bytes, or their    consumers
-//                  96 threads when they copy in pieces
+//   work_full      1: the director                             loaders, consumers, weigher
+//   work_empty     3 loader warps + 12 warps of consumers and  the director
+//                  weigher
+//   keys_full      96 threads of the loaders, and 36864 bytes  consumers
+//                  where they come in boxes
 //   keys_empty     8 consumer warps of every block of the      loaders
 //                  cluster
 //   edge           1: loader 0, and 36864 bytes                loaders, where a tile has rows that nobody sees
-//   ready          128 threads of the consumer that has        the other one
-//                  weighed a tile
-//   kMeet          256 threads of the consumers                themselves: queries are there; sums of a finished row's
-//                                                              weights are there, and nobody reads its queries any more
-//   kPart          128 threads of a consumer                   themselves: their weights are there, and whether a
-//                                                              reference has to move; a part is written or may be read
-//
-// Weights of a tile are overwritten two tiles later by the same consumer. It has waited for the other one's weights of
-// the tile between, which that one gives only after its products with the former.
+//   scores_full    128 threads of the consumer that has        weigher
+//                  scored a tile
+//   scores_empty   128 threads of the weigher                  the consumer that has scored the next one
+//   ready          128 threads of the weigher                  consumers: weights are there, and whether reference
+//                                                              scores have moved
+//   weights_empty  8 consumer warps                            weigher
+//   kMeet          384 threads of consumers and weigher        themselves: queries and what is known of their rows are
+//                                                              there; (base, sum) of a finished row is there, and
+//                                                              nobody reads its queries any more
+//   kPart          128 threads of a consumer                   themselves: a part is written, or may be read
 #pragma once
 
 #include "../prefill/weights.cuh"
 #include "../prefill_mma/matrices.cuh"
-#include "narrow_loader.cuh"
+#include "narrow_weigher.cuh"
 
 namespace paged_attn {
 
@@ -141,13 +147,7 @@ PD_DEVICE void copy_narrow_queries(const Problem& p, const MlaCall& call, const 
     const int up = store_narrow_query<kBf16>(words[r], row, queries);
     if (thread % kCopyLanes > 0) continue;
     const float unscale = __uint_as_float(static_cast<uint32_t>(127 - up) << 23);
-    RowPair& pair = control.pairs[row / 2];
-    // Masked scores are -infinity, and stay so only where they are multiplied with a positive number afterwards.
-    const bool multiples = !kFull && natural > 0.f;
-    if (row == 0) control.multiples = multiples;
-    control.score_scale[row] = natural * unscale;
-    pair.scale[row % 2] = multiples ? natural * unscale * PD_LOG2E : PD_LOG2E;
-    pair.base[row % 2] = kNoBase;
+    control.scale[row] = natural * unscale;
     const KvRange seen = row_keys(p, call, item, query[r].token);
     control.seen[row] = make_int2(static_cast<int>(seen.begin), static_cast<int>(seen.end));
     if constexpr (kFull) {
@@ -158,31 +158,58 @@ PD_DEVICE void copy_narrow_queries(const Problem& p, const MlaCall& call, const 
   fence_async_proxy();
 }
 
+#define asm asm
 // ---- Operands ----
 
-// Rows of the left operand of two products, of 4 words each.
-using NarrowOperand = uint32_t[8];
-
-// A word has dims 4 t to 4 t + 3 of a key; words: keys g and g + 8, then the same of the next 16 dims.
-template <typename Kv>
-PD_DEVICE void widen_keys(const uint32_t (&words)[4], NarrowOperand& a) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    a[i / 2 * 4 + i % 2] = fp8_pair_to_fp16<Kv, false>(words[i]);
-    a[i / 2 * 4 + i % 2 + 2] = fp8_pair_to_fp16<Kv, true>(words[i]);
+// As fp8_pair_to_fp16(), which the compiler gives the upper half shifted down: here every instruction counts.
+template <typename Kv, bool kHigh>
+PD_DEVICE uint32_t widen_pair(uint32_t word) {
+#if __CUDA_ARCH__ >= 890
+  if constexpr (__is_same(Kv, E4m3)) {
+    uint32_t pair;
+    if constexpr (kHigh) {
+      asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, high;\n}\n"
+          : "=r"(pair)
+          : "r"(word));
+    } else {
+      asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}\n"
+          : "=r"(pair)
+          : "r"(word));
+    }
+    return pair;
   }
+#endif
+  return fp8_pair_to_fp16<Kv, kHigh>(word);
 }
 
-// A word has latents 2 g and 2 g + 1 of key 2 t, then of the next one; words: 8 keys each. Latents 2 g become rows g of
+// The left operand of a product.
+using NarrowOperand = uint32_t[4];
+
+// A word has dims 4 t to 4 t + 3 of a key: x of key g, y of key g + 8.
+template <typename Kv>
+PD_DEVICE void widen_keys(uint32_t x, uint32_t y, NarrowOperand& a) {
+  a[0] = widen_pair<Kv, false>(x);
+  a[1] = widen_pair<Kv, false>(y);
+  a[2] = widen_pair<Kv, true>(x);
+  a[3] = widen_pair<Kv, true>(y);
+}
+
+// A word has latents 2 g and 2 g + 1 of key 2 t, then of the next one; y: 8 keys further. Latents 2 g become rows g of
 // the operand, the others rows g + 8.
 template <typename Kv>
-PD_DEVICE void widen_latents(const uint32_t (&words)[4], NarrowOperand& a) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t turned = __byte_perm(words[i], 0, 0x3120);
-    a[2 * i] = fp8_pair_to_fp16<Kv, false>(turned);
-    a[2 * i + 1] = fp8_pair_to_fp16<Kv, true>(turned);
+PD_DEVICE void widen_latents(uint32_t x, uint32_t y, NarrowOperand& a) {
+  if constexpr (__is_same(Kv, E5m2)) {  // the upper byte of an fp16
+    a[0] = __byte_perm(x, 0, 0x2404);
+    a[1] = __byte_perm(x, 0, 0x3414);
+    a[2] = __byte_perm(y, 0, 0x2404);
+    a[3] = __byte_perm(y, 0, 0x3414);
+    return;
   }
+  const uint32_t first = __byte_perm(x, 0, 0x3120), second = __byte_perm(y, 0, 0x3120);
+  a[0] = widen_pair<Kv, false>(first);
+  a[1] = widen_pair<Kv, true>(first);
+  a[2] = widen_pair<Kv, false>(second);
+  a[3] = widen_pair<Kv, true>(second);
 }
 
 // ---- Consumers ----
@@ -215,10 +242,10 @@ struct NarrowTiles {
   const MlaCall& call;
   NarrowControl& control;
   uint32_t shared;
-  int half;  // of the latents: whose consumer this is
+  unsigned half;  // of the latents: whose consumer this is
   Ring<Sizes::kStages> keys;
   Ring<2> slot;
-  uint32_t ready_phase;  // of the other consumer's weights
+  uint32_t count;  // of tiles that this block has scored before
   // Entries 4 j + 2 r + e are of row 8 j + 2 t + e of the block. s: of key 16 warp + g + 8 r; acc: of latent 2 g + r of
   // the 16 of this warp, of each matrix
   float s[kRows / 2], acc[kMatrices][kRows / 2];
@@ -228,7 +255,7 @@ struct NarrowTiles {
     shared = address;
     keys = {};
     slot = {};
-    ready_phase = 0;
+    count = 0;
   }
 
   // Of the threads of this consumer. The numbers of the barriers are constants of the instructions.
@@ -239,36 +266,10 @@ struct NarrowTiles {
       named_barrier_sync(kPart + 1, kWarpgroup);
     }
   }
-  PD_MEMBER bool any_of_own(bool says) const {
-    if (half == 0) return named_barrier_any(kPart, kWarpgroup, says);
-    return named_barrier_any(kPart + 1, kWarpgroup, says);
-  }
   PD_MEMBER int row_of_item(int row) const { return static_cast<int>(blockIdx.y) * kRows + row; }
   PD_MEMBER uint32_t stage_at(int stage) const { return shared + Sizes::kKeysAt + stage * Sizes::kKeyBytes; }
-  PD_MEMBER uint32_t weights_of(int giver) const { return shared + Sizes::kWeightsAt + giver * Sizes::kWeightBytes; }
-
-  // The sums of the weights that this thread has made, at 2 j + e of rows 8 j + 2 t + e, are in shared memory.
-  using Sums = float[kRows / 4];
-  PD_MEMBER uint32_t sums_at() const { return shared + Sizes::kSumsAt + (this_thread() - kWarpgroup) * 16; }
-  PD_MEMBER void load_sums(Sums& l) const {
-    const uint32_t from = sums_at();
-#pragma unroll
-    for (int i = 0; i < kRows / 16; ++i) {
-      uint32_t x, y, z, w;
-      load_piece(from + i * kNarrowConsumers * 16, x, y, z, w);
-      l[4 * i] = __uint_as_float(x);
-      l[4 * i + 1] = __uint_as_float(y);
-      l[4 * i + 2] = __uint_as_float(z);
-      l[4 * i + 3] = __uint_as_float(w);
-    }
-  }
-  PD_MEMBER void store_sums(const Sums& l) const {
-    const uint32_t target = sums_at();
-#pragma unroll
-    for (int i = 0; i < kRows / 16; ++i) {
-      store_piece(target + i * kNarrowConsumers * 16, __float_as_uint(l[4 * i]), __float_as_uint(l[4 * i + 1]),
-                  __float_as_uint(l[4 * i + 2]), __float_as_uint(l[4 * i + 3]));
-    }
+  PD_MEMBER uint32_t weights_of(uint32_t buffer) const {
+    return shared + Sizes::kWeightsAt + buffer * Sizes::kWeightBytes;
   }
 
   PD_MEMBER void await_keys() const { barrier_wait(shared_address(&control.keys_full[keys.stage]), keys.phase); }
@@ -298,7 +299,7 @@ struct NarrowTiles {
         } else {
           copy_narrow_queries<kFull, false>(p, call, work, control, shared);
         }
-        named_barrier_sync(kMeet, kNarrowConsumers);
+        named_barrier_sync(kMeet, Sizes::kMeeting);
         return &work;
       }
 #pragma unroll 1
@@ -311,23 +312,30 @@ struct NarrowTiles {
     }
   }
 
-  // Products of `kSteps` operands, one after the other. An operand is widened while the products of the one before it
-  // run, from words that were loaded two steps earlier. The last products may still be on their way at the end.
+  // `kSteps` products, one after the other. An operand is widened while two products run, from words that were loaded
+  // two to four products before; load(words, i) brings those of products 2 i and 2 i + 1. The fence of a product stands
+  // before the wait for an earlier one: else the compiler moves all that is to be widened behind that wait. The last
+  // products may still be on their way at the end.
   template <int kSteps, typename Load, typename Widen, typename Multiply>
   static PD_MEMBER void stream(NarrowOperand (&a)[kOperands], Load load, Widen widen, Multiply multiply) {
     uint32_t words[2][4];
     load(words[0], 0);
     load(words[1], 1);
-    widen(words[0], a[0]);
-    load(words[0], 2);
+    widen(words[0][0], words[0][1], a[0]);
+    settle(a[0]);
+    products_begin();
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      settle(a[i % kOperands]);
-      products_begin();
       multiply(a[i % kOperands], i);
       products_commit();
-      if (i + 1 < kSteps) widen(words[(i + 1) % 2], a[(i + 1) % kOperands]);
-      if (i + 3 < kSteps) load(words[(i + 1) % 2], i + 3);
+      if (i + 1 < kSteps) {
+        const int next = i + 1, pair = next / 2;
+        uint32_t (&own)[4] = words[pair % 2];
+        widen(own[next % 2 * 2], own[next % 2 * 2 + 1], a[next % kOperands]);
+        settle(a[next % kOperands]);
+        products_begin();
+        if (next % 2 == 1 && pair + 2 < kSteps / 2) load(own, pair + 2);
+      }
       products_wait<1>();
       settle(a[(i + 2) % kOperands]);
     }
@@ -347,178 +355,70 @@ struct NarrowTiles {
     const uint32_t from[2] = {stage + narrow_place(key, high), stage + narrow_place(key, 2 + high)};
     const uint64_t queries = matrix_descriptor(shared, kRowBytes);
     settle(s);
-    stream<Sizes::kDim / 32>(
+    stream<Sizes::kDim / 16>(
         a, [&](uint32_t (&words)[4], int i) { load_matrices(words, from[i % 2] + i / 2 * Sizes::kNarrowColumn); },
-        [](const uint32_t (&words)[4], NarrowOperand& own) { widen_keys<Kv>(words, own); },
+        [](uint32_t x, uint32_t y, NarrowOperand& own) { widen_keys<Kv>(x, y, own); },
         [&](const NarrowOperand& own, int i) {
-          const uint64_t b = advance(queries, i / 2 * kRows * kRowBytes + i % 2 * 64);
-          multiply_keys(Fp16{}, s, own[0], own[1], own[2], own[3], b, i > 0);
-          multiply_keys(Fp16{}, s, own[4], own[5], own[6], own[7], advance(b, 32), 1);
+          const uint64_t q = advance(queries, i / 4 * kRows * kRowBytes + i % 4 * 32);
+          multiply_keys(Fp16{}, s, own[0], own[1], own[2], own[3], q, i > 0);
         });
   }
 
+  // q.k of a tile, for those who weigh.
+  PD_MEMBER void give_scores() {
+    const NarrowPlace place;
+    const uint32_t target = shared + Sizes::kScoresAt + place.t * 8;
+    barrier_wait(shared_address(&control.scores_empty), count % 2 ^ 1);
+#pragma unroll
+    for (int j = 0; j < kRows / 8; ++j) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        store_shared_floats(target + score_place(place.key() + r * 8, j), s[4 * j + 2 * r], s[4 * j + 2 * r + 1]);
+    }
+    barrier_arrive(shared_address(&control.scores_full));
+  }
+
   // acc += latents^T weights^T of a tile, for the latents of this consumer.
-  PD_MEMBER void add_values(uint32_t stage, int giver, NarrowOperand (&a)[kOperands]) {
+  PD_MEMBER void add_values(uint32_t stage, uint32_t buffer, NarrowOperand (&a)[kOperands]) {
     const NarrowPlace place;
     const uint32_t from = stage + narrow_place(place.lane, place.warp) + half * kMatrices * Sizes::kNarrowColumn;
-    const uint64_t weights = matrix_descriptor(weights_of(giver), kRowBytes);
+    const uint64_t weights = matrix_descriptor(weights_of(buffer), kRowBytes);
 #pragma unroll
     for (int m = 0; m < kMatrices; ++m) settle(acc[m]);
-    stream<kMatrices * 2>(
+    stream<kMatrices * 4>(
         a,
         [&](uint32_t (&words)[4], int i) {
           load_transposed(words, from + i / 2 * Sizes::kNarrowColumn + i % 2 * kWarp * Sizes::kNarrowRow);
         },
-        [](const uint32_t (&words)[4], NarrowOperand& own) { widen_latents<Kv>(words, own); },
+        [](uint32_t x, uint32_t y, NarrowOperand& own) { widen_latents<Kv>(x, y, own); },
         [&](const NarrowOperand& own, int i) {
-          const uint64_t b = advance(weights, i % 2 * 32 * kRowBytes);
-          multiply_values(Fp16{}, acc[i / 2], own[0], own[1], own[2], own[3], b);
-          multiply_values(Fp16{}, acc[i / 2], own[4], own[5], own[6], own[7], advance(b, 16 * kRowBytes));
+          multiply_keys(Fp16{}, acc[i / 4], own[0], own[1], own[2], own[3], advance(weights, i % 4 * 32), 1);
         });
   }
 
-  PD_MEMBER void scale_rows(const float (&factors)[kRows]) {
+  // Where reference scores have moved with a tile.
+  PD_MEMBER void scale_rows(uint32_t buffer) {
     const NarrowPlace place;
-    Sums l;
-    load_sums(l);
 #pragma unroll
     for (int j = 0; j < kRows / 8; ++j) {
-      const float2 factor = *reinterpret_cast<const float2*>(&factors[place.row(j)]);
-      l[2 * j] *= factor.x;
-      l[2 * j + 1] *= factor.y;
+      if (!control.moved[buffer][j / 2]) continue;
+      const float2 factor = *reinterpret_cast<const float2*>(&control.factor[buffer][place.row(j)]);
 #pragma unroll
       for (int m = 0; m < kMatrices; ++m) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) acc[m][4 * j + i] *= i % 2 == 0 ? factor.x : factor.y;
       }
     }
-    store_sums(l);
   }
 
-  PD_MEMBER void await_other_weights() {
-    barrier_wait(shared_address(&control.ready[1 - half]), ready_phase);
-    ready_phase ^= 1;
-  }
-
-  // From q.k to scores, where these are no positive multiples of it: softcap, then ALiBi.
-  PD_MEMBER void score(int first_key) {
-    const NarrowPlace place;
-#pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) {
-      const float scale = control.score_scale[place.row(i / 4) + i % 2];
-      s[i] = kFull ? pd_score(s[i], scale, p.softcap, 0.f, 0.f) : s[i] * scale;
-    }
-    if (!kFull || !p.alibi_slopes) return;
-    const int key = first_key + place.key();
-#pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) {
-      const int row = place.row(i / 4) + i % 2, distance = control.position[row] - key - i / 2 % 2 * 8;
-      s[i] = pd_score(s[i], 1.f, 0.f, control.slope[row], fabsf(static_cast<float>(distance)));
-    }
-  }
-
-  PD_MEMBER void mask(int first_key) {
-    const NarrowPlace place;
-    const int key = first_key + place.key();
-    const int2* const rows = control.seen + place.row(0);
-#pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) {
-      const int2 seen = rows[i / 4 * 8 + i % 2];
-      const int own = key + i / 2 % 2 * 8;
-      if (own < seen.x || own >= seen.y) s[i] = -INFINITY;
-    }
-  }
-
-  // How far a score lies above the reference of its row, in log2 units.
-  static PD_MEMBER float above(const RowPair& pair, float score, int e) {
-    return fmaf(score, pair.scale[e], -pair.base[e]);
-  }
-
-  // The references of all rows move to their largest scores so far, and the sums with them.
-  PD_MEMBER void move_bases() {
-    const NarrowPlace place;
-#pragma unroll
-    for (int j = 0; j < kRows / 8; ++j) {
-      const RowPair pair = control.pairs[place.row(j) / 2];
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float top = fmaxf(s[4 * j + e] * pair.scale[e], s[4 * j + 2 + e] * pair.scale[e]);
-#pragma unroll
-        for (int step = 4; step < kWarp; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-        if (place.g == 0) control.top[place.warp][place.row(j) + e] = top;
-      }
-    }
-    meet_own();
-    const unsigned row = place.thread;
-    if (row < kRows) {
-      float& base = control.pairs[row / 2].base[row % 2];
-      float moved = base;
-#pragma unroll
-      for (int w = 0; w < NarrowControl::kWarps; ++w) moved = fmaxf(moved, control.top[w][row]);
-      control.factor[half][row] = fast_rescale(base, moved);
-      base = moved;
-    }
-    meet_own();
-    scale_rows(control.factor[half]);
-  }
-
-  // Weights of this consumer's tile, for both. The reference of a row moves only when a score of the tile is far above
-  // it, so weights may exceed 1. Whether one has to move is known when the weights are there; then they are made again.
-  PD_MEMBER void give_weights(int first_key, const Item& item) {
-    constexpr float kFar = 8.f;  // weights stay below 256
-    if (!control.multiples) score(first_key);
-    if (first_key + kKeys > item.inner_end || first_key < item.inner_begin) mask(first_key);
-    Sums l;
-    const bool far = put_weights(l) > kFar;
-    fence_async_proxy();
-    const bool moved = any_of_own(far);
-    if (moved) {
-      move_bases();
-      put_weights(l);
-      fence_async_proxy();
-      meet_own();
-    }
-    Sums before;
-    load_sums(before);
-#pragma unroll
-    for (int i = 0; i < kRows / 4; ++i) l[i] += before[i];
-    store_sums(l);
-    if (NarrowPlace().thread == 0) control.moved[half] = moved;
-    barrier_arrive(shared_address(&control.ready[half]));
-  }
-
-  // Stores the weights of a tile and adds them up; how far a score lies above its reference, at most.
-  PD_MEMBER float put_weights(Sums& l) const {
-    const NarrowPlace place;
-    const RowPair* const pairs = control.pairs + place.t;
-    const uint32_t target = weights_of(half) + place.key() * kRowBytes + place.t * 4;
-    float most = -INFINITY;
-#pragma unroll
-    for (int j = 0; j < kRows / 8; ++j) {
-      const RowPair pair = pairs[4 * j];
-      float w[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float x = above(pair, s[4 * j + i], i % 2);
-        most = fmaxf(most, x);
-        w[i] = fast_exp2(x);
-      }
-      l[2 * j] = w[0] + w[2];
-      l[2 * j + 1] = w[1] + w[3];
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-        store_shared_word(target + r * 8 * kRowBytes + (j ^ place.g) * 16, pack_pair<false>(w[2 * r], w[2 * r + 1]));
-    }
-    return most;
-  }
-
-  // A tile that the other consumer has weighed, or will.
-  PD_MEMBER void add_other(int stage, NarrowOperand (&a)[kOperands]) {
-    await_other_weights();
-    if (control.moved[1 - half]) scale_rows(control.factor[1 - half]);
-    add_values(stage_at(stage), 1 - half, a);
+  // Tile `n` of all that this block has scored, whose weights are in `buffer`.
+  PD_MEMBER void add(uint32_t n, uint32_t buffer, int stage, NarrowOperand (&a)[kOperands]) {
+    barrier_wait(shared_address(&control.ready[buffer]), n / Sizes::kWeightBuffers % 2);
+    if (*reinterpret_cast<const uint32_t*>(control.moved[buffer]) != 0) scale_rows(buffer);
+    add_values(stage_at(stage), buffer, a);
     finish_products();
     release(stage);
+    if (this_thread() % kWarp == 0) barrier_arrive(shared_address(&control.weights_empty[buffer]));
   }
 
   // The stage of the tile before.
@@ -529,52 +429,20 @@ struct NarrowTiles {
 #pragma unroll 1
     for (int tile = work.tile; tile < work.tile_end; ++tile) {
       await_keys();
-      if ((tile - work.tile) % 2 == half) {
+      if (count % 2 == half) {
         score_tile(stage_at(keys.stage), a);
-        if (tile > work.tile) {
-          add_other(stage_before(), a);
-        } else {
-          finish_products();
-        }
-        give_weights(tile * kKeys, work.item);
-        add_values(stage_at(keys.stage), half, a);
         finish_products();
-        release(keys.stage);
+        give_scores();
+        if (tile > work.tile) add(count - 1, 1 - half, stage_before(), a);
+        add(count, half, keys.stage, a);
       }
       keys.advance();
+      ++count;
     }
-    const int tiles = work.tile_end - work.tile;
-    if (tiles > 0 && (tiles - 1) % 2 != half) add_other(stage_before(), a);
+    if (work.tile_end > work.tile && count % 2 == half) add(count - 1, 1 - half, stage_before(), a);
   }
 
   // ---- The end of a row ----
-
-  // (base, sum of weights) of the row of this thread's number.
-  PD_MEMBER float2 finish_sums() {
-    const NarrowPlace place;
-    const unsigned row = place.thread;
-    float2 ml = make_float2(-INFINITY, 0.f);
-    Sums l;
-    load_sums(l);
-    if (row < kRows && control.pairs[row / 2].base[row % 2] > kNoBase) ml.x = control.pairs[row / 2].base[row % 2];
-#pragma unroll
-    for (int j = 0; j < kRows / 8; ++j) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float sum = l[2 * j + e];
-#pragma unroll
-        for (int step = 4; step < kWarp; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-        if (place.g == 0) control.sum[half][place.warp][place.row(j) + e] = sum;
-      }
-    }
-    named_barrier_sync(kMeet, kNarrowConsumers);
-    if (row < kRows) {
-#pragma unroll
-      for (int i = 0; i < Sizes::kConsumers * NarrowControl::kWarps; ++i)
-        ml.y += control.sum[i / NarrowControl::kWarps][i % NarrowControl::kWarps][row];
-    }
-    return ml;
-  }
 
   // Where latents 2 g and 2 g + 1 of row e of the first two are in a part, and of the row 8 below: see mla_sums().
   // Those of other rows and matrices are in_part(j, m) further, where j is even.
@@ -623,7 +491,7 @@ struct NarrowTiles {
       const float2 other = load_shared_by_blocks(call.ml + part * kRows + own);
       const float top = fmaxf(ml.x, other.x), shift = top == -INFINITY ? 0.f : top;
       const float mine = fast_exp2(ml.x - shift), theirs = fast_exp2(other.x - shift);
-      control.factor[half][own] = mine;
+      control.own_factor[half][own] = mine;
       control.other_factor[half][own] = theirs;
       ml = make_float2(top, ml.y * mine + other.y * theirs);
     }
@@ -634,7 +502,7 @@ struct NarrowTiles {
       for (int e = 0; e < 2; ++e) {
         const int row = place.row(j) + e;
         if (row_of_item(row) >= work.item.rows) continue;
-        const float mine[2] = {control.factor[half][row], control.factor[half][row + 8]};
+        const float mine[2] = {control.own_factor[half][row], control.own_factor[half][row + 8]};
         const float theirs[2] = {control.other_factor[half][row], control.other_factor[half][row + 8]};
         const float4* const other = first_in_part(part, place, e);
 #pragma unroll
@@ -686,9 +554,9 @@ struct NarrowTiles {
     while (const MlaWork* const work = next()) {
 #pragma unroll
       for (int i = 0; i < kMatrices * kRows / 2; ++i) acc[i / (kRows / 2)][i % (kRows / 2)] = 0.f;
-      store_sums(Sums{});
       add_tiles(*work);
-      float2 ml = finish_sums();
+      named_barrier_sync(kMeet, Sizes::kMeeting);
+      float2 ml = control.ml[NarrowPlace().thread % kRows];
       if (!work->first || (work->behind > 0 && !work->two_parts)) {
         write_part(*work, ml);
       } else {
@@ -703,11 +571,15 @@ struct NarrowTiles {
 PD_DEVICE void init_narrow_barriers(const MlaCall& call, NarrowControl& control) {
   using Sizes = NarrowMlaSizes;
   for (int i = 0; i < Sizes::kStages; ++i) {
-    barrier_init(shared_address(&control.keys_full[i]), keys_arrivals(call));
+    barrier_init(shared_address(&control.keys_full[i]), Sizes::kLoaders * kWarp);
     barrier_init(shared_address(&control.keys_empty[i]), Sizes::kConsumerWarps * call.cluster);
     barrier_init(shared_address(&control.edge[i]), 1);
   }
-  init_work_barriers(control);
+  barrier_init(shared_address(&control.scores_full), kWarpgroup);
+  barrier_init(shared_address(&control.scores_empty), kWarpgroup);
+  for (int i = 0; i < Sizes::kWeightBuffers; ++i)
+    barrier_init(shared_address(&control.weights_empty[i]), Sizes::kConsumerWarps);
+  init_work_barriers(control, Sizes::kLoaders + kWarpgroup / kWarp);
 }
 
 template <typename Kv, bool kFull>
@@ -723,11 +595,18 @@ __global__ void __launch_bounds__(NarrowMlaSizes::kThreads, 1)
     prefetch_description(call.latents);
     prefetch_description(call.rope);
   }
-  run_block<NarrowMlaSizes, NarrowLoader>(p, call, control, shared, [&](int consumer) {
-    NarrowTiles<Kv, kFull> tiles = {p, call, control};
-    tiles.start(consumer, shared);
-    tiles.run();
-  });
+  run_block<NarrowMlaSizes, NarrowLoader>(
+      p, call, control, shared,
+      [&](int consumer) {
+        NarrowTiles<Kv, kFull> tiles = {p, call, control};
+        tiles.start(consumer, shared);
+        tiles.run();
+      },
+      [&] {
+        NarrowWeigher<kFull> weigher = {p, call, control};
+        weigher.start(shared);
+        weigher.run();
+      });
 #endif
 }
 

@@ -61,8 +61,7 @@ struct NarrowLoader : MlaCopier {
       clear_unseen(places, stage, key);
       fence_async_proxy();
     }
-    __syncwarp();
-    if (lane == 0 && !(inside && loader == 0)) barrier_arrive(arrived);
+    if (!(inside && loader == 0 && lane == 0)) barrier_arrive(arrived);
   }
 
   // Piece by piece, with zeros where nobody sees a key. Every lane arrives when its own are there.

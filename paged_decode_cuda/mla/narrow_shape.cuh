@@ -5,35 +5,30 @@
 
 namespace paged_attn {
 
-// Rows 2 i and 2 i + 1, which lie in neighbouring registers. Scores in log2 units are q.k * scale.
-struct alignas(16) RowPair {
-  float scale[2], base[2];  // base: the reference scores
-};
-
 // Of a row that has seen no key: far below every score, and finite, so that differences are numbers.
 constexpr float kNoBase = -1.7e38f;
 
 // Barriers and messages, outside of the dynamic part.
 struct NarrowControl {
-  static constexpr int kRows = NarrowMlaSizes::kRows, kConsumers = NarrowMlaSizes::kConsumers, kWarps = 4;
+  static constexpr int kRows = NarrowMlaSizes::kRows, kConsumers = NarrowMlaSizes::kConsumers;
+  static constexpr int kBuffers = NarrowMlaSizes::kWeightBuffers, kWarps = 4;
   uint64_t keys_full[NarrowMlaSizes::kStages], keys_empty[NarrowMlaSizes::kStages], edge[NarrowMlaSizes::kStages];
-  uint64_t ready[kConsumers];  // by whose weights
+  uint64_t scores_full, scores_empty, ready[kBuffers], weights_empty[kBuffers];
   uint64_t work_full[2], work_empty[2];
   MlaWork work[2];
   // Of the rows
-  RowPair pairs[kRows / 2];
-  int2 seen[kRows];  // keys: the first, and behind the last
-  // Where a score is no positive multiple of q.k: the factor, ALiBi's slope, the place of the token
-  bool multiples;  // they are positive multiples
-  float score_scale[kRows], slope[kRows];
+  int2 seen[kRows];    // keys: the first, and behind the last
+  float scale[kRows];  // from q.k to a score
+  float slope[kRows];  // of ALiBi; with it the place of the token
   int position[kRows];
-  bool moved[kConsumers];                      // reference scores, with the last tile of a consumer
-  alignas(8) float factor[kConsumers][kRows];  // of sums, where one has moved; read in pairs
-  float top[kWarps][kRows];                    // the largest score of a tile, of the keys of a warp
-  float sum[kConsumers][kWarps][kRows];        // of the weights of a finished row
-  float last_factor[kConsumers][kRows];        // from its sums to its output
-  float other_factor[kConsumers][kRows];       // of the part of another cluster
-  int64_t target[kConsumers][kRows];           // where its output begins; -1: nowhere
+  float2 ml[kRows];  // of a finished row: reference score, sum of weights
+  // With the weights of a tile
+  alignas(4) bool moved[kBuffers][kWarps];   // reference scores, in which 16 rows
+  alignas(8) float factor[kBuffers][kRows];  // of sums, where one has moved; read in pairs
+  // Of the end of a row, by half of the latents
+  float own_factor[kConsumers][kRows], other_factor[kConsumers][kRows];  // of parts that are added
+  float last_factor[kConsumers][kRows];                                  // from its sums to its output
+  int64_t target[kConsumers][kRows];                                     // where its output begins; -1: nowhere
 };
 
 }  // namespace paged_attn

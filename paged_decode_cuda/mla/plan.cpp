@@ -107,7 +107,9 @@ MlaPlan plan_mla(const Problem& p, const DeviceLimits& limits) {
   MlaPlan plan = {};
   Plan& work = plan.work;
   plan.all_scores = p.softcap != 0.f || p.alibi_slopes;
-  plan.shared_bytes = dtype_bytes(p.cache.dtype) == 1 ? NarrowMlaSizes::kSharedBytes : MlaSizes::kSharedBytes;
+  const bool narrow = dtype_bytes(p.cache.dtype) == 1;
+  plan.shared_bytes = narrow ? NarrowMlaSizes::kSharedBytes : MlaSizes::kSharedBytes;
+  plan.threads = narrow ? NarrowMlaSizes::kThreads : MlaSizes::kThreads;
   plan.cluster = cluster_of(p);
   const int row_shift = row_shift_of(plan.cluster);
   plan_tables(p, MlaSizes::kTileShift, work);

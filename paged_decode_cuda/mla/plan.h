@@ -14,6 +14,7 @@ struct MlaPlan {
   Plan work;         // an item is the rows of a cluster
   bool all_scores;   // with softcap and ALiBi
   int shared_bytes;  // of a block
+  int threads;
   int32_t box_rows;  // slots of a page that one bulk copy takes; 0: pages are too small for that
   int64_t clusters;  // of the grid
   int cluster;       // blocks of each: 64 rows of the same keys in each block

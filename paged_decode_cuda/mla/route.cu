@@ -77,7 +77,7 @@ void launch_mla(const Problem& p, const MlaPlan& plan, const Context& context) {
     call.combine_shares = static_cast<uint32_t>(plan.combine_shares);
     call.combine_shift = plan.combine_shift;
   }
-  const Grid grid = {plan.clusters, MlaSizes::kThreads, plan.shared_bytes};
+  const Grid grid = {plan.clusters, plan.threads, plan.shared_bytes};
   launch_in_clusters(find_kernel(p, plan.all_scores), grid, plan.cluster, context, split, call);
   if (plan.cut) {
     const int threads = plan.few_rows ? kCombineFewThreads : kCombineThreads;

@@ -20,6 +20,7 @@ struct MlaSizes {
 
   static constexpr int kLoaders = 3;  // warps
   static constexpr int kConsumers = 2, kConsumerWarps = kConsumers * kWarpgroup / 32;
+  static constexpr int kWeighers = 0;  // warpgroups that make weights for both consumers
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 
   // Registers of a thread; the three warpgroups together have 504.
@@ -46,12 +47,18 @@ struct NarrowMlaSizes : MlaSizes {
   static constexpr int kNarrowPieces = kDim / 16;  // of a key
   static constexpr int kStages = 3;
 
-  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+  static constexpr int kWeighers = 1;
+  static constexpr int kThreads = (1 + kConsumers + kWeighers) * kWarpgroup;
+  static constexpr int kMeeting = kThreads - kWarpgroup;  // threads of consumers and weigher
 
-  static constexpr int kKeyBytes = kColumns * kNarrowColumn;
+  // The four warpgroups together have 512.
+  static constexpr int kProducerRegisters = 48, kWeigherRegisters = 48, kConsumerRegisters = 208;
+
+  static constexpr int kWeightBuffers = 2;
+  static constexpr int kKeyBytes = kColumns * kNarrowColumn, kScoreBytes = kRows * kKeys * 4;
   static constexpr int kKeysAt = kQueryBytes, kWeightsAt = kKeysAt + kStages * kKeyBytes;
-  static constexpr int kSumsAt = kWeightsAt + kConsumers * kWeightBytes;  // of weights, a row for four threads
-  static constexpr int kSharedBytes = kSumsAt + kConsumers * kWarpgroup * kRows + kBlockBytes;
+  static constexpr int kScoresAt = kWeightsAt + kWeightBuffers * kWeightBytes;
+  static constexpr int kSharedBytes = kScoresAt + kScoreBytes + kBlockBytes;
 };
 
 }  // namespace paged_attn

@@ -205,6 +205,16 @@ PD_DEVICE void load_piece(uint32_t shared, uint32_t& x, uint32_t& y, uint32_t& z
                : "memory");
 }
 
+PD_DEVICE float load_shared_float(uint32_t shared) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(shared) : "memory");
+  return x;
+}
+
+PD_DEVICE void store_shared_floats(uint32_t shared, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared), "f"(x), "f"(y) : "memory");
+}
+
 PD_DEVICE void store_shared_word(uint32_t shared, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
 }

@@ -172,25 +172,26 @@ inline void run_cluster() {
   std::vector<size_t> order(warps);
   std::vector<int> asleep(warps, 0);
   for (size_t i = 0; i < warps; ++i) order[i] = i;
+  int idle = 0;
   while (true) {
     const uint64_t before = machine.events;
-    bool all_done = true, skipped = false;
+    bool all_done = true;
     std::shuffle(order.begin(), order.end(), machine.dice);
     for (size_t w : order) {
+      const auto first = machine.threads.begin() + w * kLanes;
+      if (std::all_of(first, first + kLanes, [](const Thread& t) { return t.done; })) continue;
+      all_done = false;
       if (asleep[w] > 0) {
         --asleep[w];
       } else if (machine.dice() % 512 == 0) {
         asleep[w] = static_cast<int>(machine.dice() % 400);
       }
       if (asleep[w] > 0 || machine.dice() % 4 == 0) {  // it is slow this time
-        all_done = false;
-        skipped = true;
         continue;
       }
       for (size_t t = w * kLanes; t < (w + 1) * kLanes; ++t) {
         Thread& thread = machine.threads[t];
         if (thread.done) continue;
-        all_done = false;
         machine.current = &thread;
         threadIdx = thread.thread;
         blockIdx = thread.block;
@@ -205,9 +206,9 @@ inline void run_cluster() {
       ++machine.events;
     }
     if (all_done) break;
-    static int idle = 0;
-    if (!skipped || machine.events != before) idle = machine.events == before && way.empty() ? idle + 1 : 0;
-    if (idle > 8) report_deadlock();
+    // Longer than any warp sleeps.
+    idle = machine.events == before && way.empty() ? idle + 1 : 0;
+    if (idle > 1000) report_deadlock();
   }
   while (!machine.on_their_way.empty()) fail("a copy arrives after its block has ended");
 }
