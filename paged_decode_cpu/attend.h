@@ -125,9 +125,10 @@ struct Scratch {
     take(base, at_once * kMaxTile, &scores);
     take(base, kLeft * at_once * kMaxTile, &p);
     take(base, 2 * tile * item.heads(), &runs);
-    take(base, packed ? kRight * depth * tile : 0, &keys);
+    const bool lays_out = packed || Ops::kFewRows;
+    take(base, lays_out ? kRight * depth * tile : 0, &keys);
     take(base, packed && problem.qv ? kRight * width * tile : 0, &value_keys);
-    take(base, packed ? kRight * round_up(width, kPanel) * tile : 0, &values);
+    take(base, lays_out ? kRight * round_up(width, kPanel) * tile : 0, &values);
     take(base, item.rows(), &visible);
     take(base, item.rows(), &q_pos);
     take(base, item.heads(), &scales);
@@ -498,6 +499,7 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
   if (p.qv)
     load_queries<Ops>(p, item, request, p.qv, p.qv_stride_batch, p.qv_stride_token, p.qv_stride_head, p.head_dim_v,
                       false, s.width, s.head_rows, s.row, s.qv);
+  if constexpr (Ops::kFewRows) Ops::lay_out_queries(s, item);
   for (int64_t i = 0; i < item.heads() * s.head_rows; ++i) s.m[i] = -INFINITY;
   memset(s.l, 0, item.heads() * s.head_rows * kLanes * sizeof(float));
   memset(s.acc, 0, item.heads() * s.head_rows * s.width * sizeof(float));
@@ -520,6 +522,7 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
   }
 
   // Write the partial, or finish
+  if constexpr (Ops::kFewRows) Ops::put_sums_in_order(s, item);
   constexpr int kChunkRegs = Ops::kChunk / kLanes;
   for (int64_t h = 0; h < item.heads(); ++h) {
     const int64_t kv_head = item.kv_head_begin + h;

@@ -41,6 +41,15 @@ struct Products {
   int64_t min_packed_rows;  // many begin here
   int64_t row_step;         // rows that multiply together; items are cut into multiples of it,
   int64_t most_rows;        // of so many rows at most
+
+  // In tiles some few rows have a way of their own, if there are keys enough.
+  const char* tiles_in_place = nullptr;
+  int64_t min_tile_rows = 1, most_tile_rows = 0, min_tile_keys = 0;
+
+  [[gnu::always_inline]] bool in_tiles_in_place(const Item& item) const {
+    return item.rows() >= min_tile_rows && item.rows() <= most_tile_rows &&
+           item.keys.end - item.keys.begin >= min_tile_keys;
+  }
 };
 
 struct Kernel {

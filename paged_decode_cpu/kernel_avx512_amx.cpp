@@ -4,7 +4,7 @@
 #if defined(__x86_64__)
 #define PD_LANES 16
 #include "attend.h"
-#include "ops_amx.h"
+#include "ops_amx_few.h"
 #include "ops_bf16.h"
 #include "write.h"
 
@@ -17,15 +17,21 @@ constexpr int64_t kTileBlockRows = 512;
 // float32 would take six products for one: faster on one thread, slower on eight.
 bool goes_through_tiles(const Problem& p) { return p.q_dtype != DType::kFloat32; }
 
-// From so many rows of a kv_head on tiles pay; a float16 number is two. Tests set 1, so that every feature goes through
-// tiles.
-int64_t min_tile_rows(const Problem& p) {
-#ifdef PD_MIN_TILE_ROWS
-  static_cast<void>(p);
-  return PD_MIN_TILE_ROWS;
-#else
-  return p.q_dtype == DType::kFloat16 ? OpsF32<DType::kFloat16>::kMinPackedRows : 8;
+// Whether few rows may read keys and values in place, in whole tiles.
+bool fits_in_place(const Problem& p) {
+  return p.q_dtype == DType::kBFloat16 && p.cache.dtype == DType::kBFloat16 && p.head_dim % 32 == 0 &&
+         p.head_dim_v % OpsAmxFew::kColumns == 0 && !p.qv;
+}
+
+// Tests set 1, so that every feature goes through tiles.
+#ifndef PD_MIN_TILE_ROWS
+#define PD_MIN_TILE_ROWS 0
 #endif
+constexpr int64_t or_of_tests(int64_t fewest) { return PD_MIN_TILE_ROWS > 0 ? PD_MIN_TILE_ROWS : fewest; }
+
+// From so many rows of a kv_head on tiles pay; a float16 number is two.
+int64_t min_tile_rows(const Problem& p) {
+  return or_of_tests(p.q_dtype == DType::kFloat16 ? OpsF32<DType::kFloat16>::kMinPackedRows : 8);
 }
 
 bool in_tiles(const Problem& p, const Item& item) { return goes_through_tiles(p) && item.rows() >= min_tile_rows(p); }
@@ -46,9 +52,18 @@ Products products(const Problem& p) {
 Products products_amx(const Problem& p) {
   if (!goes_through_tiles(p)) return products_f32(p);
   using Ops = OpsAmx<DType::kBFloat16, DType::kBFloat16>;
-  return {p.q_dtype == DType::kFloat16 ? "tiles_fp16" : "tiles_bf16", products(p).in_place, min_tile_rows(p),
-          Ops::kPartRows, kTileBlockRows};
+  Products all = {p.q_dtype == DType::kFloat16 ? "tiles_fp16" : "tiles_bf16", products(p).in_place, min_tile_rows(p),
+                  Ops::kPartRows, kTileBlockRows};
+  if (fits_in_place(p)) {
+    all.tiles_in_place = "tiles_in_place_bf16";
+    all.min_tile_rows = or_of_tests(OpsAmxFew::kFewestRows);
+    all.most_tile_rows = OpsAmxFew::kMostRows;
+    all.min_tile_keys = or_of_tests(OpsAmxFew::kFewestKeys);
+  }
+  return all;
 }
+
+bool in_tiles_in_place(const Problem& p, const Item& item) { return products_amx(p).in_tiles_in_place(item); }
 
 // Calls work() with how the numbers of this problem are held in tiles.
 template <class Work>
@@ -70,6 +85,7 @@ int64_t scratch_bytes(const Problem& p, const Item& item) {
 }
 
 int64_t scratch_bytes_amx(const Problem& p, const Item& item) {
+  if (in_tiles_in_place(p, item)) return Scratch<OpsAmxFew>(p, item, nullptr).bytes;
   if (!in_tiles(p, item)) return scratch_bytes(p, item);
   return with_tiles(p, [&]<class Ops>() { return Scratch<Ops>(p, item, nullptr).bytes; });
 }
@@ -82,8 +98,12 @@ void attend(const Problem& p, const Item& item, KvRange keys, char* memory, floa
 }
 
 void attend_amx(const Problem& p, const Item& item, KvRange keys, char* memory, float* partial) {
+  if (in_tiles_in_place(p, item)) {
+    const TileUnit unit(OpsAmxFew::config(item.rows()));
+    return attend_as<OpsAmxFew>(p, item, keys, memory, partial);
+  }
   if (!in_tiles(p, item)) return attend(p, item, keys, memory, partial);
-  const TileUnit unit;
+  const TileUnit unit(TileConfig{});
   with_tiles(p, [&]<class Ops>() { attend_as<Ops>(p, item, keys, memory, partial); });
 }
 

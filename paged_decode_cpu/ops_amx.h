@@ -28,10 +28,7 @@ struct alignas(64) TileConfig {
 
 // The matrix unit of this thread, for as long as it lives. Released, its 8 KiB need not be saved when threads change.
 struct TileUnit {
-  TileUnit() {
-    static constexpr TileConfig kConfig;
-    _tile_loadconfig(&kConfig);
-  }
+  explicit TileUnit(const TileConfig& config) { _tile_loadconfig(&config); }
   ~TileUnit() { _tile_release(); }
   TileUnit(const TileUnit&) = delete;
 };

@@ -22,6 +22,7 @@ struct OpsF32 {
   static constexpr int kValueKeys = 1;                           // and the keys that the values' product takes
   static constexpr int kLeftPieces = 1, kRightPieces = 1;        // numbers that one of the left or right is held as
   static constexpr bool kTiles = false;                          // whether Ops attends to packed keys in its own way
+  static constexpr bool kFewRows = false;                        // whether those tiles read keys in place, for few rows
   static constexpr bool kNeon = false;                           // whether tile_neon.h multiplies
   static constexpr float kUnit = 1.f;                            // what a loaded number is to be multiplied with
 

@@ -49,6 +49,7 @@ struct OpsNeon {
   static constexpr int kValueKeys = 4;
   static constexpr int kLeftPieces = 1, kRightPieces = 1;
   static constexpr bool kTiles = false;
+  static constexpr bool kFewRows = false;
   static void in_order(f32v*) {}
 };
 

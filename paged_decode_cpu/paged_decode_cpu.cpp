@@ -387,20 +387,32 @@ std::string explain_attention(const Problem& p) {
   check_values(p);
   const Plan plan = make_plan(p, kernel, torch::stable::get_num_threads());
   const Products products = kernel.products(p);
-  int64_t packed_items = 0, packed_cost = 0, cost = 0, most_rows = 0;
+  int64_t packed_items = 0, packed_cost = 0, tiles_cost = 0, cost = 0, most_rows = 0, most_keys = 0;
   for (const Work& work : plan.works) {
-    const bool packed = work.item.rows() >= products.min_packed_rows;
+    const bool tiles = products.in_tiles_in_place(work.item);
+    const bool packed = !tiles && work.item.rows() >= products.min_packed_rows;
     packed_items += packed;
     packed_cost += packed ? cost_of(work.item) : 0;
+    tiles_cost += tiles ? cost_of(work.item) : 0;
     cost += cost_of(work.item);
     most_rows = pd_max(most_rows, work.item.rows());
+    most_keys = pd_max(most_keys, work.item.keys.end - work.item.keys.begin);
   }
   Explanation e;
   if (const char* refusal = amx_refusal(); *refusal) e.why_not.emplace_back("tiles_bf16", refusal);
   if (packed_items > 0 && 2 * packed_cost >= cost) {
     e.route = products.packed;
+  } else if (tiles_cost > 0 && 2 * tiles_cost >= cost) {
+    e.route = products.tiles_in_place;
+    e.why_not.emplace_back(products.packed, "few rows read keys and values where they lie");
   } else {
     e.route = products.in_place;
+    if (products.tiles_in_place)
+      e.why_not.emplace_back(
+          products.tiles_in_place,
+          "expected " + std::to_string(products.min_tile_rows) + " to " + std::to_string(products.most_tile_rows) +
+              " rows (q_len * group) of a kv_head in an item and at least " + std::to_string(products.min_tile_keys) +
+              " keys, got " + std::to_string(most_rows) + " rows and " + std::to_string(most_keys) + " keys");
     e.why_not.emplace_back(products.packed, packed_items > 0
                                                 ? "most of the work is in items of fewer rows than it pays for"
                                                 : "expected at least " + std::to_string(products.min_packed_rows) +

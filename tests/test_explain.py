@@ -1,5 +1,7 @@
 """explain: what a call would do, without doing it. The routes of a device are tested beside its own tests."""
 
+from dataclasses import replace
+
 import cases
 import pytest
 import torch
@@ -76,6 +78,16 @@ class TestCpu:
         assert many.route == packed
         assert few.plan["packed_items"] == 0
         assert many.plan["packed_items"] == many.plan["items"] == 4
+
+    def test_few_rows_in_tiles(self, paged_attn, device):
+        """Decode with a group takes the matrix unit where keys and values lie, unless there are hardly any keys."""
+        if paged_attn.cpu_isa() != "avx512_amx":
+            pytest.skip("this processor has no AMX")
+        decode = Case(dtype="bfloat16", q_heads=8, kv_heads=2, head_dim=128)
+        long, short = (explain(paged_attn, cases.build(replace(decode, kv_len=n))) for n in (32, 31))
+        assert long.route == "tiles_in_place_bf16" and "tiles_bf16" in long.why_not
+        assert short.route == "in_place_f32"
+        assert "at least 32 keys, got 4 rows and 31 keys" in short.why_not["tiles_in_place_bf16"]
 
     @pytest.mark.parametrize("splits", [1, 3, 7])
     def test_splits_that_were_asked_for(self, paged_attn, device, splits):

@@ -50,8 +50,8 @@ def routes(backend):
         path = "paged_decode_metal/routes.mm"
         return found(r'\{"(\w+)", \w+, \w+, \w+\}', source(path), path)
     text = "".join(path.read_text() for path in sorted((ROOT / "paged_decode_cpu").glob("*.[hc]*")))
-    names = found(r'"((?:tiles|packed|in_place)_[a-z]+\d+)"', text, "paged_decode_cpu")
-    return sorted(names, key=lambda name: ["tiles", "packed", "in_place"].index(re.match(r"[a-z_]+(?=_)", name)[0]))
+    names = found(r'"((?:tiles|packed|in_place)_[a-z_]+\d+)"', text, "paged_decode_cpu")
+    return sorted(names, key=lambda name: ["tiles", "packed", "in"].index(name.split("_")[0]))
 
 
 def wrapped(names, room, separator=" · "):

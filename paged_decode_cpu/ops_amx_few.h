@@ -1,0 +1,270 @@
+// The matrix unit for few rows of a kv_head (decode, short drafts) on a bfloat16 cache, keys and values in place.
+//
+//   scores   keys are the left side, 16 of them, and queries the right one, laid out once:
+//              keys x queries = scores with a row for each key, transposed in registers afterwards
+//   values   the right side, where the unit expects pairs of keys: a row of it is k0 k1 of column 0, k0 k1 of column 1,
+//            and so on. Read where it lies a row is one key, and its pairs are columns 0 1, columns 2 3, ... So a row
+//            of probabilities is on the left twice, once with a zero behind each, once with a zero before each:
+//              (p 0) x values = sums of the even columns,   (0 p) x values = sums of the odd columns
+//            Half of the products are with zeros, yet nothing is laid out. (A value that is infinite makes its
+//            neighbour's sum NaN.)
+//
+//   tiles 0 to 3   sums of values: two rows for each query (even and odd columns), 32 columns each
+//   tile 4         probabilities: two rows for each query, 16 keys
+//   tile 5         scores of 16 keys: 16 columns of queries
+//   tiles 6 7      16 keys and 16 pairs of queries, 32 elements each; or 16 keys of values, 32 columns each
+//
+// All kv_heads go through each step before the next one (scores, softmax, values), so that none waits for its own sums.
+#pragma once
+
+#include "ops_amx.h"
+
+namespace paged_attn {
+namespace {
+
+struct OpsAmxFew : OpsAmx<DType::kBFloat16, DType::kBFloat16> {
+  static constexpr bool kFewRows = true;
+  static constexpr int kFewestRows = 3, kMostRows = 16, kFewestKeys = 32;  // with fewer, vectors are as fast
+  static constexpr int kMinPackedRows = kMostRows + 1;                     // never
+  static constexpr int kKeys = 16;                                         // of one product
+  static constexpr int64_t kRowsAtOnce = 8;                                // of probabilities
+  static constexpr int kQueryTile = 16 * 32;                               // elements of one right tile of queries
+  static constexpr int kProbabilityTile = 16 * 32;                         // and of one left tile of probabilities
+  static constexpr int kColumns = 64;                                      // head_dim_v is a multiple of it
+
+  using Softmax = SoftmaxRows<OpsAmxFew>;
+  using ScratchFew = Scratch<OpsAmxFew>;
+
+  static TileConfig config(int64_t rows) {
+    TileConfig config;
+    for (int tile = 0; tile <= 4; ++tile) config.rows[tile] = static_cast<uint8_t>(2 * pd_min(rows, kRowsAtOnce));
+    return config;
+  }
+
+  // What a product of 16 keys and 32 elements counts as, as start_fetch counts.
+  static uint32_t steps_of(int64_t rows) { return static_cast<uint32_t>(kKeys * pd_ceil_div(rows, kMaxDotRows)); }
+
+  static void in_order(f32v*) {}
+
+  // A row of sums has the even columns first, then the odd ones.
+  static void put_sums_in_order(const ScratchFew& s, const Item& item) {
+    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i second = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    float* sums = s.row;
+    for (int64_t h = 0; h < item.heads(); ++h)
+      for (int64_t r = 0; r < item.rows(); ++r) {
+        float* acc = s.acc + (h * s.head_rows + r) * s.width;
+        memcpy(sums, acc, s.width * sizeof(float));
+        for (int64_t d = 0; d < s.width; d += 32) {
+          const __m512 even = _mm512_loadu_ps(sums + d / 2), odd = _mm512_loadu_ps(sums + (s.width + d) / 2);
+          _mm512_storeu_ps(acc + d, _mm512_permutex2var_ps(even, first, odd));
+          _mm512_storeu_ps(acc + d + 16, _mm512_permutex2var_ps(even, second, odd));
+        }
+      }
+  }
+
+  // Turns the rows of every head, [row][depth], into right tiles, [32 elements][pair][16 rows], four rows at a time.
+  static void lay_out_queries(const ScratchFew& s, const Item& item) {
+    Elem *q = s.q, *plain = s.keys;  // nothing is there yet
+    for (int64_t h = 0; h < item.heads(); ++h, q += kMostRows * s.depth) {
+      memcpy(plain, q, item.rows() * s.depth * sizeof(Elem));
+      for (int64_t d = 0; d < s.depth; d += 32)
+        for (int64_t r = 0; r < item.rows(); r += 4) {
+          f32v v[4];
+          for (int i = 0; i < 4; ++i) memcpy(&v[i], plain + (r + i) * s.depth + d, sizeof v[i]);
+          transpose_quarters(v);
+          Elem* tile = q + d / 32 * kQueryTile + 2 * r;
+          for (int pair = 0; pair < 16; ++pair)
+            memcpy(tile + 32 * pair, reinterpret_cast<const float*>(&v[pair % 4]) + pair / 4 * 4, 4 * sizeof(float));
+        }
+    }
+    memory_is_read();
+  }
+
+  // Transposes the four 4 x 4 blocks of four registers.
+  [[gnu::always_inline]] static void transpose_quarters(f32v* v) {
+    const f32v ab = low<1>(v[0], v[1]), cd = low<1>(v[2], v[3]);
+    const f32v ab1 = high<1>(v[0], v[1]), cd1 = high<1>(v[2], v[3]);
+    v[0] = low<2>(ab, cd);
+    v[1] = high<2>(ab, cd);
+    v[2] = low<2>(ab1, cd1);
+    v[3] = high<2>(ab1, cd1);
+  }
+
+  // Keys or values of one head in a tile: the rows of its slots, `offset` bytes into each. Of every 16 rows the
+  // distance between them, or 0 where it is not the same for all.
+  struct Rows {
+    const char* const* slots;
+    int64_t offset;
+    const int64_t* distances;
+  };
+
+  static void find_distances(const char* const* slots, int64_t n, int64_t* distances) {
+    for (int64_t j = 0; j < n; j += kKeys, slots += kKeys) {
+      const int64_t distance = slots[1] - slots[0];
+      bool even = true;
+      for (int i = 2; i < kKeys; ++i) even &= slots[i] - slots[i - 1] == distance;
+      distances[j / kKeys] = even ? distance : 0;
+    }
+  }
+
+  // Where the 16 rows from j on lie, and at what distance: in place, or in `copy`.
+  struct Place {
+    const char* first;
+    int64_t distance;
+  };
+  [[gnu::always_inline]] static Place place_of(const Rows& rows, int64_t j, int64_t bytes, Elem* copy) {
+    const char* const* slots = rows.slots + j;
+    if (const int64_t distance = rows.distances[j / kKeys]) return {slots[0] + rows.offset, distance};
+    for (int i = 0; i < kKeys; ++i) memcpy(reinterpret_cast<char*>(copy) + i * bytes, slots[i] + rows.offset, bytes);
+    memory_is_read();
+    return {reinterpret_cast<const char*>(copy), bytes};
+  }
+
+  // Asks for lines that are read after the 16 rows at hand: they were fetched with their tile, but the processor drops
+  // some fetches, and the first cache is nearer.
+  [[gnu::always_inline]] static void ask_for(const Rows& rows, int64_t j, int64_t from, int64_t bytes) {
+    for (int i = 0; i < kKeys; ++i)
+      for (int64_t at = from; at < from + bytes; at += 64)
+        __builtin_prefetch(rows.slots[j + i] + rows.offset + at, 0, 3);
+  }
+
+  // scores[16 keys][16 rows] to rows.
+  static void four_rows(const float* scores, float* out) {
+    f32v v[4];
+    for (int i = 0; i < 4; ++i) {
+      const auto keys = [&](int at) { return _mm_load_ps(scores + 16 * (i + at)); };
+      __m512 x = _mm512_broadcast_f32x4(keys(0));
+      x = _mm512_mask_broadcast_f32x4(x, 0x00f0, keys(4));
+      x = _mm512_mask_broadcast_f32x4(x, 0x0f00, keys(8));
+      v[i] = bit_cast<f32v>(_mm512_mask_broadcast_f32x4(x, 0xf000, keys(12)));
+    }
+    transpose_quarters(v);
+    for (int i = 0; i < 4; ++i) store<DType::kFloat32>(out + i * kMaxTile, v[i]);
+  }
+
+  static void sixteen_rows(const float* scores, float* out) {
+    f32v v[16];
+    for (int i = 0; i < 16; ++i) v[i] = load<DType::kFloat32>(scores + 16 * i);
+    transpose(v);
+    for (int i = 0; i < 16; ++i) store<DType::kFloat32>(out + i * kMaxTile, v[i]);
+  }
+
+  // Scores of the rows of one head. `after` are the rows that are read next.
+  static void scores_in_place(const ScratchFew& s, int64_t n, const Rows& keys, const Rows& after, const Elem* q,
+                              int64_t rows, float* scores, Prefetcher& next) {
+    const uint32_t steps = steps_of(rows);
+    alignas(64) float products[16 * 16];
+    for (int64_t j = 0; j < n; j += kKeys) {
+      const Place place = place_of(keys, j, s.depth * kBytes, s.keys);
+      const bool last = j + kKeys >= n;
+      _tile_zero(5);
+      for (int64_t d = 0; d < s.depth; d += 32) {
+        next.advance(steps);
+        ask_for(last ? after : keys, last ? 0 : j + kKeys, d * kBytes, 64);
+        _tile_loadd(6, place.first + d * kBytes, place.distance);
+        _tile_loadd(7, q + d / 32 * kQueryTile, 64);
+        _tile_dpbf16ps(5, 6, 7);
+      }
+      _tile_stored(5, products, 64);
+      memory_is_read();
+      if (rows <= 4) {
+        four_rows(products, scores + j);
+      } else {
+        sixteen_rows(products, scores + j);
+      }
+    }
+  }
+
+  // Left tiles of kRowsAtOnce rows: for every 16 keys a row of probabilities with a zero behind each, then one with a
+  // zero before each.
+  static void lay_out_probabilities(const Elem* p, int64_t rows, int64_t keys, Elem* tiles) {
+    for (int64_t j = 0; j < keys; j += kKeys, tiles += kProbabilityTile)
+      for (int64_t r = 0; r < pd_min(rows, kRowsAtOnce); ++r) {
+        const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + r * kMaxTile + j));
+        const __m512i before = _mm512_cvtepu16_epi32(x);
+        _mm512_storeu_si512(tiles + 64 * r, before);
+        _mm512_storeu_si512(tiles + 64 * r + 32, _mm512_slli_epi32(before, 16));
+      }
+    memory_is_read();
+  }
+
+  // acc += probabilities x values of one head, for kTimes 32 columns from `column` on.
+  template <int kTimes>
+  static void sum_values(const ScratchFew& s, int64_t n, Rows values, int64_t column, float* acc, Prefetcher& next) {
+    const int64_t stride = s.width * int64_t(sizeof(float)) / 2, bytes = 64 * kTimes;
+    const Elem* p = s.values;
+    alignas(64) Elem copy[kKeys * 32 * kTimes];
+    values.offset += column * kBytes;
+    acc += column / 2;
+    _tile_loadd(0, acc, stride);
+    _tile_loadd(1, acc + 16, stride);
+    if constexpr (kTimes == 4) _tile_loadd(2, acc + 32, stride);
+    if constexpr (kTimes == 4) _tile_loadd(3, acc + 48, stride);
+    for (int64_t j = 0; j < n; j += kKeys, p += kProbabilityTile) {
+      const Place place = place_of(values, j, bytes, copy);
+      next.advance(kTimes * kKeys);
+      // After the last keys comes what follows in the slots: more columns, or the next head.
+      const bool last = j + kKeys >= n;
+      ask_for(values, last ? 0 : j + kKeys, last ? bytes : 0, bytes);
+      _tile_loadd(4, p, 64);
+      _tile_loadd(6, place.first, place.distance);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, place.first + 64, place.distance);
+      _tile_dpbf16ps(1, 4, 7);
+      if constexpr (kTimes == 4) {
+        _tile_loadd(6, place.first + 128, place.distance);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_loadd(7, place.first + 192, place.distance);
+        _tile_dpbf16ps(3, 4, 7);
+      }
+    }
+    _tile_stored(0, acc, stride);
+    _tile_stored(1, acc + 16, stride);
+    if constexpr (kTimes == 4) _tile_stored(2, acc + 32, stride);
+    if constexpr (kTimes == 4) _tile_stored(3, acc + 48, stride);
+  }
+
+  static void values_in_place(const ScratchFew& s, int64_t n, const Rows& values, const Elem* p, int64_t rows,
+                              float* acc, Prefetcher& next) {
+    for (int64_t r = 0; r < rows; r += kRowsAtOnce) {
+      lay_out_probabilities(p + r * kMaxTile, rows - r, n, s.values);
+      int64_t column = 0;
+      for (; column + 128 <= s.width; column += 128) sum_values<4>(s, n, values, column, acc + r * s.width, next);
+      if (column < s.width) sum_values<2>(s, n, values, column, acc + r * s.width, next);
+    }
+  }
+
+  static void attend_tiles(const Problem& p, const Item& item, const ScratchFew& s, const TileRows& tile,
+                           Prefetcher& next) {
+    const Cache& c = p.cache;
+    const int64_t rows = item.rows(), heads = item.heads();
+    int64_t key_distances[kMaxTile / kKeys], value_distances[kMaxTile / kKeys];
+    find_distances(tile.k, tile.n, key_distances);
+    find_distances(tile.v, tile.n, value_distances);
+    const auto keys = [&](int64_t h) -> Rows {
+      return {tile.k, (item.kv_head_begin + h) * c.k_stride_head * kBytes, key_distances};
+    };
+    const auto values = [&](int64_t h) -> Rows {
+      return {tile.v, (item.kv_head_begin + h) * c.v_stride_head * kBytes, value_distances};
+    };
+    for (int64_t h = 0; h < heads; ++h) {
+      const int64_t row = h * s.head_rows;
+      scores_in_place(s, tile.n, keys(h), h + 1 < heads ? keys(h + 1) : values(0), s.q + row * s.depth, rows,
+                      s.scores + row * kMaxTile, next);
+    }
+    for (int64_t h = 0; h < heads; ++h) {
+      const int64_t row = h * s.head_rows * kMaxTile;
+      next.advance(kSoftmaxSteps * rows * pd_ceil_div(tile.n, kLanes));
+      Softmax{p, item, s, tile, h, Part{0, rows, 0, tile.n}, s.scores + row, s.p + row, 0, rows}.finish();
+    }
+    for (int64_t h = 0; h < heads; ++h) {
+      const int64_t row = h * s.head_rows;
+      values_in_place(s, tile.n, values(h), s.p + row * kMaxTile, rows, s.acc + row * s.width, next);
+    }
+    memory_is_read();
+  }
+};
+
+}  // namespace
+}  // namespace paged_attn
