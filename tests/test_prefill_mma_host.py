@@ -44,6 +44,9 @@ CASES = {
     "softcap": {"lens": [300], "q_lens": 33, "softcap": 2.0},
     "alibi": {"lens": [300], "q_lens": 33, "alibi": True},
     "negative_scale": {"lens": [300], "q_lens": 33, "scale": -0.05},
+    # Scores far above those of the tiles before.
+    "large_scale": {"lens": [600], "q_lens": 33, "scale": 2.0},
+    "large_scale_fp16": {"lens": [600], "q_lens": 33, "scale": 2.0, "dtype": torch.float16},
     "fp16": {"lens": [300], "q_lens": 33, "dtype": torch.float16},
     "little_shared": {"lens": [300, 77], "q_lens": [50, 60], "little_shared": 1},
 }
@@ -61,6 +64,12 @@ def test_attends(library, name):
 )
 def test_head_dim(library, head_dim, head_dim_v):
     case = prompt(head_dim, head_dim_v)(q_heads=8, kv_heads=2, lens=[200, 30], q_lens=[40, 30], page_size=16)
+    case.run(library)
+    case.judge()
+
+
+def test_head_dim_256_with_little_shared(library):
+    case = prompt(256)(q_heads=8, kv_heads=2, lens=[200, 30], q_lens=[40, 30], page_size=16, little_shared=1)
     case.run(library)
     case.judge()
 

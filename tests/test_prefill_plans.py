@@ -273,7 +273,8 @@ def test_prefill_mma_plans(library, name, kv_bytes):
             n = mma_numbers_of(library, PROMPTS, kv_bytes=kv_bytes, **options, **limits)
             seen.add((n.head_dim, n.keys))
             assert n.head_dim >= dims[0] and n.widens == (kv_bytes == 1) and n.keys % 16 == 0
-            assert (n.rows, n.threads) == (128, 256 if n.head_dim == 256 else 128)
+            wide = {(64, 128)} if kv_bytes == 2 and limits["capability"] == 80 else {(128, 256)}
+            assert (n.rows, n.threads) in (wide if n.head_dim == 256 else {(128, 128)})
             assert n.shared_bytes <= limits["shared_per_block"]
             assert n.blocks_per_processor * (n.shared_bytes + BLOCK_COST) <= limits["shared_per_processor"]
             tiles = len(PROMPTS) * -(-q_len * 4 // n.rows) * kv_heads
@@ -281,7 +282,7 @@ def test_prefill_mma_plans(library, name, kv_bytes):
             assert n.blocks == min(tiles, limits["processors"] * n.blocks_per_processor)
             assert n.l2_keys * sum(dims) * kv_bytes <= 24 << 20
             # A block of 128 threads is not alone where that can be.
-            if n.head_dim <= 128 and kv_bytes == 2:
+            if kv_bytes == 2 and (n.head_dim <= 128 or limits["capability"] == 80):
                 assert n.blocks_per_processor == 2
     small = limits["capability"] == 86
     assert refused == ({(192, 128), (192, 192), (256, 256)} if small and kv_bytes == 1 else set())

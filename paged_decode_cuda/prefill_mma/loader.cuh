@@ -80,10 +80,14 @@ PD_DEVICE uint32_t value_pieces(const Problem& p, const Plan& plan, int2 place, 
   return pieces_of(p, place, plan.v_page_pieces, plan.v_slot_pieces, head * plan.v_head_pieces);
 }
 
-// Tiles of 16 bits: values come while scores are computed, the next keys while weights are multiplied with values.
+// Tiles of 16 bits. With two stages, for a tile of keys and one of values, values come while scores are computed, the
+// next keys while weights are multiplied with values. With four the next tile comes while this one is used.
 template <typename Shape>
 struct TileCopies {
-  int2 place;  // of the tile whose keys came last
+  static constexpr bool kWholeTile = Shape::kStages == 4;
+
+  int2 place;  // of the tile whose keys, or keys and values, are copied next; with two stages: of the last one
+  int stage;   // of the keys of this tile
 
   template <int kPieces>
   static PD_MEMBER void copy(const void* cache, uint32_t own, int dims, uint32_t rows) {
@@ -103,33 +107,49 @@ struct TileCopies {
     }
   }
 
-  PD_MEMBER void copy_keys(const Problem& p, const Plan& plan, int head, uint32_t shared) const {
-    copy<Shape::kPieces>(p.cache.k, key_pieces(p, plan, place, head), static_cast<int>(p.head_dim),
-                         shared + Shape::kKeysAt);
+  PD_MEMBER void copy_keys(const Problem& p, const Plan& plan, int head, uint32_t target) const {
+    copy<Shape::kPieces>(p.cache.k, key_pieces(p, plan, place, head), static_cast<int>(p.head_dim), target);
   }
+  PD_MEMBER void copy_values(const Problem& p, const Plan& plan, int head, uint32_t target) const {
+    copy<Shape::kPiecesV>(p.cache.v, value_pieces(p, plan, place, head), static_cast<int>(p.head_dim_v), target);
+  }
+
+  PD_MEMBER uint32_t keys(uint32_t shared) const { return Shape::keys_at(shared, stage); }
+  PD_MEMBER uint32_t values(uint32_t shared) const { return Shape::values_at(shared, stage); }
 
   // The first tile. What is copied is there after arrive().
   PD_MEMBER void start(const Problem& p, const Plan& plan, const KeyPlaces& places, int head, int tile,
                        uint32_t shared) {
+    stage = 0;
     place = look_up<Shape>(p, plan, places, tile);
-    copy_keys(p, plan, head, shared);
+    copy_keys(p, plan, head, keys(shared));
+    if constexpr (kWholeTile) {
+      copy_values(p, plan, head, values(shared));
+      place = look_up<Shape>(p, plan, places, tile - 1);
+    }
   }
   PD_MEMBER void start_arrived(const Problem&, const Plan&, int, uint32_t) { arrive(); }
 
-  // The keys of a tile are there for all, and nobody reads values.
+  // The keys of a tile are there for all, and nobody reads values, or the tile before.
   PD_MEMBER void before_scores(const Problem& p, const Plan& plan, const KeyPlaces& places, int head, int tile,
-                               uint32_t shared) {
-    copy<Shape::kPiecesV>(p.cache.v, value_pieces(p, plan, place, head), static_cast<int>(p.head_dim_v),
-                          shared + Shape::kValuesAt);
-    place = look_up<Shape>(p, plan, places, tile - 1);
+                               bool last, uint32_t shared) {
+    if constexpr (!kWholeTile) {
+      copy_values(p, plan, head, values(shared));
+      place = look_up<Shape>(p, plan, places, tile - 1);
+    } else if (!last) {
+      copy_keys(p, plan, head, Shape::keys_at(shared, stage ^ 1));
+      copy_values(p, plan, head, Shape::values_at(shared, stage ^ 1));
+      place = look_up<Shape>(p, plan, places, tile - 2);
+    }
   }
 
-  // The values are there for all, and nobody reads keys.
+  // With two stages: the values are there for all, and nobody reads keys.
   PD_MEMBER void before_values(const Problem& p, const Plan& plan, const KeyPlaces&, int head, int, uint32_t shared) {
-    copy_keys(p, plan, head, shared);
+    copy_keys(p, plan, head, keys(shared));
   }
 
   PD_MEMBER void arrive() { await_pieces(); }
+  PD_MEMBER void next_tile() { stage ^= kWholeTile ? 1 : 0; }
   PD_MEMBER void finish() {}
 };
 
@@ -142,6 +162,9 @@ struct TileWidening {
   static constexpr int kLanes = kDim / 16 % 8 == 0 ? 8 : 4;
 
   int2 place;  // of the tile whose keys are asked for next, or whose values are
+
+  static PD_MEMBER uint32_t keys(uint32_t shared) { return Shape::keys_at(shared, 0); }
+  static PD_MEMBER uint32_t values(uint32_t shared) { return Shape::values_at(shared, 0); }
 
   // Where the pieces of this thread are: `visit(row, piece of the row, its raw place, lane that knows the row)`.
   template <int kDim, typename Visit>
@@ -213,23 +236,24 @@ struct TileWidening {
     place = look_up<Shape>(p, plan, places, tile - 1);
   }
   PD_MEMBER void start_arrived(const Problem& p, const Plan& plan, int head, uint32_t shared) {
-    widen<Shape::kDim>(p, shared + Shape::kRawKeysAt, shared + Shape::kKeysAt);
+    widen<Shape::kDim>(p, shared + Shape::kRawKeysAt, keys(shared));
     ask_keys(p, plan, head, shared);
   }
 
-  PD_MEMBER void before_scores(const Problem& p, const Plan& plan, const KeyPlaces& places, int head, int tile,
+  PD_MEMBER void before_scores(const Problem& p, const Plan& plan, const KeyPlaces& places, int head, int tile, bool,
                                uint32_t shared) {
-    widen<Shape::kDimV>(p, shared + Shape::kRawValuesAt, shared + Shape::kValuesAt);
+    widen<Shape::kDimV>(p, shared + Shape::kRawValuesAt, values(shared));
     ask_values(p, plan, head, shared);
     place = look_up<Shape>(p, plan, places, tile - 2);
   }
 
   PD_MEMBER void before_values(const Problem& p, const Plan& plan, const KeyPlaces&, int head, int, uint32_t shared) {
-    widen<Shape::kDim>(p, shared + Shape::kRawKeysAt, shared + Shape::kKeysAt);
+    widen<Shape::kDim>(p, shared + Shape::kRawKeysAt, keys(shared));
     ask_keys(p, plan, head, shared);
   }
 
   PD_MEMBER void arrive() {}
+  PD_MEMBER void next_tile() {}
   PD_MEMBER void finish() { await_pieces(); }  // what was asked for in vain
 };
 

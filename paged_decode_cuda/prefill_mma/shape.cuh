@@ -22,6 +22,14 @@ struct PrefillMmaShape : Sizes {
   using Type = Type_;
   using Sizes::kTurned;
 
+  // Where a tile of keys lies, and its values.
+  static PD_MEMBER uint32_t keys_at(uint32_t shared, int stage) {
+    return shared + Sizes::kKeysAt + stage * Sizes::kTileBytes;
+  }
+  static PD_MEMBER uint32_t values_at(uint32_t shared, int stage) {
+    return shared + Sizes::kValuesAt + stage * Sizes::kTileBytes;
+  }
+
   static PD_MEMBER int turn(int row) { return kTurned == 8 ? row % 8 : row / 2 % 4; }
 
   // Address of the piece `step` steps of 2 pieces after one whose address is given.

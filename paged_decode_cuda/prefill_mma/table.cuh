@@ -20,7 +20,9 @@ const void* find_prefill_mma_kernel(int head_dim, int keys) {
       return keys == PrefillMmaSizes128::kKeys ? prefill_mma_kernel_of<Type, PrefillMmaSizes128>()
                                                : prefill_mma_kernel_of<Type, PrefillMmaSmall128>();
     case 192: return prefill_mma_kernel_of<Type, PrefillMmaSizes192>();
-    default: return prefill_mma_kernel_of<Type, PrefillMmaSizes256>();
+    default:
+      return keys == PrefillMmaSizes256::kKeys ? prefill_mma_kernel_of<Type, PrefillMmaSizes256>()
+                                               : prefill_mma_kernel_of<Type, PrefillMmaSmall256>();
   }
 }
 
