@@ -138,12 +138,17 @@ PD_DEVICE TileCount count_tiles(const Problem& p, const Plan& plan, int begin, i
     constexpr int kBatch = 4;
 #pragma unroll 1
     for (; begin < end; begin += kBatch) {
-      int lengths[kBatch];
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) lengths[j] = begin + j < end ? basic_length(p, plan, begin + j) : 0;
+      int lengths[kBatch], tokens[kBatch];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        if (begin + j < end) count.add(basic_tiles(plan, lengths[j]));
+        lengths[j] = begin + j < end ? basic_length(p, plan, begin + j) : 0;
+        if (p.cu_seqlens_q) tokens[j] = begin + j < end ? query_length(p, begin + j) : 0;
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (begin + j >= end || (p.cu_seqlens_q && tokens[j] <= 0)) continue;
+        count.add(basic_tiles(plan, lengths[j]));
+        if (p.cu_seqlens_q) count.surplus |= tokens[j] * static_cast<int>(p.group) > plan.rows_per_tile;
       }
     }
   } else {

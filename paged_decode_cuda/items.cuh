@@ -88,20 +88,24 @@ PD_DEVICE int find_packed(const Problem& p, const Plan& plan, int index) {
   return low;
 }
 
-PD_DEVICE Item load_item(const Problem& p, const Plan& plan, int index) {
+// Of a basic call without cu_seqlens_q: an item is a request, and all have the same number of tokens.
+PD_DEVICE Item basic_item(const Problem& p, const Plan& plan, int index) {
   Item item = {};
-  if (plan.basic) {
-    item.b = index;
-    item.q_len = static_cast<int>(p.max_q_len);
-    item.rows = item.q_len * static_cast<int>(p.group);
-    item.kv_len = item.key_end = basic_length(p, plan, index);
-    item.inner_end = max(item.kv_len - plan.hidden_keys, 0);
-    item.tiles = basic_tiles(plan, item.kv_len);
-    return item;
-  }
+  item.b = index;
+  item.q_len = static_cast<int>(p.max_q_len);
+  item.rows = item.q_len * static_cast<int>(p.group);
+  item.kv_len = item.key_end = basic_length(p, plan, index);
+  item.inner_end = max(item.kv_len - plan.hidden_keys, 0);
+  item.tiles = basic_tiles(plan, item.kv_len);
+  return item;
+}
+
+PD_DEVICE Item load_item(const Problem& p, const Plan& plan, int index) {
+  if (plan.basic && !p.cu_seqlens_q) return basic_item(p, plan, index);
+  Item item = {};
   int tile, first_tile = 0;
   if (index < plan.direct_items) {
-    item.b = plan.row_tiles.divide(index);
+    item.b = plan.basic ? index : plan.row_tiles.divide(index);
     tile = index - item.b * static_cast<int>(plan.row_tiles.divisor);
   } else {
     item.b = find_packed(p, plan, index - plan.direct_items);
@@ -112,11 +116,19 @@ PD_DEVICE Item load_item(const Problem& p, const Plan& plan, int index) {
   item.q_len = query_length(p, item.b);
   const int rows = item.q_len * static_cast<int>(p.group);
   // Bounded, so that the units of all items can be counted whatever the lengths.
-  item.kv_len = min(cached_length(p, item.b) + new_length(p, item.b), plan.max_keys);
+  item.kv_len =
+      plan.basic ? basic_length(p, plan, item.b) : min(cached_length(p, item.b) + new_length(p, item.b), plan.max_keys);
   item.leftpad = p.cache_leftpad ? p.cache_leftpad[item.b] : 0;
   const bool exists = tile >= first_tile && tile <= (rows - 1) >> plan.row_shift;
   item.first_row = exists ? tile << plan.row_shift : 0;
   item.rows = exists ? min(1 << plan.row_shift, rows - item.first_row) : 0;
+  if (plan.basic) {
+    // All keys, as where the number of tokens is known.
+    item.key_end = item.kv_len;
+    item.inner_end = static_cast<int>(row_keys(p, plan, item, 0).end);
+    item.tiles = item.rows == 0 ? 0 : basic_tiles(plan, item.kv_len);
+    return item;
+  }
   // Both ends of what a row sees grow with its token, so the first and the last row bound them all.
   const KvRange first = row_keys(p, plan, item, plan.group.divide(item.first_row));
   const KvRange last = row_keys(p, plan, item, plan.group.divide(item.first_row + max(item.rows, 1) - 1));

@@ -43,6 +43,10 @@ struct CommonPlan {
   int32_t q_lines, table_lines;     // to prefetch of q and of the block table
   bool whole_runs;                  // every page holds whole runs of kRunKeys
 
+  // Items past `items`, for rows that the tiles of their request do not hold: each block has a look at one per round,
+  // and at none where no request is that long.
+  int32_t surplus_rounds;
+
   // Basic calls: keys that an append has added; keys that the first token does not see
   int32_t new_keys, hidden_keys;
 
@@ -53,10 +57,9 @@ struct CommonPlan {
 
 struct Plan : CommonPlan {
   // Rows. Items below direct_items are row_tiles for every request, whatever its length. The others are packed: as many
-  // as all tokens together can fill, see packed_begin(). Those past `items` are the surplus, for rows of a request that
-  // its row_tiles do not hold: each block has a look at one per round, and at none where no request is that long.
+  // as all tokens together can fill, see packed_begin(). Those past `items` are the surplus.
   FastDivisor row_tiles, chunk;
-  int32_t direct_items, surplus_rounds;
+  int32_t direct_items;
   int32_t row_shift, rows_per_tile;  // log2 of the rows of an item; the rows
 
   // Keys

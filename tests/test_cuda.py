@@ -123,7 +123,6 @@ BASIC = {"head_dim": 128}
 REASONS = {  # of a route: what keeps a call from it
     "decode_basic": {
         "no block_table": {"page_size": 0},
-        "cu_seqlens_q": {"varlen_q": True},
         "cache_batch_idx": {"batch_idx": True},
         "cache_leftpad": {"leftpad": True},
         "cu_seqlens_k_new": {"append": 2, "append_varlen": True},
@@ -182,6 +181,7 @@ def test_rows_of_q_that_are_not_aligned(paged_attn, device):
     [
         {},
         {"q_len": 4, "q_heads": 8, "causal": True},
+        {"q_len": 4, "q_heads": 8, "causal": True, "varlen_q": True},
         {"append": 2},
         {"sink": "bfloat16"},
         {"dtype": "float16"},

@@ -11,7 +11,7 @@ namespace paged_attn {
 // Fields have the names of Problem and Cache. Whether an optional tensor is given stands apart from its address, in
 // four bytes instead of 32.
 struct BasicCall {
-  int64_t kv_heads, group, max_q_len;
+  int64_t kv_heads, group, max_q_len, total_q;
   const void* q;
   void* out;
   float* lse;
@@ -19,6 +19,7 @@ struct BasicCall {
   int64_t out_stride_batch, out_stride_token, out_stride_head;
   int64_t lse_stride_batch, lse_stride_head;
   const int32_t* cache_seqlens;
+  const int32_t* cu_seqlens_q;
   float scale;
   bool has_lse, has_sinks, has_k_descale, has_v_descale;
   int64_t window_right;
@@ -42,6 +43,7 @@ PD_FN void copy_basic_fields(To& to, const From& from) {
   to.kv_heads = from.kv_heads;
   to.group = from.group;
   to.max_q_len = from.max_q_len;
+  to.total_q = from.total_q;
   to.q = from.q;
   to.out = from.out;
   to.q_stride_batch = from.q_stride_batch;
@@ -73,6 +75,7 @@ inline BasicCall basic_call(const Problem& p, const Plan& plan) {
   BasicCall call;
   copy_basic_fields(call, p);
   call.cache_seqlens = p.cache_seqlens;
+  call.cu_seqlens_q = p.cu_seqlens_q;
   call.cache.block_table = p.cache.block_table;
   split_optional(p.lse, call.lse, call.has_lse);
   split_optional(p.sinks, call.sinks, call.has_sinks);
@@ -83,10 +86,13 @@ inline BasicCall basic_call(const Problem& p, const Plan& plan) {
 }
 
 // Back to the problem and the plan, in a kernel for caches of `dtype`.
-PD_DEVICE Problem basic_problem(const BasicCall& call, DType dtype, int head_dim) {
+PD_DEVICE Problem basic_problem(const BasicCall& call, DType dtype, int head_dim, bool packed) {
   Problem p = {};
   copy_basic_fields(p, call);
+  p.batch = call.plan.items;  // one item each
+  p.q_heads = p.kv_heads * p.group;
   p.cache_seqlens = {call.cache_seqlens, true};
+  p.cu_seqlens_q = {call.cu_seqlens_q, packed};
   p.cache.block_table = {call.cache.block_table, true};
   p.lse = {call.lse, call.has_lse};
   p.sinks = {call.sinks, call.has_sinks};
@@ -109,6 +115,8 @@ PD_DEVICE Plan basic_plan(const BasicCall& call, int row_shift, int tile_shift, 
   plan.tile_shift = tile_shift;
   plan.partial_quads = head_dim / 4;
   plan.balanced = plan.basic = true;
+  plan.direct_items = plan.items;
+  plan.row_tiles.divisor = 1;
   return plan;
 }
 

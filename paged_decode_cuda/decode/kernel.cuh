@@ -112,6 +112,8 @@ PD_DEVICE void decode(const Problem& p, const Plan& plan) {
       __syncthreads();
       finish_segment<Shape, WarpRows>(p, plan, item, segment, sharing, queues, free_stages, shared_ml, shared_sums);
       __syncthreads();
+    } else {
+      clear_unclaimed(p);  // while the first tiles are on their way
     }
     open = true;
     if (!walker.next(p, plan, dealing, segment, item)) break;
@@ -120,7 +122,6 @@ PD_DEVICE void decode(const Problem& p, const Plan& plan) {
     sharing = share_merge<Shape>(item, segment, dealing);
     tile = segment.tile + warp;
   }
-  clear_unclaimed(p);
 }
 
 template <typename Kv, int kHeadDim, int kRowTiles>
@@ -133,12 +134,13 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWar
   decode<Kv, kHeadDim, kRowTiles>(p, plan);
 }
 
-template <typename Kv, int kHeadDim, int kRowTiles>
+// kPacked: with cu_seqlens_q.
+template <typename Kv, int kHeadDim, int kRowTiles, bool kPacked>
 __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWarps* kWarp, 1)
     basic_decode_kernel(const __grid_constant__ BasicCall call) {
   using Shape = DecodeShape<Kv, kHeadDim, kRowTiles>;
   touch(call);
-  decode<Kv, kHeadDim, kRowTiles>(basic_problem(call, Kv::kDType, kHeadDim),
+  decode<Kv, kHeadDim, kRowTiles>(basic_problem(call, Kv::kDType, kHeadDim, kPacked),
                                   basic_plan(call, Shape::kRowShift, Shape::kTileShift, kHeadDim));
 }
 

@@ -181,7 +181,6 @@ const char* decode_basic_why_not(const Problem& p, const DeviceLimits& limits) {
   const Cache& c = p.cache;
   if (!c.block_table) return "no block_table";
   if (!p.cache_seqlens) return "no cache_seqlens";
-  if (p.cu_seqlens_q) return "cu_seqlens_q";
   if (c.cache_batch_idx) return "cache_batch_idx";
   if (p.cache_leftpad) return "cache_leftpad";
   if (p.append.cu_seqlens_k_new) return "cu_seqlens_k_new";

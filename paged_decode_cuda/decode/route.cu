@@ -10,12 +10,15 @@ namespace {
 
 const void* kernel_of(const Problem& p, const DecodePlan& plan) {
   const int head_dim = plan.instance.head_dim, row_tiles = plan.instance.row_tiles;
+  const DecodeKind kind = !plan.basic      ? DecodeKind::kFull
+                          : p.cu_seqlens_q ? DecodeKind::kBasicPacked
+                                           : DecodeKind::kBasic;
   switch (p.cache.dtype) {
-    case DType::kFloat32: return decode_kernel_fp32(head_dim, row_tiles, plan.basic);
-    case DType::kFloat16: return decode_kernel_fp16(head_dim, row_tiles, plan.basic);
-    case DType::kBFloat16: return decode_kernel_bf16(head_dim, row_tiles, plan.basic);
-    case DType::kFloat8E4M3: return decode_kernel_e4m3(head_dim, row_tiles, plan.basic);
-    default: return decode_kernel_e5m2(head_dim, row_tiles, plan.basic);
+    case DType::kFloat32: return decode_kernel_fp32(head_dim, row_tiles, kind);
+    case DType::kFloat16: return decode_kernel_fp16(head_dim, row_tiles, kind);
+    case DType::kBFloat16: return decode_kernel_bf16(head_dim, row_tiles, kind);
+    case DType::kFloat8E4M3: return decode_kernel_e4m3(head_dim, row_tiles, kind);
+    default: return decode_kernel_e5m2(head_dim, row_tiles, kind);
   }
 }
 
