@@ -191,7 +191,7 @@ def test_where_a_block_has_all_warps(library):
 
     assert [warps(batch) for batch in (16, 17, 49, 50)] == [12, 12, 12, 4]
     assert [warps(batch, kv_bytes=1) for batch in (16, 17)] == [12, 4]
-    assert [warps(batch, q_len=4) for batch in (16, 17)] == [8, 4]
+    assert [warps(batch, q_len=4) for batch in (16, 17, 20, 21)] == [8, 8, 8, 4]
 
 
 def test_sizes_beyond_32_bits_are_refused_or_planned(library):
