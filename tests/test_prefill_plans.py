@@ -320,10 +320,40 @@ def test_prefill_tiles_are_dealt_once(library, seed):
                 leftpad = leftpads[t.b] if leftpads else 0
                 begin, end = visible(row // group, q_lens[t.b], lens[t.b], leftpad, *places)
                 assert begin >= end or (t.key_begin <= begin and end <= t.key_end)
-        # Sixteen classes by length, so a tile is behind others that are shorter by no more than a class, and one tile.
-        counts = [max(0, -(-t.key_end // keys) - t.key_begin // keys) for t in tiles]
         falls = options["window_right"] >= 0 and options["window_left"] < 0 and not options["chunk"]
-        shortest = list(itertools.accumulate(counts, min))
         if falls and not leftpads:
-            behind = [b - a for a, b in zip(shortest, counts[1:])]
-            assert max([0, *behind]) <= max([0, *counts]) / 16 + 1, "a long tile behind a short one"
+            sections = batch <= 32 and all(2 * -(-n * group // rows) * options["kv_heads"] >= 132 for n in q_lens)
+            assert sections or long_ones_first(tiles, keys)
+
+
+def long_ones_first(tiles, keys):
+    """Sixteen classes by length, so a tile is behind others that are shorter by no more than a class, and one tile."""
+    counts = [max(0, -(-t.key_end // keys) - t.key_begin // keys) for t in tiles]
+    behind = [b - a for a, b in zip(itertools.accumulate(counts, min), counts[1:])]
+    return max([0, *behind]) <= max([0, *counts]) / 16 + 1
+
+
+@pytest.mark.parametrize("l2_keys, wanted", [(1, "0|1|2|3"), (8000, "0|12|3"), (14000, "01|23"), (1 << 20, "0123")])
+def test_sections_of_requests(library, l2_keys, wanted):
+    """Where tiles of rows are few for each key, requests come together whose keys L2 holds (twice `l2_keys`)."""
+    lens, q_lens, rows = [2000, 1500, 500, 2000], [900, 800, 420, 950], 128
+
+    def order(q_lens, **options):
+        call, _keep = call_of(lens, q_lens, l2_keys=l2_keys, **({"kv_heads": 8} | options))
+        call.processors = 200
+        wanted = sum(-(-n * 4 // rows) for n in q_lens) * call.kv_heads
+        count, tiles = order_of(library, call, wanted)
+        assert count == wanted
+        return tiles
+
+    tiles = order(q_lens)
+    sections = [list(map(int, section)) for section in wanted.split("|")]
+    place = {b: i for i, section in enumerate(sections) for b in section}
+    assert [place[t.b] for t in tiles] == sorted(place[t.b] for t in tiles)
+    for section in sections:
+        assert long_ones_first([t for t in tiles if t.b in section], 128)
+    # One with fewer tiles than half of the blocks, or with two tiles in a bucket: then all of them together.
+    assert long_ones_first(order([900, 800, 380, 950]), 128)
+    assert long_ones_first(order([900, 800, 420, 1000]), 128)
+    # Requests without a query, at the end too.
+    order([900, 0, 420, 0])

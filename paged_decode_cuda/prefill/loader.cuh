@@ -341,10 +341,9 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
   scheduler.start(p, plan);
   Ring<2> slot;
   Ring<Shape::kQueryStages> queries;
-  int ticket = blockIdx.x, taken = -1;
+  int ticket = blockIdx.x;
   while (true) {
     Work next = {};
-    next.careful = plan.parts > 1;  // a search costs less than blocks of a tile that come apart
     next.exists = scheduler.find(p, plan, ticket, next);
     barrier_wait(shared_address(&control.work_empty[slot.stage]), slot.phase ^ 1);
     const int repeated = Shape::kMovesLate ? slot_to_repeat<Shape>(control, slot, !next.exists) : -1;
@@ -352,6 +351,7 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
     if (lane == 0) {
       if (repeated < 0) {
         control.work[slot.stage] = next;
+        control.work[slot.stage].careful = plan.parts > 1;  // a search costs less than blocks of a tile that come apart
       } else {
         control.work[slot.stage] = control.work[repeated];
         control.work[slot.stage].careful = true;
@@ -373,12 +373,12 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
     queries.advance();
     slot.advance();
     if (repeated >= 0) continue;
-    if (lane == 0) taken = static_cast<int>(take_ticket(plan.tickets));
-    taken = __shfl_sync(~0u, taken, 0);
-    ticket = taken + plan.blocks_in_grid;
+    if (lane == 0) ticket = static_cast<int>(take_ticket(plan.tickets)) + plan.blocks_in_grid;
+    ticket = __shfl_sync(~0u, ticket, 0);
   }
   // As many tickets are taken as there are tiles; without any, nobody takes one.
-  const bool last = scheduler.before == 0 ? blockIdx.x == 0 : taken == scheduler.before - 1;
+  const int all = scheduler.before;
+  const bool last = all == 0 ? blockIdx.x == 0 : ticket == all - 1 + plan.blocks_in_grid;
   if (last && lane == 0) close_tickets(plan.tickets);
 }
 

@@ -3,6 +3,7 @@
 // Tiles are in buckets by the number of their keys, longest first; in a bucket by request, then by sections of
 // kv_heads whose keys L2 can hold, then by row tile (latest first, whose keys are the most), then by kv_head. Nobody
 // makes a list of them: a warp counts the tiles of 32 requests at a time and walks on from where its last one was.
+// Where tiles of rows are few for each key, all this is done for some requests, then for the next ones.
 #pragma once
 
 #include "shape.cuh"
@@ -35,6 +36,11 @@ PD_DEVICE unsigned take_ticket(unsigned long long* tickets) {
   return next_ticket(tickets);
 }
 
+// Keys of a request, new ones included.
+PD_DEVICE int key_count(const Problem& p, const Plan& plan, int b) {
+  return min(max(cached_length(p, b) + new_length(p, b), 0), plan.max_keys);
+}
+
 // Rows [tile * Shape::kRows, ...) of a request.
 template <typename Shape>
 PD_DEVICE Item row_tile_item(const Problem& p, const Plan& plan, int b, int tile) {
@@ -42,7 +48,7 @@ PD_DEVICE Item row_tile_item(const Problem& p, const Plan& plan, int b, int tile
   item.b = b;
   item.q_begin = query_begin(p, b);
   item.q_len = query_length(p, b);
-  item.kv_len = min(max(cached_length(p, b) + new_length(p, b), 0), plan.max_keys);
+  item.kv_len = key_count(p, plan, b);
   item.leftpad = p.cache_leftpad ? p.cache_leftpad[b] : 0;
   item.first_row = tile * Shape::kRows;
   item.rows = max(0, min(Shape::kRows, item.q_len * static_cast<int>(p.group) - item.first_row));
@@ -67,7 +73,6 @@ PD_DEVICE void cut(Item& item, int part, int parts) {
 
 struct RequestTiles {
   int rows;  // row tiles
-  int kv_len;
   int most;  // tiles of keys of the last row tile
 };
 
@@ -76,12 +81,7 @@ PD_DEVICE RequestTiles request_tiles(const Problem& p, const Plan& plan, int b) 
   RequestTiles r;
   const int q_rows = query_length(p, b) * static_cast<int>(p.group);
   r.rows = max(0, (q_rows + Shape::kRows - 1) / Shape::kRows);
-  r.kv_len = 0;
-  r.most = 0;
-  if (r.rows == 0) return r;
-  const Item last = row_tile_item<Shape>(p, plan, b, r.rows - 1);
-  r.kv_len = last.kv_len;
-  r.most = last.tiles;
+  r.most = r.rows == 0 ? 0 : row_tile_item<Shape>(p, plan, b, r.rows - 1).tiles;
   return r;
 }
 
@@ -117,10 +117,31 @@ struct Scheduler {
     int most = 1;
     for (int b = lane; b < p.batch; b += kWarp) most = max(most, request_tiles<Shape>(p, plan, b).most);
     longest = __reduce_max_sync(~0u, most);
-    bucket = kBuckets - 1;
     before = 0;
-    hold(p, plan, 0);
+    open_section(p, plan, 0);
     count(p, plan);
+  }
+
+  // A section is what is walked through from the longest tiles to the shortest: all requests. But where a kv_head has
+  // fewer than two tiles of rows in a bucket, every round of tiles would read all keys from memory. Then a section is
+  // as many requests from this one on as have their keys in L2, if each of them has tiles for half of the blocks. They
+  // may fill it, twice what l2_keys says: with smaller ones blocks wait for each other's keys.
+  template <typename Call>
+  PD_MEMBER void open_section(const Problem& p, const Call& plan, int request) {
+    hold(p, plan, request);
+    bucket = kBuckets - 1;
+    const int lane = threadIdx.x % kWarp;
+    const int tiles = own.rows * static_cast<int>(p.kv_heads) * plan.parts;
+    const bool exists = first + lane < p.batch, suits = own.rows < 2 * kBuckets && 2 * tiles >= plan.blocks_in_grid;
+    if (p.batch > kWarp || __ballot_sync(~0u, exists && !suits)) return;
+    const int most_keys = 2 * plan.l2_keys / static_cast<int>(p.kv_heads);
+    int keys = exists ? min(key_count(p, plan, first + lane), most_keys + 1) : 0;
+#pragma unroll
+    for (int step = 1; step < kWarp; step *= 2) {
+      const int other = __shfl_up_sync(~0u, keys, step);
+      if (lane >= step) keys += other;
+    }
+    if (lane > 0 && keys > most_keys) own = {};
   }
 
   // Looks at the chunk of requests that begins with this one.
@@ -154,20 +175,24 @@ struct Scheduler {
       before += __shfl_sync(~0u, ends, kWarp - 1);
       const bool through = first + kWarp >= p.batch;
       if (through && bucket == 0) {
-        ends = 0;
-        return false;
+        const int next = first + kWarp - __clz(__ballot_sync(~0u, own.rows > 0));
+        if (p.batch > kWarp || next == first || next >= p.batch) {
+          ends = 0;
+          return false;
+        }
+        open_section(p, plan, next);
+      } else {
+        if (p.batch > kWarp) hold(p, plan, through ? 0 : first + kWarp);
+        if (through) --bucket;
       }
-      if (p.batch > kWarp) hold(p, plan, through ? 0 : first + kWarp);
-      if (through) --bucket;
       count(p, plan);
     }
     const int owner = __popc(__ballot_sync(~0u, before + ends <= index));
     const int rows = __shfl_sync(~0u, own_rows(p), owner);
     const int below = __shfl_sync(~0u, tiles_below<Shape>(p, own, longest, bucket), owner);
-    const int kv_len = __shfl_sync(~0u, own.kv_len, owner);
     const int heads = static_cast<int>(p.kv_heads) * plan.parts;  // a head's parts are neighbours
     int place = index - (before + __shfl_sync(~0u, ends, owner) - rows * heads);
-    const int together = min(heads, max(1, plan.l2_keys / max(kv_len, 1)) * plan.parts);
+    const int together = min(heads, max(1, plan.l2_keys / max(key_count(p, plan, first + owner), 1)) * plan.parts);
     const int section = place / (together * rows);
     place -= section * together * rows;
     const int in_section = min(together, heads - section * together);

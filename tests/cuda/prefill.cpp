@@ -12,7 +12,8 @@ extern "C" {
 // Fields are given by name from Python, all of 64 bits. An address of 0 leaves a tensor out.
 struct PrefillCase {
   int64_t capability, processors, shared_per_block, shared_per_processor;
-  int64_t batch, kv_heads, group, head_dim, head_dim_v, q_bytes, kv_bytes, total_q, max_q_len, page_size, paged, qv;
+  int64_t batch, kv_heads, group, head_dim, head_dim_v, q_bytes, kv_bytes, total_q, max_q_len;
+  int64_t page_size, paged, qv;
   int64_t window_left, window_right, chunk, softcap, num_splits, deterministic, l2_keys, parts;
   int64_t cu_seqlens_q, cache_seqlens, leftpad;
 };
@@ -114,6 +115,7 @@ int64_t prefill_order(const PrefillCase* call, Tile* tiles, int64_t most) {
   plan_tables(p, 0, plan);
   plan.l2_keys = static_cast<int32_t>(call->l2_keys);
   plan.parts = static_cast<int32_t>(call->parts);
+  plan.blocks_in_grid = static_cast<int32_t>(call->processors);
   int64_t count = 0;
   run(0, [&] {
     Scheduler<Shape> scheduler;

@@ -16,7 +16,8 @@ SOURCES = (
 CALL = [
     *("capability", "processors", "shared_per_block", "shared_per_processor"),
     *("batch", "kv_heads", "group", "head_dim", "head_dim_v", "q_bytes", "kv_bytes", "total_q", "max_q_len"),
-    *("page_size", "paged", "qv", "window_left", "window_right", "chunk", "softcap", "num_splits", "deterministic"),
+    *("page_size", "paged", "qv"),
+    *("window_left", "window_right", "chunk", "softcap", "num_splits", "deterministic"),
     *("l2_keys", "parts", "cu_seqlens_q", "cache_seqlens", "leftpad"),
 ]
 NUMBERS = ["rows", "keys", "threads", "shared_bytes", "all_scores", "box_rows", "items", "blocks", "l2_keys", "parts"]
@@ -46,7 +47,7 @@ def header():
             "namespace paged_attn {",
             part_of("prefill/shape.cuh", "// What the kernel reads beside the problem.", "// Barriers and messages"),
             part_of(schedule, "constexpr int kBuckets", "// The word that is counted up"),
-            part_of(schedule, "// Rows [tile * Shape::kRows", "PD_DEVICE void close_tickets"),
+            part_of(schedule, "// Keys of a request, new", "PD_DEVICE void close_tickets"),
             part_of(schedule, "// Walks through all tiles in their order.", "}  // namespace paged_attn"),
             "}  // namespace paged_attn\n",
         ]
