@@ -238,6 +238,33 @@ def test_tall_tiles(paged_attn, device, long_route, feature):
     assert long_route != "prefill" or explained.plan["rows_per_tile"] == 256
 
 
+SHORT = {
+    "plain": {},
+    "fp16": {"dtype": "float16"},
+    "packed": {"varlen_q": True, "batch": 40},
+    "window": {"window": (60, -1)},
+    "more_q_than_keys": {"q_len": 400, "kv_len": 150},
+    "leftpad": {"leftpad": True},
+    "sink": {"sink": "float32"},
+    "scores_grow": {"scale": 3.0},
+    "scores_grow_fp16": {"scale": 3.0, "dtype": "float16", "page_size": 1},
+    "scores_grow_more": {"scale": 30.0, "window": (100, -1)},
+    "page_1": {"page_size": 1},
+    "page_8": {"page_size": 8},
+    "contiguous": {"page_size": 0},
+    "mha": {"q_heads": 4, "q_len": 400, "kv_len": 400, "batch": 40},
+    "dim_104": {"head_dim": 104},
+}
+
+
+@pytest.mark.parametrize("feature", SHORT)
+def test_short_prompts(paged_attn, device, long_route, feature):
+    """Three tiles of rows for every multiprocessor, and no keys before the prompts: tiles of 192 rows."""
+    case = dataclasses.replace(BASE, batch=20, q_len=300, kv_len=300)
+    explained = on_the_route(paged_attn, dataclasses.replace(case, **SHORT[feature]), device, long_route)
+    assert long_route != "prefill" or explained.plan["rows_per_tile"] == 192
+
+
 PARTS = {
     "chosen": {"batch": 1},
     "chosen_packed": {"batch": 2, "varlen_q": True, "lens": (5000, 1300)},

@@ -24,7 +24,7 @@ def library(tmp_path_factory):
 
 class Prompt(Case):
     DIMS, KEYS, VALUES = 256, slice(0, 128), slice(128, 256)
-    NUMBERS = ("blocks", "box_rows", "parts")
+    NUMBERS = ("blocks", "box_rows", "parts", "rows")
 
 
 CASES = {
@@ -126,6 +126,28 @@ def test_attends_with_three_consumers(library, name):
 def test_three_consumers_where_scores_grow(library, scale):
     case = ThreeConsumers(lens=[500], q_lens=100, q_heads=4, page_size=16, scale=scale, deterministic=1)
     case.run(library)
+    case.judge()
+
+
+SHORT_PROMPTS = {
+    "even": {"lens": [230, 230]},
+    "uneven": {"lens": [200, 250, 0, 70]},
+    "page_1": {"lens": [130, 250], "page_size": 1},
+    "page_8": {"lens": [250, 200], "page_size": 8},
+    "window": {"lens": [250, 250], "page_size": 16, "window": (60, 0)},
+    "sinks": {"lens": [250, 230], "sinks": True},
+    "leftpad": {"lens": [250, 240], "page_size": 16, "leftpads": [37, 0]},
+    "scores_grow": {"lens": [250, 230], "page_size": 16, "scale": 3.0},
+    "scores_grow_more": {"lens": [250, 230], "page_size": 16, "scale": 30.0},
+}
+
+
+@pytest.mark.parametrize("name", SHORT_PROMPTS)
+def test_attends_to_short_prompts(library, name):
+    """head_dim 128 without keys before the prompts: tiles of 192 rows and 64 keys, three for every multiprocessor."""
+    options = SHORT_PROMPTS[name]
+    case = Prompt(q_heads=4, q_lens=options["lens"], processors=2, **options)
+    assert case.run(library).rows == 192
     case.judge()
 
 

@@ -15,6 +15,7 @@ constexpr int64_t kPartKeys = 512;  // fewer are not worth a part
 constexpr int64_t kMostParts = 32;  // that are chosen
 constexpr int64_t kPartTiles = 4;   // times the multiprocessors: tiles of rows whose parts there is memory for
 constexpr int64_t kMostE4m3Dims = 128;
+constexpr int64_t kKeysOfShortPrompts = 4096, kTilesOfShortPrompts = 3;
 constexpr int64_t kFewWidenedRows = 32;  // take less time in the decode kernel where they leave multiprocessors idle
 
 // Keys that a tile of rows may see.
@@ -48,9 +49,19 @@ bool fewer_rounds(const Problem& p, int tall, int other, int processors) {
   return time(tall) * 100 < time(other) * 106;
 }
 
+// Whether rows see few keys, most of them at their edge: prompts without much before them. There smaller tiles of keys
+// save more than a third consumer costs. Tiles of rows then differ in length, so there must be several for each block.
+bool short_prompts(const Problem& p, int64_t tiles, int processors) {
+  if (p.window_right != 0 || tiles < kTilesOfShortPrompts * processors) return false;
+  const bool alone = p.cache.cu_seqlens_k && p.total_q == p.cache.page_size;
+  const int64_t queries = longest_query(p), keys = alone ? queries : capacity_of(p);
+  return keys <= kKeysOfShortPrompts && 4 * queries >= 3 * keys;
+}
+
 // An 8-bit cache has instances of its own: one for products of 8 bits, one that widens it. Tall tiles of rows are
 // faster where every multiprocessor has one that is more than half full; where results must not depend on the other
-// requests, neither may the tiles. Products of 8 bits above head_dim 64 ask for rounds enough, too.
+// requests, neither may the tiles. Products of 8 bits above head_dim 64 ask for rounds enough, too, and those of 16
+// bits at head_dim 128 for short prompts.
 PrefillInstance instance_for(const Problem& p, int processors) {
   if (widens(p)) return find_prefill_narrow_instance(p.head_dim, p.head_dim_v);
   const auto find = in_8_bits(p) ? find_prefill_e4m3_instance : find_prefill_instance;
@@ -59,6 +70,10 @@ PrefillInstance instance_for(const Problem& p, int processors) {
   const bool many = 2 * p.max_q_len * p.group > tall.rows && most_tiles(p, tall.rows) >= processors;
   if (in_8_bits(p) && tall.head_dim > TallPrefillE4m3Sizes64::kDim)
     return many && !p.deterministic && fewer_rounds(p, tall.rows, other.rows, processors) ? tall : other;
+  if (tall.head_dim == TallPrefillSizes128::kDim) {
+    const bool shorter = short_prompts(p, most_tiles(p, tall.rows), processors);
+    return many && !p.deterministic && shorter ? tall : other;
+  }
   return many || p.deterministic ? tall : other;
 }
 

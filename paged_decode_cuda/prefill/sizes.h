@@ -30,8 +30,9 @@ struct PrefillSizes {
   // A consumer issues the scores of the next tile beside the product of this one's weights. Four have no registers for
   // that: they fill each other's waits.
   static constexpr bool kOverlaps = kConsumers < 4;
-  static constexpr int kKeyStages = !kOverlaps ? 6 : kDim > 128 ? 2 : 3;
-  static constexpr int kValueStages = !kOverlaps ? 6 : kDim > 64 ? 2 : 3;
+  static constexpr bool kShortTiles = kConsumers == 3 && kKeys == 64;  // of keys, so there is room for more of them
+  static constexpr int kKeyStages = !kOverlaps ? 6 : kShortTiles ? 4 : kDim > 128 ? 2 : 3;
+  static constexpr int kValueStages = !kOverlaps ? 6 : kShortTiles ? 4 : kDim > 64 ? 2 : 3;
   static constexpr int kQueryStages = kDim > 128 ? 1 : 2;  // the next rows are there before the last ones are done
 
   static constexpr int kTransposedStages = 0;                    // values are used as they are copied
@@ -43,8 +44,12 @@ struct PrefillSizes {
 
   // Registers of a thread; three warpgroups together have 504, four of them 512, five 480. The director has those of a
   // producer.
-  static constexpr int kProducerRegisters = !kOverlaps ? 64 : kOwnDirector ? 48 : 56;
-  static constexpr int kConsumerRegisters = !kOverlaps ? 104 : kConsumers == 3 ? 152 : kOwnDirector ? 208 : 224;
+  static constexpr int kProducerRegisters = !kOverlaps ? 64 : kOwnDirector ? 48 : kShortTiles ? 80 : 56;
+  static constexpr int kConsumerRegisters = !kOverlaps        ? 104
+                                            : kShortTiles     ? 144
+                                            : kConsumers == 3 ? 152
+                                            : kOwnDirector    ? 208
+                                                              : 224;
 
   static constexpr int kQueryBytes = kRows * kColumns * kRowBytes;
   static constexpr int kKeyBytes = kKeys * kColumns * kRowBytes, kValueBytes = kKeys * kColumnsV * kRowBytes;
@@ -71,6 +76,7 @@ using TallPrefillSizes64 = PrefillSizes<64, 64, 64, 4>;  // where there are rows
 using PrefillSizes96 = PrefillSizes<96, 96, 128>;
 using TallPrefillSizes96 = PrefillSizes<96, 96, 96, 3>;
 using PrefillSizes128 = PrefillSizes<128, 128, 128>;
+using TallPrefillSizes128 = PrefillSizes<128, 128, 64, 3>;  // for short prompts
 using PrefillSizes192 = PrefillSizes<192, 128, 128>;
 using PrefillSizes256 = PrefillSizes<256, 256, 64>;
 
@@ -81,6 +87,7 @@ inline PrefillInstance find_prefill_instance(int64_t head_dim, int64_t head_dim_
   if (larger <= 64) return prefill_instance<PrefillSizes64>();
   if (larger <= 96 && tall) return prefill_instance<TallPrefillSizes96>();
   if (larger <= 96) return prefill_instance<PrefillSizes96>();
+  if (larger <= 128 && tall) return prefill_instance<TallPrefillSizes128>();
   if (larger <= 128) return prefill_instance<PrefillSizes128>();
   if (head_dim <= 192 && head_dim_v <= 128) return prefill_instance<PrefillSizes192>();
   return prefill_instance<PrefillSizes256>();

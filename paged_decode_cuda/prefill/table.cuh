@@ -18,6 +18,8 @@ const void* find_prefill_kernel(const PrefillInstance& instance, bool all_scores
   // No tall tiles with softcap or ALiBi: a thread has no registers for them.
   if (instance.rows == TallPrefillSizes64::kRows)
     return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<Type, TallPrefillSizes64>, false>);
+  if (instance.rows == TallPrefillSizes128::kRows && instance.head_dim == TallPrefillSizes128::kDim)
+    return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<Type, TallPrefillSizes128>, false>);
   if (instance.rows == TallPrefillSizes96::kRows)
     return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<Type, TallPrefillSizes96>, false>);
   switch (instance.head_dim) {

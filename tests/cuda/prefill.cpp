@@ -13,7 +13,7 @@ extern "C" {
 struct PrefillCase {
   int64_t capability, processors, shared_per_block, shared_per_processor;
   int64_t batch, kv_heads, group, head_dim, head_dim_v, q_bytes, kv_bytes, total_q, max_q_len;
-  int64_t page_size, paged, qv;
+  int64_t page_size, paged, packed, qv;
   int64_t window_left, window_right, chunk, softcap, num_splits, deterministic, l2_keys, parts;
   int64_t cu_seqlens_q, cache_seqlens, leftpad;
 };
@@ -65,6 +65,7 @@ static Problem problem_of(const PrefillCase& call) {
   c.k_stride_page = call.page_size * c.k_stride_slot;
   c.v_stride_page = call.page_size * c.v_stride_slot;
   if (call.paged) c.block_table = {nullptr, true};
+  if (call.packed) c.cu_seqlens_k = {nullptr, true};
   c.block_table_stride = 1;
   p.seqlen_k = call.page_size;
   p.window_left = call.window_left;

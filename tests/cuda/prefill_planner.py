@@ -16,7 +16,7 @@ SOURCES = (
 CALL = [
     *("capability", "processors", "shared_per_block", "shared_per_processor"),
     *("batch", "kv_heads", "group", "head_dim", "head_dim_v", "q_bytes", "kv_bytes", "total_q", "max_q_len"),
-    *("page_size", "paged", "qv"),
+    *("page_size", "paged", "packed", "qv"),
     *("window_left", "window_right", "chunk", "softcap", "num_splits", "deterministic"),
     *("l2_keys", "parts", "cu_seqlens_q", "cache_seqlens", "leftpad"),
 ]

@@ -1,5 +1,5 @@
-// One call of the route prefill on the host, of bf16 and head_dim 64 or 96 (tall tiles), 128 or 256, of e4m3 and 128,
-// or of an 8-bit cache that is widened and 128 or 256. tests/test_prefill_host.py calls it.
+// One call of the route prefill on the host, of bf16 and head_dim 64 or 96 (tall tiles), 128 (both) or 256, of e4m3 and
+// 128, or of an 8-bit cache that is widened and 128 or 256. tests/test_prefill_host.py calls it.
 #include "call.h"
 #include "prefill/e4m3_sizes.h"
 #include "prefill/instances.h"
@@ -17,6 +17,7 @@ const void* bf16_kernel() {
 const void* prefill_kernel_bf16(const PrefillInstance& instance, bool) {
   if (instance.head_dim == 64 && instance.rows == 256) return bf16_kernel<TallPrefillSizes64>();
   if (instance.head_dim == 96 && instance.rows == 192) return bf16_kernel<TallPrefillSizes96>();
+  if (instance.head_dim == 128 && instance.rows == 192) return bf16_kernel<TallPrefillSizes128>();
   if (instance.head_dim == 128) return bf16_kernel<PrefillSizes128>();
   if (instance.head_dim == 256) return bf16_kernel<PrefillSizes256>();
   fail("no such instance of bf16");
@@ -48,14 +49,14 @@ using namespace paged_attn;
 extern "C" {
 
 struct PlanNumbers {
-  int64_t blocks, box_rows, parts;
+  int64_t blocks, box_rows, parts, rows;
 };
 
 const char* attend(const Call* call, PlanNumbers* numbers) {
   const Problem p = problem_of(*call);
   const Context context = {{static_cast<int>(call->processors), 232448, 233472, 90}};
   const PrefillPlan plan = plan_prefill(p, context.limits);
-  *numbers = {plan.blocks, plan.box_rows, plan.parts};
+  *numbers = {plan.blocks, plan.box_rows, plan.parts, plan.instance.rows};
   machine.dice.seed(static_cast<unsigned>(call->seed));
   launch_prefill(p, plan, context);
   return "";
