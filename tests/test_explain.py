@@ -83,8 +83,8 @@ class TestCpu:
         """Decode with a group takes the matrix unit where keys and values lie, unless there are hardly any keys."""
         if paged_attn.cpu_isa() != "avx512_amx":
             pytest.skip("this processor has no AMX")
-        decode = Case(dtype="bfloat16", q_heads=8, kv_heads=2, head_dim=128)
-        long, short = (explain(paged_attn, cases.build(replace(decode, kv_len=n))) for n in (32, 31))
+        decode = Case(batch=1, dtype="bfloat16", q_heads=8, kv_heads=2, head_dim=128)
+        long, short = (explain(paged_attn, cases.build(replace(decode, lens=(n,)))) for n in (32, 31))
         assert long.route == "tiles_in_place_bf16" and "tiles_bf16" in long.why_not
         assert short.route == "in_place_f32"
         assert "at least 32 keys, got 4 rows and 31 keys" in short.why_not["tiles_in_place_bf16"]
