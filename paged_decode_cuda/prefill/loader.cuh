@@ -351,7 +351,7 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
     if (lane == 0) {
       if (repeated < 0) {
         control.work[slot.stage] = next;
-        control.work[slot.stage].careful = plan.parts > 1;  // a search costs less than blocks of a tile that come apart
+        control.work[slot.stage].careful = plan.parts > 1;  // the search fills waits that are there alone
       } else {
         control.work[slot.stage] = control.work[repeated];
         control.work[slot.stage].careful = true;
