@@ -64,9 +64,10 @@ constexpr int64_t kMaxSplitsPerThread = 4;  // of one item
 constexpr int64_t kItemsPerThread = 4;
 constexpr int64_t kFewestItemRows = 128;
 
-// Multiply-adds that a thread takes about as long for as to be woken and waited for. What a row costs beside its keys
-// counts as kRowKeys of them.
-constexpr int64_t kThreadWork = int64_t(1) << 18;
+// Multiply-adds of a call that is worth waking threads for; and of each thread that takes part, with as many for the
+// wait until all are there. What a row costs beside its keys counts as kRowKeys of them.
+constexpr int64_t kTeamWork = int64_t(1) << 19;
+constexpr int64_t kThreadWork = int64_t(1) << 17;
 constexpr int64_t kRowKeys = 16;
 
 // An item of rows with the way its keys are split.
@@ -143,12 +144,12 @@ int64_t cached_bytes(const Problem& p) {
 // How many of the threads that there are pay.
 int64_t useful_threads(const Problem& p, int64_t threads) {
   int64_t work = 0;
-  for (int64_t b = 0; b < p.batch && work < threads * kThreadWork; ++b) {
+  for (int64_t b = 0; b < p.batch && work < kTeamWork + threads * kThreadWork; ++b) {
     const Request r = request_of(p, b);
     const KvRange keys = keys_of_tokens(p, r, 0, r.q_len);
     work += (keys.end - keys.begin + kRowKeys) * r.q_len * p.q_heads * (p.head_dim + p.head_dim_v);
   }
-  return pd_max(1, pd_min(threads, work / kThreadWork));
+  return work < kTeamWork ? 1 : pd_min(threads, work / kThreadWork - 1);
 }
 
 // How a call is cut whose keys the caches may hold: into items of `heads` kv_heads, in splits or whole.

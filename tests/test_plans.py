@@ -145,7 +145,7 @@ def test_cpu_short_calls_take_few_threads(native):
         call = {"cache_seqlens": [keys], "page_size": 65536, "group": 4, "kv_heads": 8, "head_dim": 128}
         assert native.cpu.plan(call, 1)["threads"] == 1
         taken.append(native.cpu.plan(call, 32)["threads"])
-    assert taken == sorted(taken) and taken[:2] == [1, 1] and taken[2] == 2 and taken[-1] == 32
+    assert taken == sorted(taken) and taken[:2] == [1, 1] and taken[2] == 4 and taken[-1] == 32
     many = {"batch": 64, "cache_seqlens": [1] * 64, "page_size": 1, "group": 4, "kv_heads": 8, "head_dim": 128}
     assert native.cpu.plan(many, 32)["threads"] > 8, "rows of few keys count too"
 
