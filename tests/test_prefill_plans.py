@@ -102,7 +102,7 @@ def test_prefill_plans(library, head_dim, head_dim_v):
             wide = max(head_dim, head_dim_v) > 128 and (head_dim, head_dim_v) != (192, 128)
             assert n.rows == 128 and n.shared_bytes <= 232448 and n.threads == (384 if wide else 512)
             assert n.keys % max(1, n.box_rows) == 0 and page_size % max(1, n.box_rows) == 0 and n.box_rows % 8 == 0
-            assert (n.box_rows > 0) == (page_size % (8 if wide or max(head_dim, head_dim_v) <= 64 else 16) == 0)
+            assert (n.box_rows > 0) == (page_size % 8 == 0)
             tiles = len(PROMPTS) * -(-q_len * 4 // 128) * kv_heads
             assert n.items * kv_heads == tiles and n.blocks == min(tiles * n.parts, 132)
             assert n.l2_keys * (head_dim + head_dim_v) * 2 <= 24 << 20

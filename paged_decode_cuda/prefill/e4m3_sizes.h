@@ -20,7 +20,6 @@ struct PrefillE4m3Sizes {
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
   static constexpr bool kOwnDirector = false;  // no warpgroup is left for it
   static constexpr int kGatherers = 2;         // warps that copy where pages hold no box
-  static constexpr int kLeastBoxRows = kSwizzledRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroup / 32;
   static constexpr bool kNarrow = false;  // it is, but nothing is widened
   static constexpr int kKeyStages = 3, kValueStages = 2, kTransposedStages = 3;

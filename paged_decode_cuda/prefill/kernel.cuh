@@ -248,14 +248,17 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   __shared__ PrefillControl<Shape> control;
   const uint32_t shared = (shared_address(raw) + kBlockBytes - 1) & ~(kBlockBytes - 1u);
   const bool gathers = plan.box_rows == 0;
+  // Warps that ask for the boxes of a tile, and warps that copy an edge of values in pieces.
+  constexpr int kEdgeCopiers = Shape::kOwnDirector && Shape::kColumns > 1 ? 2 : 1;
+  const int askers = plan.box_rows < kLargeBoxRows ? kEdgeCopiers : 1;
   constexpr bool kTransposes = Shape::kTransposedStages > 0;
   if (threadIdx.x == 0) {
-    int key_copiers = gathers ? Shape::kGatherers * kWarp : 1;
-    int value_copiers = !gathers && kTransposes ? kWarp : key_copiers;
-    int loaders = (gathers ? Shape::kGatherers : 2) + kTransposes;
+    int key_copiers = gathers ? Shape::kGatherers * kWarp : askers;
+    int value_copiers = gathers ? key_copiers : kTransposes ? kWarp : kEdgeCopiers;
+    int producers = (gathers ? Shape::kGatherers : askers + kEdgeCopiers) + kTransposes;
     if constexpr (Shape::kNarrow) {
       key_copiers = value_copiers = Shape::kKeys;  // the lanes of a warp arrive for its 32 rows
-      loaders = Shape::kWideners;
+      producers = Shape::kWideners;
     }
     for (int i = 0; i < Shape::kKeyStages; ++i) {
       barrier_init(shared_address(&control.keys_full[i]), key_copiers);
@@ -274,7 +277,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     for (int i = 0; i < 2; ++i) {
       control.again[i] = false;
       barrier_init(shared_address(&control.work_full[i]), 1);
-      barrier_init(shared_address(&control.work_empty[i]), (Shape::kConsumerWarps + loaders) * kWarp);
+      barrier_init(shared_address(&control.work_empty[i]), (Shape::kConsumerWarps + producers) * kWarp);
     }
     for (int i = 0; i < Shape::kQueryStages; ++i) {
       barrier_init(shared_address(&control.queries_full[i]), 1);
@@ -298,10 +301,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     } else if (gathers) {
       Gatherer<Shape> gatherer;
       gatherer.run(p, plan, control, shared, warp);
-    } else if (warp == 0) {
-      TileLoader<Shape, false>::run(p, plan, control, shared);
-    } else if (warp == 1) {
-      TileLoader<Shape, true>::run(p, plan, control, shared);
+    } else if (warp < askers) {
+      TileLoader<Shape, false>::run(p, plan, control, shared, warp, askers, askers);
+    } else if (warp < askers + kEdgeCopiers) {
+      TileLoader<Shape, true>::run(p, plan, control, shared, warp - askers, kEdgeCopiers, askers);
     }
   } else if (Shape::kOwnDirector && threadIdx.x >= (1 + Shape::kConsumers) * kWarpgroup) {
     give_registers<Shape::kProducerRegisters>();

@@ -1,5 +1,5 @@
-// The producer warps: one copies keys into shared memory, one values. Where pages hold no box, all gather keys and
-// values. The director finds out what is to be done and copies queries.
+// The producer warps: one or two copy keys into shared memory, as many or more copy values. Where pages hold no box,
+// all gather keys and values. The director finds out what is to be done and copies queries.
 //
 // Where a page holds whole boxes, keys come in bulk copies, and so does a tile of values that is seen entirely: a
 // masked score hides what a key that nobody sees holds, but a weight of 0 does not hide a value. Else 8 lanes copy 128
@@ -12,7 +12,7 @@
 
 namespace paged_attn {
 
-// Copies tile after tile of keys or of values, one warp.
+// Copies tile after tile of keys or of values, by one warp or two.
 template <typename Shape, bool kValues>
 struct TileLoader {
   static constexpr int kKeys = Shape::kKeys, kColumns = kValues ? Shape::kColumnsV : Shape::kColumns;
@@ -50,21 +50,15 @@ struct TileLoader {
                    : place.x * plan.k_page_pieces + place.y * plan.k_slot_pieces + head * plan.k_head_pieces;
   }
 
-  // Box `i` of a tile: all columns of its rows one after the other, as they lie side by side in memory.
-  static PD_MEMBER void copy_own_box(const PrefillCall& plan, uint32_t stage, uint32_t arrived, uint32_t i, int head,
-                                     int2 place) {
-    const uint32_t column = i % kColumns, row = i / kColumns * plan.box_rows;
-    copy_box(stage + (column * kKeys + row) * kRowBytes, kValues ? plan.values : plan.keys, arrived,
-             column * Shape::kColumnDims, place.y, head, place.x, plan.copy_policy);
-  }
-
-  static PD_MEMBER void run(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control,
-                            uint32_t shared) {
+  // `loader`: which of the warps this is. Boxes of a tile go from row to row, all columns of a row one after the other,
+  // as they lie side by side in memory. A lane asks for one, and `askers` warps take turns at them. `loaders` warps
+  // share the rows of a tile that comes in pieces.
+  static PD_MEMBER void run(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control, uint32_t shared,
+                            int loader, int loaders, int askers) {
     const int lane = threadIdx.x % kWarp;
     const uint32_t full = shared_address(kValues ? control.values_full : control.keys_full);
     const uint32_t empty = shared_address(kValues ? control.values_empty : control.keys_empty);
     const uint32_t stages = shared + (kValues ? Shape::kValuesAt : Shape::kKeysAt);
-    const uint32_t own_row = lane / kColumns * plan.box_rows;
     Ring<kValues ? Shape::kValueStages : Shape::kKeyStages> ring;
     Ring<2> slot;
     while (true) {
@@ -83,27 +77,27 @@ struct TileLoader {
         const int key = tile * kKeys;
         const uint32_t stage = stages + ring.stage * kBytes, arrived = full + ring.stage * 8;
         const bool inside = key >= places.key_begin && key + kKeys <= places.key_end;
-        const bool bulk = plan.box_rows > 0 && (inside || !kValues);
+        const bool bulk = inside || !kValues;
         // Of the box of this lane, looked up while the stage is not yet free.
+        const uint32_t box = this_thread() % kWarp * askers + loader, row = box / kColumns * plan.box_rows;
         int2 place = make_int2(-1, 0);
-        if (bulk) place = places.find_box(p, plan, key + own_row % kKeys, plan.box_rows);
+        if (bulk && loader < askers) place = places.find_box(p, plan, key + row % kKeys, plan.box_rows);
         barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
         if (bulk) {
           // Bytes may come before they are expected: the phase does not end without this arrival.
           if (lane == 0) {
-            barrier_arrive_expecting(arrived, kBytes);
+            barrier_arrive_expecting(arrived, loader < askers ? kBytes / askers : 0);
           } else if (kAllArrive) {
             barrier_arrive(arrived);
           }
-          if (own_row < kKeys) copy_own_box(plan, stage, arrived, lane, head, place);
-#pragma unroll 1
-          for (uint32_t i = lane + kWarp; i / kColumns * plan.box_rows < kKeys; i += kWarp) {
-            copy_own_box(plan, stage, arrived, i, head,
-                         places.find_box(p, plan, key + i / kColumns * plan.box_rows, plan.box_rows));
+          if (row < kKeys && loader < askers) {
+            const uint32_t column = box % kColumns;
+            copy_box(stage + (column * kKeys + row) * kRowBytes, kValues ? plan.values : plan.keys, arrived,
+                     column * Shape::kColumnDims, place.y, head, place.x, plan.copy_policy);
           }
         } else {
 #pragma unroll 1
-          for (int i = 0; i < kKeys; i += kWarp)
+          for (int i = loader * kWarp; i < kKeys; i += loaders * kWarp)
             copy_rows(p, stage + i * kRowBytes, min(kWarp, kKeys - i), place_of(plan, places, p, key + i + lane, head));
           arrive_after_copies<kAllArrive>(arrived);
         }
@@ -194,19 +188,18 @@ struct Gatherer {
     const char* first = static_cast<const char*>(kValues ? p.cache.v : p.cache.k) + piece * 16;
     settle(first);
     if (places.whole) {
-      const char* source[kRuns];
+      uint32_t found[kRuns];
 #pragma unroll
-      for (int run = 0; run < kRuns; ++run) {
-        source[run] = first + static_cast<uint64_t>(place_of(places, kValues, run)) * 16;
-        settle(source[run]);
-      }
+      for (int run = 0; run < kRuns; ++run) found[run] = place_of(places, kValues, run);
+      settle(found);
       barrier_wait(empty, phase);
 #pragma unroll
       for (int run = 0; run < kRuns; ++run) {
         if (!has(run)) break;
+        const char* const source = first + static_cast<uint64_t>(found[run]) * 16;
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
-          copy_piece(target_of(stage, run) + c * kKeys * kRowBytes, source[run] + c * kRowBytes,
+          copy_piece(target_of(stage, run) + c * kKeys * kRowBytes, source + c * kRowBytes,
                      c * Shape::kColumnDims < kDims - piece * kPieceDims);
         }
       }

@@ -121,7 +121,7 @@ PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere. A box begins
   // where the swizzle does.
   const int64_t rows = c.block_table ? std::gcd(plan.instance.keys, c.page_size) : plan.instance.keys;
-  const bool bulk = rows >= plan.instance.least_box_rows && !plan.widens;
+  const bool bulk = rows >= kSwizzledRows && !plan.widens;
   plan.box_rows = bulk ? static_cast<int32_t>(rows) : 0;
   return plan;
 }

@@ -10,6 +10,7 @@ constexpr int kColumn = 64;        // 16-bit values of a row in one column of sh
 constexpr int kRowBytes = 128;     // of it
 constexpr int kBlockBytes = 1024;  // 8 such rows, the unit of the swizzle
 constexpr int kSwizzledRows = kBlockBytes / kRowBytes;
+constexpr int kLargeBoxRows = 16;  // one warp asks for all boxes of a tile of keys in time, and one for values
 
 // kDim_, kDimV_: head_dim and head_dim_v rounded up to what is compiled. kKeys_: keys of a tile.
 template <int kDim_, int kDimV_, int kKeys_, int kConsumers_ = 2>
@@ -24,8 +25,6 @@ struct PrefillSizes {
   static constexpr bool kOwnDirector = kDimV <= 128 && kConsumers == 2;
   static constexpr int kThreads = (1 + kConsumers + kOwnDirector) * kWarpgroup;
   static constexpr int kGatherers = 3 + kOwnDirector;  // warps that copy where pages hold no box
-  // Where there are four and rows are long, smaller boxes take longer than gathering.
-  static constexpr int kLeastBoxRows = kOwnDirector && kDim > 64 ? 16 : kSwizzledRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroup / 32;
   // A consumer issues the scores of the next tile beside the product of this one's weights. Four have no registers for
   // that: they fill each other's waits.
@@ -62,13 +61,12 @@ struct PrefillSizes {
 // The same as numbers.
 struct PrefillInstance {
   int head_dim, head_dim_v;  // which it is
-  int rows, keys, threads, shared_bytes, least_box_rows;
+  int rows, keys, threads, shared_bytes;
 };
 
 template <typename Sizes>
 constexpr PrefillInstance prefill_instance() {
-  return {Sizes::kDim,     Sizes::kDimV,        Sizes::kRows,        Sizes::kKeys,
-          Sizes::kThreads, Sizes::kSharedBytes, Sizes::kLeastBoxRows};
+  return {Sizes::kDim, Sizes::kDimV, Sizes::kRows, Sizes::kKeys, Sizes::kThreads, Sizes::kSharedBytes};
 }
 
 using PrefillSizes64 = PrefillSizes<64, 64, 128>;
