@@ -20,13 +20,19 @@ struct PrefillNarrowSizes : Sizes {
   static constexpr int kProducerRegisters = kFourWarpgroups ? 64 : 72;
   static constexpr int kConsumerRegisters = kFourWarpgroups ? 192 : 216;
 
+  // Three stages of values, so that wideners need not wait for consumers. One of queries and two of keys make room.
+  static constexpr bool kMoreValues = Sizes::kDim > 64 && Sizes::kDim <= 128;
+  static constexpr int kQueryStages = kMoreValues ? 1 : Sizes::kQueryStages;
+  static constexpr int kKeyStages = Sizes::kDim > 64 ? 2 : 3;
+  static constexpr int kValueStages = kMoreValues ? 3 : Sizes::kValueStages;
+  static constexpr int kKeysAt = kQueryStages * Sizes::kQueryBytes;
+  static constexpr int kValuesAt = kKeysAt + kKeyStages * Sizes::kKeyBytes;
+
   // Behind the stages every widener has slots for what comes: so many runs of 8 rows of 8-bit values.
   static constexpr int kMostColumns = Sizes::kColumns > Sizes::kColumnsV ? Sizes::kColumns : Sizes::kColumnsV;
   static constexpr int kStagedRuns = kMostColumns == 3 ? 2 : 4;
   static constexpr int kWidenerBytes = kStagedRuns * kSwizzledRows * kMostColumns * kColumn;
-  static constexpr int kKeyStages = Sizes::kDim > 64 ? 2 : 3;
-  static constexpr int kValuesAt = Sizes::kKeysAt + kKeyStages * Sizes::kKeyBytes;
-  static constexpr int kSlotsAt = kValuesAt + Sizes::kValueStages * Sizes::kValueBytes;
+  static constexpr int kSlotsAt = kValuesAt + kValueStages * Sizes::kValueBytes;
   static constexpr int kSharedBytes = kSlotsAt + kWideners * kWidenerBytes + kBlockBytes;
 };
 

@@ -41,7 +41,9 @@ struct Widener {
   static constexpr int kLeastColumns = Shape::kColumns + Shape::kColumnsV - kColumns;
   static constexpr int kPieceBytes = kWarp * 16;  // from one piece of a lane to its next one
   static_assert(kRuns % kStagedRuns == 0, "a run has the same slots in every unit");
-  static_assert(Shape::kKeyStages + 2 <= 2 * Shape::kValueStages && kWarps < kOfTile, "see widen_work()");
+  static_assert(Shape::kKeyStages + 2 <= 2 * Shape::kValueStages && Shape::kValueStages <= 2 * Shape::kKeyStages &&
+                    kWarps < kOfTile,
+                "see widen_work()");
 
   // Of this warp, the same for all its lanes.
   static PD_MEMBER unsigned widener() {
