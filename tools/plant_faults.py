@@ -236,8 +236,8 @@ FAULTS = [
         "prefill: a box begins inside the swizzle",
         "native",
         PREFILL_PLAN,
-        "rows >= plan.instance.least_box_rows",
-        "rows >= plan.instance.least_box_rows / 4",
+        "rows >= kSwizzledRows",
+        "rows >= kSwizzledRows / 4",
         PREFILL_PLANS,
     ),
     Fault(
