@@ -52,6 +52,16 @@ PD_DEVICE void find_work(const Problem& p, const Plan& plan, Walker& walker, Dea
 //                                     copy 2        copy 3        copy 4
 //
 // until the tiles of its segment are used up. Copies take tiles of the next segment then.
+//
+// In halves (float32) the values of a tile go where those of the tile before it were, when the next turn begins; and
+// its keys where keys have just been read. With one stage:
+//
+//     lead 1        0                      0
+//     find work
+//     look up 0     copy values 0          copy values 1
+//     copy keys 0   score keys 0           score keys 1
+//                   copy keys 1            copy keys 2
+//                   multiply values 0      multiply values 1
 template <typename Kv, int kHeadDim, int kRowTiles>
 PD_DEVICE void decode(const Problem& p, const Plan& plan) {
   using Shape = DecodeShape<Kv, kHeadDim, kRowTiles>;
@@ -87,19 +97,33 @@ PD_DEVICE void decode(const Problem& p, const Plan& plan) {
       }
       const int read_stage = free_stage + 1 == Shape::kStages ? 0 : free_stage + 1;
       const char* stage = queue + read_stage * Shape::kStageBytes;
+      const uint32_t free_address = queue_address + free_stage * Shape::kStageBytes;
       float s[Shape::kSubTiles][kRowTiles][4];
+      if constexpr (Shape::kHalves) {
+        __syncwarp();
+        loader.copy_values(p, plan, dealing, free_address);
+      }
       if (lead == 0) {
         // The tile has arrived for every lane, and every lane is done with the stage that is filled next.
-        copy_wait<Shape::kStages - 2>();
+        copy_wait<Shape::kGroupsBehind>();
         __syncwarp();
         // Reads of shared memory queue behind copies, so the keys are read before the next copies start.
         rows.score_keys(stage, queries, s);
       }
-      loader.copy(p, plan, dealing, queue_address + free_stage * Shape::kStageBytes);
+      if constexpr (Shape::kHalves) {
+        __syncwarp();
+        loader.copy_keys(p, plan, queue_address + read_stage * Shape::kStageBytes);
+      } else {
+        loader.copy(p, plan, dealing, free_address);
+      }
       free_stage = read_stage;
       if (lead > 0) {
         --lead;
         continue;
+      }
+      if constexpr (Shape::kHalves) {
+        copy_wait<Shape::kGroupsBehind>();
+        __syncwarp();
       }
       rows.attend(p, plan, item, segment.head, stage, tile, s);
       tile += warps;
@@ -107,7 +131,7 @@ PD_DEVICE void decode(const Problem& p, const Plan& plan) {
 
     if (open) {
       __syncwarp();
-      rows.publish(queue + free_stage * Shape::kStageBytes, shared_ml + warp * Shape::kRows);
+      rows.publish(queue + free_stage * Shape::kStageBytes + Shape::kSumsAt, shared_ml + warp * Shape::kRows);
       if (threadIdx.x % kWarp == 0) free_stages[warp] = free_stage;
       __syncthreads();
       finish_segment<Shape, WarpRows>(p, plan, item, segment, sharing, queues, free_stages, shared_ml, shared_sums);

@@ -5,6 +5,9 @@
 //
 //     stage      0        1        2            tile t is multiplied, t + 1 and t + 2 are on their way;
 //              tile t   t + 1    t + 2          then t + 3 goes where t was
+//
+// In halves (kHalves) the keys of a stage and its values are copied apart, each where the last ones have been read:
+// with one stage the keys of t + 1 come while the values of t are multiplied.
 #pragma once
 
 #include "../balance.cuh"
@@ -102,6 +105,37 @@ struct TileLoader {
     copy_rows<kRun, false>(stage, p.cache.k, k_place, plan.k_slot_pieces, static_cast<int>(p.head_dim));
     copy_rows<kRun, true>(stage + Shape::kStageBytesK, p.cache.v, v_place, plan.v_slot_pieces,
                           static_cast<int>(p.head_dim_v));
+  }
+
+  // The same in halves, a group each: the keys of the tile that was found last; later its values, after which the next
+  // one is found.
+  PD_MEMBER void copy_keys(const Problem& p, const Plan& plan, uint32_t stage) {
+    if (live) copy_half<false>(p, plan, stage);
+    copy_commit();
+  }
+
+  PD_MEMBER void copy_values(const Problem& p, const Plan& plan, const Dealing& dealing, uint32_t stage) {
+    if (live) {
+      copy_half<true>(p, plan, stage + Shape::kStageBytesK);
+      tile += blockDim.x / kWarp;
+    }
+    copy_commit();
+    find_tile(p, plan, dealing);
+  }
+
+  template <bool kValues>
+  PD_MEMBER void copy_half(const Problem& p, const Plan& plan, uint32_t target) {
+    const bool found = static_cast<uint32_t>(page) < static_cast<uint32_t>(p.cache.num_pages);
+    const uint32_t slot_pieces = kValues ? plan.v_slot_pieces : plan.k_slot_pieces;
+    const uint32_t page_pieces = kValues ? plan.v_page_pieces : plan.k_page_pieces;
+    const uint32_t place = found ? page * page_pieces + slot * slot_pieces + (kValues ? v_head : k_head) : kNowhere;
+    const void* const cache = kValues ? p.cache.v : p.cache.k;
+    const int dims = static_cast<int>(kValues ? p.head_dim_v : p.head_dim);
+    if (plan.whole_runs) {
+      copy_rows<kRunKeys, kValues>(target, cache, place, slot_pieces, dims);
+    } else {
+      copy_rows<1, kValues>(target, cache, place, slot_pieces, dims);
+    }
   }
 
   // All rows of a tile, 8 consecutive lanes to a line: the memory system takes 8 lanes of 16 bytes at a time. The first

@@ -209,6 +209,11 @@ const char* decode_basic_why_not(const Problem& p, const DeviceLimits& limits) {
   if (*reason != '\0') return reason;
   const RowTiles tiles = cut_rows(p, limits);
   if (tiles.each > 1) return "more rows of a request than one tile holds";
+  // Where the compiler knows the head_dim it loads values so far ahead that registers spill.
+  const DecodeInstance& instance = tiles.instance;
+  if (instance.bytes == 4 && instance.head_dim == 128 && instance.row_tiles == 2) {
+    return "more than 8 rows of a request in float32 at head_dim 128";
+  }
   return balanced_why_not(p, tiles);
 }
 

@@ -29,7 +29,8 @@ PD_DEVICE RowSum sum_batches(char* queues, const int* free_stages, const float2*
     for (int j = 0; j < kBatch; ++j) {
       const int w = first + j;
       ml[j] = shared_ml[w * Shape::kRows + row];
-      values[j] = *Rows::quad_of(queues + w * Shape::kQueueBytes + free_stages[w] * Shape::kStageBytes, row, quad);
+      values[j] = *Rows::quad_of(queues + w * Shape::kQueueBytes + free_stages[w] * Shape::kStageBytes + Shape::kSumsAt,
+                                 row, quad);
     }
     sum.add(ml, values);
   }

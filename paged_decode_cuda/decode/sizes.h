@@ -28,25 +28,31 @@ struct DecodeSizes {
   static constexpr int kStageBytes = 2 * kStageBytesK;
   // How many blocks a multiprocessor holds: two where 16 rows or wide heads need many registers, else three. The
   // shortest rows count as three too, although no launch bound makes the compiler keep to it.
-  static constexpr int kWarps = kStageBytes > 8192 ? 3 : 4;
+  static constexpr int kWarps = kStageBytes > (kBytes == 4 ? 16384 : 8192) ? 3 : 4;
   static constexpr bool kManyRegisters = kHeadDim * kBytes > 256 || kHeadDim > 128 || kRowTiles > 1;
-  static constexpr bool kAlone = kStageBytes > 16384;  // float32 of wide heads: one block takes the shared memory
-  static constexpr int kBlocks = kAlone ? 1 : kManyRegisters && kHeadDim * kBytes > 64 ? 2 : 3;
+  static constexpr int kBlocks = kManyRegisters && kHeadDim * kBytes > 64 ? 2 : 3;
   // The same warps in a single block leave fewer partials, but all of them meet at the end of a segment.
-  static constexpr int kMostWarps = kWarps * (kAlone ? 1 : kManyRegisters ? 2 : 3);
+  static constexpr int kMostWarps = kWarps * (kManyRegisters ? 2 : 3);
   // As many as the largest multiprocessor holds. A smaller one gets fewer warps, see plan_block().
   static constexpr int kStagesThatFit = 227 * 1024 / kBlocks / (kWarps * kStageBytes);
   static constexpr int kStages = kStagesThatFit < 4 ? kStagesThatFit : 4;
+  // float32: stages are large and few, so the keys and the values of a stage are copied apart, each as soon as its
+  // place has been read. Groups of copies that may be on their way when a tile, or a half of one, is awaited.
+  static constexpr bool kHalves = kBytes == 4;
+  static constexpr int kGroupsBehind = kHalves ? 2 * kStages - 1 : kStages - 2;
+  // Where a stage that is free holds the sums of its warp. Of halves it is free but for the keys.
+  static constexpr int kSumsAt = kHalves ? kStageBytesK : 0;
 
   // Shared memory of a warp: its queue, (m, l) of its rows, a sum per thread. And of a block: what every warp has free.
   static constexpr int kQueueBytes = kStages * kStageBytes;
   static constexpr int kSumBytes = 6 * sizeof(float);
   static constexpr int kWarpBytes = kQueueBytes + kRows * 2 * static_cast<int>(sizeof(float)) + kWarp * kSumBytes;
   static constexpr int kBlockBytes = 128;
-  // Queries stay in registers, but for float32 ones of many dimensions: two words take the place of one.
-  static constexpr bool kSharedQueries = kBytes == 4 && kHeadDim > 128;
+  // Queries stay in registers, but for float32 ones of many dimensions or rows: two words take the place of one.
+  static constexpr bool kSharedQueries = kBytes == 4 && kHeadDim * kRowTiles > 128;
   static constexpr int kQueryBytes = kSharedQueries ? kRows * kPieces * 16 : 0;
-  static_assert(kStages >= 2 && kRows * kHeadDim * 4 <= kStageBytes, "a stage also holds the accumulators of a warp");
+  static_assert(kStages >= (kHalves ? 1 : 2), "copies run ahead");
+  static_assert(kRows * kHeadDim * 4 <= kStageBytes - kSumsAt, "a free stage also holds the sums of a warp");
   static_assert(kMostWarps * static_cast<int>(sizeof(int)) <= kBlockBytes, "the free stages fit");
 };
 
@@ -66,11 +72,12 @@ constexpr DecodeInstance decode_instance() {
 }
 
 // The instance for a cache of `bytes` per element. `head_dim` is the larger of head_dim and head_dim_v, up to 256; two
-// row tiles of 256, or of 128 in float32, would not fit into the registers.
+// row tiles of 256 would not fit into the registers.
 inline DecodeInstance find_decode_instance(int bytes, int64_t head_dim, int row_tiles) {
   if (bytes == 4) {
     if (head_dim <= 64) return row_tiles == 1 ? decode_instance<4, 64, 1>() : decode_instance<4, 64, 2>();
-    return head_dim <= 128 ? decode_instance<4, 128, 1>() : decode_instance<4, 256, 1>();
+    if (head_dim <= 128) return row_tiles == 1 ? decode_instance<4, 128, 1>() : decode_instance<4, 128, 2>();
+    return decode_instance<4, 256, 1>();
   }
   if (bytes == 1) {
     if (head_dim <= 64) return row_tiles == 1 ? decode_instance<1, 64, 1>() : decode_instance<1, 64, 2>();

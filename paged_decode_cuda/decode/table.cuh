@@ -21,10 +21,12 @@ const void* find_decode_kernel(int head_dim, int row_tiles, DecodeKind kind) {
   switch (head_dim) {
     case 64: return one ? decode_kernel_of<Kv, 64, 1>(kind) : decode_kernel_of<Kv, 64, 2>(kind);
     case 128:
-      if constexpr (Kv::kBytes < 4) {
-        if (!one) return decode_kernel_of<Kv, 128, 2>(kind);
+      if (one) return decode_kernel_of<Kv, 128, 1>(kind);
+      if constexpr (Kv::kBytes == 4) {
+        return reinterpret_cast<const void*>(&decode_kernel<Kv, 128, 2>);  // see decode_basic_why_not()
+      } else {
+        return decode_kernel_of<Kv, 128, 2>(kind);
       }
-      return decode_kernel_of<Kv, 128, 1>(kind);
     default: return decode_kernel_of<Kv, 256, 1>(kind);
   }
 }
