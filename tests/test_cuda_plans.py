@@ -194,6 +194,24 @@ def test_where_a_block_has_all_warps(library):
     assert [warps(batch, q_len=4) for batch in (16, 17, 20, 21)] == [8, 8, 8, 4]
 
 
+def test_float32_blocks_of_several_groups(library):
+    """Few rows: a block has the warps of several. Where cuts are fixed or shared memory is scarce, it never has."""
+
+    def numbers(batch, q_len, gpu="sm_90", **options):
+        sizes = {"kv_heads": 8, "group": 1, "head_dim": 128, "kv_bytes": 4, "q_len": q_len, "window_right": -1}
+        return plan(library, GPUS[gpu], lens=[2048] * batch, **sizes | options)[0]
+
+    one = numbers(1, 2048)  # 256 blocks on 132 multiprocessors
+    assert (one.route, one.warps, one.rows_per_tile, one.splits) == (3, 12, 64, 1)
+    assert numbers(1, 2048, deterministic=1).warps == numbers(1, 2048, num_splits=2).warps == 4
+    assert numbers(16, 2048).warps == 4  # many rows
+    assert numbers(16, 2048, "sm_86, sm_89, sm_120").warps == numbers(1, 2048, "sm_86, sm_89, sm_120").warps == 4
+    drafts = numbers(16, 8, group=4)
+    assert (drafts.warps, drafts.rows_per_tile, drafts.splits) == (12, 32, 1)
+    assert numbers(16, 8, "sm_80", group=4).rows_per_tile == 64
+    assert numbers(1, 8, group=4).splits == 4  # a part has 512 keys at least
+
+
 def test_sizes_beyond_32_bits_are_refused_or_planned(library):
     """Nothing overflows: so many tokens, and a hint that is as large as it can be."""
     lens, q_lens = [3] * 1000, [1] * 1000

@@ -1,5 +1,5 @@
 // From memory to shared memory: rows of queries, tiles of keys and of values, in pieces of 16 bytes from pages of any
-// size. Each warp copies a quarter of a tile, and its own queries.
+// size. The warps of a group share its tiles. Those of the first one copy the queries of their rows.
 #pragma once
 
 #include "../rows.cuh"
@@ -28,17 +28,15 @@ PD_DEVICE KeySource find_source(const Problem& p, const Item& item, int head) {
   return source;
 }
 
-template <int kHeadDim>
+template <typename Shape>
 struct Float32Loader {
-  using Shape = Float32Shape<kHeadDim>;
-
   static constexpr uint32_t kNowhere = ~0u;
 
-  uint2* places;  // in shared memory: of the keys and values of the tile found last, in pieces
+  uint2* places;  // in shared memory: of the keys and values of the group's tile found last, in pieces
 
   // Looks up the pages of a tile, before its copies start.
   PD_MEMBER void find(const Problem& p, const Plan& plan, const KeySource& source, int tile) {
-    const int thread = this_thread(), lane = thread % kWarp, warp = thread / kWarp;
+    const int thread = this_thread(), lane = thread % kWarp, warp = Shape::place_in_group(thread / kWarp);
     const int key = tile * Shape::kTileKeys + warp * Shape::kWarpKeys + lane;
     uint2 place = {kNowhere, kNowhere};
     if (lane >= Shape::kWarpKeys) return;
@@ -70,7 +68,8 @@ struct Float32Loader {
   template <bool kValues>
   PD_MEMBER void copy_rows(const void* cache, uint32_t target, int dims) {
     constexpr int kLanes = Shape::kPieces < kWarp ? Shape::kPieces : kWarp, kRowsAtOnce = kWarp / kLanes;
-    const int thread = this_thread(), lane = thread % kWarp, first_row = thread / kWarp * Shape::kWarpKeys;
+    const int thread = this_thread(), lane = thread % kWarp;
+    const int first_row = Shape::place_in_group(thread / kWarp) * Shape::kWarpKeys;
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < Shape::kWarpKeys; i += kRowsAtOnce) {
@@ -88,7 +87,7 @@ struct Float32Loader {
     }
   }
 
-  // The queries of this warp's rows; zeros for rows that do not exist.
+  // The queries of this warp's rows, for all groups; zeros for rows that do not exist.
   static PD_MEMBER void copy_queries(const Problem& p, const Plan& plan, const Item& item, int head, uint32_t target) {
     const float* const q = static_cast<const float*>(p.q);
     const int first_row = threadIdx.x / kWarp * Shape::kWarpRows;

@@ -13,19 +13,18 @@
 
 namespace paged_attn {
 
-template <int kHeadDim>
+template <typename Shape>
 struct Float32Rows {
-  using Shape = Float32Shape<kHeadDim>;
   static constexpr int kSubTiles = Shape::kSubTiles;
   using Scores = float[kSubTiles][4];  // keys 2t and 2t + 1 of row g, then of row g + 8
 
   float acc[Shape::kValueChunks][4][4];  // [chunk][i]: dimensions 8 i + 2t and the next, rows as above
-  float2* sums;                          // in shared memory: (m, l) of the rows of the item
+  float2* sums;                          // in shared memory: (m, l) of the rows of the item, of this group
 
-  // Row of the item that entry i stands for.
+  // Row of the item that entry i stands for. Each group has all of them.
   static PD_MEMBER int lane_row(int i) {
     const int thread = this_thread();
-    return thread / kWarp * Shape::kWarpRows + thread % kWarp / 4 + i * 8;
+    return Shape::place_in_group(thread / kWarp) * Shape::kWarpRows + thread % kWarp / 4 + i * 8;
   }
 
   PD_MEMBER void start() {
@@ -56,7 +55,7 @@ struct Float32Rows {
 
   // q.k of a tile.
   static PD_MEMBER void score_keys(const char* queries, const char* keys, int head_dim, Scores& s) {
-    if constexpr (Shape::kSumDims >= kHeadDim) {
+    if constexpr (Shape::kSumDims >= Shape::kHeadDim) {
       score_dims<false>(queries, keys, 0, head_dim, s);
     } else {
 #pragma unroll
@@ -201,7 +200,7 @@ struct Float32Rows {
   PD_MEMBER void add_values(const char* tile, int head_dim_v, const Scores& s) {
     const int thread = this_thread(), g = thread % kWarp / 4, t = thread % 4;
     // The compiler orders loads and products between two of these questions, and would load too much ahead without.
-    constexpr int kOrdered = kHeadDim > 64 ? 2 : 1;
+    constexpr int kOrdered = Shape::kHeadDim > 64 ? 2 : 1;
     const char* values[4];  // of keys 2t, this lane's dimensions 8 i + g of 32; see place_v
 #pragma unroll
     for (int i = 0; i < 4; ++i) values[i] = tile + t * 2 * Shape::kPieces * 16 + ((i ^ t) * 8 + g) * 4;

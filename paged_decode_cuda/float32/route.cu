@@ -9,6 +9,7 @@ namespace paged_attn {
 Numbers float32_numbers(const Float32Plan& plan) {
   return {{"rows_per_tile", plan.work.rows_per_tile},
           {"tile_keys", int64_t{1} << plan.instance.tile_shift},
+          {"groups", plan.instance.groups},
           {"items", plan.work.items},
           {"splits", plan.work.max_splits.divisor},
           {"blocks", plan.blocks},
@@ -24,8 +25,8 @@ void launch_float32(const Problem& p, const Float32Plan& plan, const Context& co
     workspace.emplace(plan.workspace_bytes);
     work.partials = static_cast<TaggedWord*>(workspace->data());
   }
-  launch(float32_kernel_of(plan.instance.head_dim), {plan.blocks, plan.instance.threads, plan.instance.shared_bytes},
-         context, p, work);
+  launch(float32_kernel_of(plan.instance), {plan.blocks, plan.instance.threads, plan.instance.shared_bytes}, context, p,
+         work);
 }
 
 }  // namespace paged_attn
