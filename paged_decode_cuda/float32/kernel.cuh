@@ -9,9 +9,9 @@
 // so a tile of keys arrives while the values before it are multiplied, and values while the keys are. Meanwhile another
 // group works, or another block on the multiprocessor. Groups take tiles in turns and meet in the end:
 //
-//     group 0    tiles 0, 3, 6, ...  \
-//     group 1    tiles 1, 4, 7, ...   >  sums of the block
-//     group 2    tiles 2, 5, 8, ...  /
+//     group 0    tiles 0, 3, 6, ...  |
+//     group 1    tiles 1, 4, 7, ...  | -> sums of the block
+//     group 2    tiles 2, 5, 8, ...  |
 //
 // Grid: one block per (item, kv_head, split), the items with the last rows first: under a causal mask they see the most
 // keys. Blocks with shares of the same rows meet as in decode, see exchange.cuh.

@@ -130,6 +130,12 @@ struct Scheduler {
   PD_MEMBER void open_section(const Problem& p, const Call& plan, int request) {
     hold(p, plan, request);
     bucket = kBuckets - 1;
+    if constexpr (Call::kHasSections) end_section(p, plan);
+  }
+
+  // Forgets the requests that belong to later sections.
+  template <typename Call>
+  PD_MEMBER void end_section(const Problem& p, const Call& plan) {
     const int lane = threadIdx.x % kWarp;
     const int tiles = own.rows * static_cast<int>(p.kv_heads) * plan.parts;
     const bool exists = first + lane < p.batch, suits = own.rows < 2 * kBuckets && 2 * tiles >= plan.blocks_in_grid;
@@ -142,6 +148,12 @@ struct Scheduler {
       if (lane >= step) keys += other;
     }
     if (lane > 0 && keys > most_keys) own = {};
+  }
+
+  // The first request of the next section; without one, a request that does not exist.
+  PD_MEMBER int next_section(const Problem& p) const {
+    const int next = first + kWarp - __clz(__ballot_sync(~0u, own.rows > 0));
+    return p.batch > kWarp || next == first ? static_cast<int>(p.batch) : next;
   }
 
   // Looks at the chunk of requests that begins with this one.
@@ -175,8 +187,8 @@ struct Scheduler {
       before += __shfl_sync(~0u, ends, kWarp - 1);
       const bool through = first + kWarp >= p.batch;
       if (through && bucket == 0) {
-        const int next = first + kWarp - __clz(__ballot_sync(~0u, own.rows > 0));
-        if (p.batch > kWarp || next == first || next >= p.batch) {
+        const int next = Call::kHasSections ? next_section(p) : static_cast<int>(p.batch);
+        if (next >= p.batch) {
           ends = 0;
           return false;
         }

@@ -19,6 +19,7 @@ struct PrefillShape : Sizes {
 
 // What the kernel reads beside the problem.
 struct PrefillCall : Plan {
+  static constexpr bool kHasSections = true;
   CUtensorMap keys, values;  // of the cache: [page, kv_head, slot, dim] from the slowest to the fastest
   CUtensorMap queries;       // [batch, token, kv_head, head of its group, dim]
   bool query_boxes;          // a tile of rows is a box of queries

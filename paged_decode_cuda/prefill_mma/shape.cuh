@@ -41,7 +41,8 @@ struct PrefillMmaShape : Sizes {
 
 // What the kernel reads beside the problem.
 struct PrefillMmaCall : Plan {
-  static constexpr int32_t parts = 1;  // keys of a tile of rows are not cut
+  static constexpr bool kHasSections = false;  // the warps that multiply find their tiles too: no registers left
+  static constexpr int32_t parts = 1;          // keys of a tile of rows are not cut
   int32_t blocks_in_grid;
   int32_t l2_keys;              // of one head, that L2 keeps
   unsigned long long* tickets;  // one word
