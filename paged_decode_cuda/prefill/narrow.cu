@@ -17,7 +17,6 @@ const void* kernel_of(bool all_scores) {
 const void* prefill_kernel_narrow(const PrefillInstance& instance, bool all_scores) {
   switch (instance.head_dim) {
     case 64: return kernel_of<PrefillSizes64>(all_scores);
-    case 96: return kernel_of<PrefillSizes96>(all_scores);
     case 128: return kernel_of<PrefillSizes128>(all_scores);
     case 192: return kernel_of<PrefillSizes192>(all_scores);
     default: return kernel_of<PrefillSizes256>(all_scores);
