@@ -20,9 +20,10 @@ def library(tmp_path_factory):
     in_shared_memory = [
         (
             "mla/combine.cu",
-            "__shared__ FewSums shared_sums;",
-            "FewSums& shared_sums = *reinterpret_cast<FewSums*>(block_raw());",
+            f"__shared__ {sums} shared_sums;",
+            f"{sums}& shared_sums = *reinterpret_cast<{sums}*>(block_raw());",
         )
+        for sums in ("FewSums", "ManySums")
     ]
     for path, control in (("mla/kernel.cuh", "MlaControl"), ("mla/narrow_kernel.cuh", "NarrowControl")):
         in_shared_memory += [
@@ -94,6 +95,11 @@ CASES = {
     "scale_0": {"lens": [100], "scale": 0.0},
     "many_parts": {"lens": [900], "q_heads": 128, "processors": 16},
     "many_parts_and_rows": {"lens": [700, 500], "q_heads": 128, "q_lens": 2, "processors": 20},
+    # Blocks add the parts of the long one together; two of them are too many for that.
+    "one_long": {"lens": [*[1] * 5, 1900, 1, 90], "processors": 40},
+    "one_long_cluster": {"lens": [1900, *[1] * 7], "processors": 80, "q_heads": 128},
+    "one_long_kv_heads": {"lens": [0, *[1] * 6, 1900], "processors": 80, "kv_heads": 2, "apart": True},
+    "two_long": {"lens": [1900, 1900, *[1] * 6], "processors": 60},
     "num_splits": {"lens": [300, 64], "num_splits": 3},
     "num_splits_cluster": {"lens": [300, 64], "num_splits": 2, "q_heads": 128},
     "deterministic": {"lens": [300, 64], "deterministic": 1},

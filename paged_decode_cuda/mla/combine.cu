@@ -1,8 +1,10 @@
 // Adds the parts of rows whose keys were in several clusters, and writes them.
 //
 // A share is 32 columns of 16 rows: what a warp loads of a part is 512 bytes at a time, as the parts lie in memory. A
-// warp takes share after share, or, where there are few and many parts, the warps of a block have one together. Which
-// rows have parts stands in the records of the clusters: every warp finds that out by itself.
+// warp takes share after share. Where the whole call has few, the warps of a block have one together, each with some of
+// its parts. So they do too for the few requests of a batch that are much longer than the others, as one warp would
+// still be adding their parts when all others are through: those shares have 8 columns, so that many blocks take part.
+// Which rows have parts stands in the records of the clusters: every warp finds that out by itself.
 #include "../rows.cuh"
 #include "instances.h"
 #include "shape.cuh"
@@ -18,21 +20,16 @@ PD_DEVICE void clear_published(const MlaCall& call) {
   }
 }
 
-// Which clusters have left a record of parts to be added, as every warp finds out by itself.
-struct RecordList {
+// Some of the clusters.
+struct ClusterSet {
   static constexpr int kWords = MlaSizes::kMostClusters / kWarp;
   unsigned has[kWords];  // a bit for each
 
-  PD_MEMBER void read(const MlaCall& call) {
-    const int lane = threadIdx.x % kWarp, clusters = static_cast<int>(call.blocks.divisor);
-    bool own[kWords];
+  PD_MEMBER uint32_t count() const {
+    uint32_t n = 0;
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const int cluster = i * kWarp + lane;
-      own[i] = cluster < clusters && call.records[cluster].behind > 0;
-    }
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) has[i] = __ballot_sync(~0u, own[i]);
+    for (int i = 0; i < kWords; ++i) n += __popc(has[i]);
+    return n;
   }
 
   // Number `n` of them; -1: there are not so many.
@@ -50,15 +47,42 @@ struct RecordList {
   }
 };
 
+// Which clusters have left a record of parts to be added, as every warp finds out by itself.
+struct RecordList {
+  ClusterSet all, many;  // many: those with so many parts that a warp alone would be late
+
+  PD_MEMBER void read(const MlaCall& call) {
+    const int lane = threadIdx.x % kWarp, clusters = static_cast<int>(call.blocks.divisor);
+    int behind[ClusterSet::kWords];
+#pragma unroll
+    for (int i = 0; i < ClusterSet::kWords; ++i) {
+      const int cluster = i * kWarp + lane;
+      behind[i] = cluster < clusters ? call.records[cluster].behind : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < ClusterSet::kWords; ++i) {
+      all.has[i] = __ballot_sync(~0u, behind[i] > 0);
+      many.has[i] = __ballot_sync(~0u, behind[i] > MlaSizes::kCombineAlone);
+    }
+  }
+
+  // What blocks add together, a warp does not add.
+  PD_MEMBER void leave_out_many() {
+#pragma unroll
+    for (int i = 0; i < ClusterSet::kWords; ++i) all.has[i] &= ~many.has[i];
+  }
+};
+
 // Whose keys are cut at the same places in every call: the first of them are those of the last of its clusters.
 PD_DEVICE int fixed_record(const MlaCall& call, int pair) {
   return (pair + 1) * static_cast<int>(call.max_splits.divisor) - 1;
 }
 
-// A share, or the sum of some of its parts. A lane has the rows lane / 4 and 8 below, and two columns of every step
-// of 8.
+// A share of kSteps * 8 columns, or the sum of some of its parts, whose loads are on their way kBatch at a time. A lane
+// has the rows lane / 4 and 8 below, and two columns of every step of 8.
+template <int kSteps_, int kBatch>
 struct CombineShare {
-  static constexpr int kSteps = MlaSizes::kCombineSteps, kHalfSteps = MlaSizes::kDimV / 8;
+  static constexpr int kSteps = kSteps_, kHalfSteps = MlaSizes::kDimV / 8;
   static constexpr int kShares = 2 * kHalfSteps / kSteps;                  // of 16 rows
   float m[2] = {-INFINITY, -INFINITY}, l[2] = {}, acc[2][kSteps][2] = {};  // by row
   int rank, row, half, step;  // of a part: row of this lane, first step of its half
@@ -76,7 +100,6 @@ struct CombineShare {
 
   // Adds parts first, first + stride, ...
   PD_MEMBER void add(const MlaCall& call, int cluster, int behind, int first, int stride) {
-    constexpr int kBatch = MlaSizes::kCombineBatch;
 #pragma unroll 1
     for (; first <= behind; first += stride * kBatch) {
       float2 ml[kBatch][2];
@@ -144,6 +167,52 @@ struct CombineShare {
   }
 };
 
+using PlainShare = CombineShare<MlaSizes::kCombineSteps, MlaSizes::kCombineBatch>;
+using NarrowShare = CombineShare<MlaSizes::kTogetherSteps, MlaSizes::kTogetherBatch>;
+
+// Of a share, what each warp of a block has added.
+template <typename Share, int kWarps_>
+struct WarpSums {
+  static constexpr int kWarps = kWarps_;
+  float2 ml[kWarps][16], values[kWarps][2 * Share::kSteps][kWarp];
+};
+
+// Adds a share with all warps of the block: each has every kWarps-th part. They meet here once.
+template <typename Share, int kWarps>
+PD_DEVICE void add_together(const Problem& p, const MlaCall& call, int cluster, const MlaRecord& record, Share& share,
+                            WarpSums<Share, kWarps>& sums) {
+  constexpr int kSteps = Share::kSteps;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  share.add(call, cluster, record.behind, warp, kWarps);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (lane % 4 == 0) sums.ml[warp][lane / 4 + 8 * r] = make_float2(share.m[r], share.l[r]);
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j) {
+      sums.values[warp][r * kSteps + j][lane] = make_float2(share.acc[r][j][0], share.acc[r][j][1]);
+    }
+  }
+  __syncthreads();
+  // One step of one row of each lane.
+#pragma unroll 1
+  for (int unit = warp; unit < 2 * kSteps; unit += kWarps) {
+    const int r = unit / kSteps, row = lane / 4 + 8 * r;
+    float top = -INFINITY, sum = 0.f, values[1][2] = {};
+#pragma unroll
+    for (int other = 0; other < kWarps; ++other) top = fmaxf(top, sums.ml[other][row].x);
+    const float base = top == -INFINITY ? 0.f : top;
+#pragma unroll
+    for (int other = 0; other < kWarps; ++other) {
+      const float2 ml = sums.ml[other][row], more = sums.values[other][unit][lane];
+      const float weight = fast_exp2(ml.x - base);
+      sum += ml.y * weight;
+      values[0][0] += more.x * weight;
+      values[0][1] += more.y * weight;
+    }
+    share.write(p, call, record, r, unit % kSteps, top, sum, values);
+  }
+}
+
 // Before the work of a kernel here.
 PD_DEVICE void start_combine(const Problem& p, const MlaCall& call, RecordList& list) {
   touch(p);
@@ -157,25 +226,48 @@ PD_DEVICE void start_combine(const Problem& p, const MlaCall& call, RecordList& 
 // The cluster with the first keys of share `number`; -1: there is no such share.
 PD_DEVICE int cluster_of_share(const MlaCall& call, const RecordList& list, uint32_t number) {
   const int n = static_cast<int>(number >> call.combine_shift);
-  return call.balanced ? list.find(n) : fixed_record(call, n);
+  return call.balanced ? list.all.find(n) : fixed_record(call, n);
 }
 PD_DEVICE int share_of_item(const MlaCall& call, uint32_t number) {
   return static_cast<int>(number & ((1u << call.combine_shift) - 1));
 }
 
-// A share for each warp.
+using ManySums = WarpSums<NarrowShare, kCombineThreads / kWarp>;
+
+// The records with many parts, a narrow share for each block, the last block first: the first ones have most of the
+// other shares. Where they would be more than two rounds of all blocks, the shares of these records keep all warps busy
+// anyway, and nothing is done.
+PD_DEVICE void combine_long(const Problem& p, const MlaCall& call, RecordList& list, ManySums& sums) {
+  const int shift = call.combine_shift + MlaSizes::kTogetherShift - MlaSizes::kShareShift;
+  const uint32_t shares = list.many.count() << shift;
+  if (shares == 0 || shares > 2 * gridDim.x) return;
+  list.leave_out_many();
+#pragma unroll 1
+  for (uint32_t number = gridDim.x - 1 - blockIdx.x; number < shares; number += gridDim.x) {
+    const int cluster = list.many.find(static_cast<int>(number >> shift));
+    const MlaRecord record = call.records[cluster];
+    NarrowShare share(static_cast<int>(number & ((1u << shift) - 1)));
+    if (share.first_row() >= record.rows) continue;
+    add_together(p, call, cluster, record, share, sums);
+    __syncthreads();  // the sums of the next share take their place
+  }
+}
+
+// A share for each warp, but for records with many parts.
 __global__ void __launch_bounds__(kCombineThreads, MlaSizes::kCombineBlocks)
     mla_combine_many(const __grid_constant__ Problem p, const __grid_constant__ MlaCall call) {
+  constexpr int kWarps = kCombineThreads / kWarp;
+  __shared__ ManySums shared_sums;
   RecordList list;
   start_combine(p, call, list);
-  constexpr int kWarps = kCombineThreads / kWarp;
+  if (call.balanced) combine_long(p, call, list, shared_sums);
 #pragma unroll 1
   for (uint32_t number = blockIdx.x * kWarps + threadIdx.x / kWarp; number < call.combine_shares;
        number += gridDim.x * kWarps) {
     const int cluster = cluster_of_share(call, list, number);
     if (cluster < 0) return;
     const MlaRecord record = call.records[cluster];
-    CombineShare share(share_of_item(call, number));
+    PlainShare share(share_of_item(call, number));
     if (record.behind == 0 || share.first_row() >= record.rows) continue;
     share.add(call, cluster, record.behind, 0, 1);
 #pragma unroll
@@ -183,51 +275,20 @@ __global__ void __launch_bounds__(kCombineThreads, MlaSizes::kCombineBlocks)
   }
 }
 
-// Of a share, what each warp has added.
-struct FewSums {
-  static constexpr int kWarps = kCombineFewThreads / kWarp;
-  float2 ml[kWarps][16], values[kWarps][2 * MlaSizes::kCombineSteps][kWarp];
-};
+using FewSums = WarpSums<PlainShare, kCombineFewThreads / kWarp>;
 
-// A share for each block: its warps share the parts.
+// A share for each block.
 __global__ void __launch_bounds__(kCombineFewThreads)
     mla_combine_few(const __grid_constant__ Problem p, const __grid_constant__ MlaCall call) {
-  constexpr int kWarps = kCombineFewThreads / kWarp, kSteps = CombineShare::kSteps;
   __shared__ FewSums shared_sums;
   RecordList list;
   start_combine(p, call, list);
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int cluster = cluster_of_share(call, list, blockIdx.x);
   if (cluster < 0) return;
   const MlaRecord record = call.records[cluster];
-  CombineShare share(share_of_item(call, blockIdx.x));
+  PlainShare share(share_of_item(call, blockIdx.x));
   if (record.behind == 0 || share.first_row() >= record.rows) return;
-  share.add(call, cluster, record.behind, warp, kWarps);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    if (lane % 4 == 0) shared_sums.ml[warp][lane / 4 + 8 * r] = make_float2(share.m[r], share.l[r]);
-#pragma unroll
-    for (int j = 0; j < kSteps; ++j) {
-      shared_sums.values[warp][r * kSteps + j][lane] = make_float2(share.acc[r][j][0], share.acc[r][j][1]);
-    }
-  }
-  __syncthreads();
-  if (warp >= 2 * kSteps) return;
-  // One step of one row of each lane.
-  const int r = warp / kSteps, row = lane / 4 + 8 * r;
-  float top = -INFINITY, sum = 0.f, values[1][2] = {};
-#pragma unroll
-  for (int other = 0; other < kWarps; ++other) top = fmaxf(top, shared_sums.ml[other][row].x);
-  const float base = top == -INFINITY ? 0.f : top;
-#pragma unroll
-  for (int other = 0; other < kWarps; ++other) {
-    const float2 ml = shared_sums.ml[other][row], more = shared_sums.values[other][warp][lane];
-    const float weight = fast_exp2(ml.x - base);
-    sum += ml.y * weight;
-    values[0][0] += more.x * weight;
-    values[0][1] += more.y * weight;
-  }
-  share.write(p, call, record, r, warp % kSteps, top, sum, values);
+  add_together(p, call, cluster, record, share, shared_sums);
 }
 
 }  // namespace
