@@ -183,12 +183,14 @@ EIGHT_BIT = {
 
 @pytest.mark.parametrize("feature", EIGHT_BIT)
 def test_8_bit_cache(paged_attn, device, long_route, feature):
-    """Widened on both routes; on prefill_mma if shared memory holds that."""
+    """Widened on both routes; on prefill_mma if shared memory and registers hold that."""
     case = dataclasses.replace(BASE, **({"kv_dtype": "float8_e4m3fn"} | EIGHT_BIT[feature]))
     explained = explained_call(paged_attn, case, device)
     if long_route == "prefill_mma" and explained.route != long_route:
-        wide = case.head_dim > 128 and "shared memory" in explained.why_not[long_route]
-        assert wide or case.dtype.startswith("float8"), explained  # 8-bit q is prefill's alone
+        why = explained.why_not[long_route]
+        wide = case.head_dim > 128 and "shared memory" in why
+        scores = (case.softcap or case.alibi) and why == "softcap or alibi_slopes over an 8-bit cache"
+        assert wide or scores or case.dtype.startswith("float8"), explained  # 8-bit q is prefill's alone
     else:
         assert explained.route == long_route, explained
     check(paged_attn, case, device)
