@@ -7,8 +7,7 @@
 
 namespace paged_attn {
 
-// Named barriers: of both consumers, of each consumer.
-constexpr int kMeet = 1, kPart = 2;
+constexpr int kPart = 1;  // the named barrier of the first consumer; that of the other one follows
 
 // At the barrier of keys that have come: a lane of each producer warp says that its boxes are on their way, or each
 // lane that its pieces are there.
@@ -48,9 +47,10 @@ struct MlaCopier {
     const CUtensorMap& tensor = latents ? call.latents : call.rope;
     const int dim = latents ? own_column * kColumn : 0;
     if (call.cluster > 1) {
-      copy_box_to((1 << Sizes::kMostCluster) - 1, target, tensor, arrived, dim, place.y, head, place.x);
+      const int blocks = (1 << Sizes::kMostCluster) - 1;
+      copy_box_to(blocks, target, tensor, arrived, dim, place.y, head, place.x, call.copy_policy);
     } else {
-      copy_box(target, tensor, arrived, dim, place.y, head, place.x);
+      copy_box(target, tensor, arrived, dim, place.y, head, place.x, call.copy_policy);
     }
   }
 
@@ -166,8 +166,7 @@ struct MlaTask {
     head = work.head;
     tile = work.tile;
     tile_end = work.tile_end;
-    __syncwarp();
-    if (threadIdx.x % kWarp == 0) barrier_arrive(shared_address(&control.work_empty[slot.stage]));
+    barrier_arrive(shared_address(&control.work_empty[slot.stage]));
     slot.advance();
     return true;
   }
@@ -194,13 +193,15 @@ PD_DEVICE void load_tiles(Loader& loader, const Problem& p, const MlaCall& call,
   }
 }
 
-// Barriers of the consumers and of the work, which do not depend on how tiles are cut.
+// Barriers of the consumers and of the work, which do not depend on how tiles are cut. meeting: threads that multiply
+// or weigh. Every thread that reads a work arrives when it is done with it.
 template <typename Control>
-PD_DEVICE void init_work_barriers(Control& control, int loaders = MlaSizes::kLoaders) {
+PD_DEVICE void init_work_barriers(Control& control, int loaders, int meeting) {
+  barrier_init(shared_address(&control.meet), meeting);
   for (int i = 0; i < 2; ++i) {
     barrier_init(shared_address(&control.ready[i]), kWarpgroup);
     barrier_init(shared_address(&control.work_full[i]), 1);
-    barrier_init(shared_address(&control.work_empty[i]), loaders + MlaSizes::kConsumerWarps);
+    barrier_init(shared_address(&control.work_empty[i]), loaders * kWarp + meeting);
   }
   fence_async_proxy();
   publish_barriers();

@@ -19,13 +19,14 @@
 //
 //   barrier        arrivals                                   waited for by
 //   work_full      1: the director                            loaders, consumers
-//   work_empty     3 or 4 loader warps + 8 consumer warps     the director
+//   work_empty     3 or 4 warps of loaders and 8 of           the director
+//                  consumers, all threads
 //   keys_full      3 loader warps and 73728 bytes, or the     consumers
 //                  128 threads of 4 that copy in pieces
 //   keys_empty     8 consumer warps of every block of the     loaders
 //                  cluster
 //   edge           1: loader 0, and 73728 bytes               loaders, where a tile has rows that nobody sees
-//   kMeet          256 threads of the consumers               themselves: queries are there; a finished row's (base,
+//   meet           256 threads of the consumers               themselves: queries are there; a finished row's (base,
 //                                                             sum) is there, and nobody reads its queries any more
 //   ready          128 threads of the consumer that has       the other one
 //                  weighed a tile
@@ -104,8 +105,7 @@ struct MlaConsumer {
   }
 
   PD_MEMBER void release_work(MlaControl& control) {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&control.work_empty[slot.stage]));
+    barrier_arrive(shared_address(&control.work_empty[slot.stage]));
     slot.advance();
   }
 
@@ -117,7 +117,7 @@ struct MlaConsumer {
       if (!work.exists) return nullptr;
       if (static_cast<int>(blockIdx.y) * MlaSizes::kRows < work.item.rows) {
         copy_mla_queries(p, call, work, shared);
-        named_barrier_sync(kMeet, kMlaConsumers);
+        barrier_meet(shared_address(&control.meet), 0);
         return &work;
       }
 #pragma unroll 1
@@ -299,6 +299,7 @@ struct MlaTiles {
     rows.weigh(s);
     pack_weights<kBf16>(s, weights);
     store_weights(buffer(), weights);
+    __syncwarp();  // all lanes have read what the other consumer told
     if (own.lane == 0) control.moved[own.row / 16] = moved;
     if (moved && own.lane % 4 == 0) {
 #pragma unroll
@@ -375,7 +376,7 @@ struct MlaTiles {
 #pragma unroll
         for (int r = 0; r < 2; ++r) control.sum[own.half][own.row + 8 * r] = l[r];
       }
-      named_barrier_sync(kMeet, kMlaConsumers);
+      barrier_meet(shared_address(&control.meet), 1);
 #pragma unroll
       for (int r = 0; r < 2; ++r) l[r] += control.sum[1 - own.half][own.row + 8 * r];
       own.template write<kBf16>(p, call, *work, acc, rows.base, l);
@@ -392,7 +393,7 @@ PD_DEVICE void init_mla_barriers(const MlaCall& call, MlaControl& control) {
       barrier_init(shared_address(&control.edge[i][half]), 1);
     }
   }
-  init_work_barriers(control, call.box_rows > 0 ? MlaSizes::kLoaders : MlaLoader::kGatherers);
+  init_work_barriers(control, call.box_rows > 0 ? MlaSizes::kLoaders : MlaLoader::kGatherers, kMlaConsumers);
 }
 
 template <typename Shape, bool kFull>

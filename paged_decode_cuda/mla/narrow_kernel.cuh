@@ -22,7 +22,7 @@
 //
 //   barrier        arrivals                                    waited for by
 //   work_full      1: the director                             loaders, consumers, weigher
-//   work_empty     3 loader warps + 12 warps of consumers and  the director
+//   work_empty     480 threads of loaders, consumers and       the director
 //                  weigher
 //   keys_full      96 threads of the loaders, and 36864 bytes  consumers
 //                  where they come in boxes
@@ -34,8 +34,8 @@
 //   scores_empty   128 threads of the weigher                  the consumer that has scored the next one
 //   ready          128 threads of the weigher                  consumers: weights are there, and whether reference
 //                                                              scores have moved
-//   weights_empty  8 consumer warps                            weigher
-//   kMeet          384 threads of consumers and weigher        themselves: queries and what is known of their rows are
+//   weights_empty  256 threads of consumers                    weigher
+//   meet           384 threads of consumers and weigher        themselves: queries and what is known of their rows are
 //                                                              there; (base, sum) of a finished row is there, and
 //                                                              nobody reads its queries any more
 //   kPart          128 threads of a consumer                   themselves: a part is written, or may be read
@@ -282,8 +282,7 @@ struct NarrowTiles {
   }
 
   PD_MEMBER void release_work() {
-    __syncwarp();
-    if (this_thread() % kWarp == 0) barrier_arrive(shared_address(&control.work_empty[slot.stage]));
+    barrier_arrive(shared_address(&control.work_empty[slot.stage]));
     slot.advance();
   }
 
@@ -299,7 +298,7 @@ struct NarrowTiles {
         } else {
           copy_narrow_queries<kFull, false>(p, call, work, control, shared);
         }
-        named_barrier_sync(kMeet, Sizes::kMeeting);
+        barrier_meet(shared_address(&control.meet), 0);
         return &work;
       }
 #pragma unroll 1
@@ -418,7 +417,7 @@ struct NarrowTiles {
     add_values(stage_at(stage), buffer, a);
     finish_products();
     release(stage);
-    if (this_thread() % kWarp == 0) barrier_arrive(shared_address(&control.weights_empty[buffer]));
+    barrier_arrive(shared_address(&control.weights_empty[buffer]));
   }
 
   // The stage of the tile before.
@@ -555,7 +554,7 @@ struct NarrowTiles {
 #pragma unroll
       for (int i = 0; i < kMatrices * kRows / 2; ++i) acc[i / (kRows / 2)][i % (kRows / 2)] = 0.f;
       add_tiles(*work);
-      named_barrier_sync(kMeet, Sizes::kMeeting);
+      barrier_meet(shared_address(&control.meet), 1);
       float2 ml = control.ml[NarrowPlace().thread % kRows];
       if (!work->first || (work->behind > 0 && !work->two_parts)) {
         write_part(*work, ml);
@@ -578,8 +577,8 @@ PD_DEVICE void init_narrow_barriers(const MlaCall& call, NarrowControl& control)
   barrier_init(shared_address(&control.scores_full), kWarpgroup);
   barrier_init(shared_address(&control.scores_empty), kWarpgroup);
   for (int i = 0; i < Sizes::kWeightBuffers; ++i)
-    barrier_init(shared_address(&control.weights_empty[i]), Sizes::kConsumerWarps);
-  init_work_barriers(control, Sizes::kLoaders + kWarpgroup / kWarp);
+    barrier_init(shared_address(&control.weights_empty[i]), kNarrowConsumers);
+  init_work_barriers(control, Sizes::kLoaders, Sizes::kMeeting);
 }
 
 template <typename Kv, bool kFull>

@@ -15,6 +15,7 @@ struct NarrowControl {
   uint64_t keys_full[NarrowMlaSizes::kStages], keys_empty[NarrowMlaSizes::kStages], edge[NarrowMlaSizes::kStages];
   uint64_t scores_full, scores_empty, ready[kBuffers], weights_empty[kBuffers];
   uint64_t work_full[2], work_empty[2];
+  uint64_t meet;  // as in MlaControl, with the weigher
   MlaWork work[2];
   // Of the rows
   int2 seen[kRows];    // keys: the first, and behind the last

@@ -126,7 +126,7 @@ struct NarrowWeigher {
   }
 
   PD_MEMBER void weigh(const MlaWork& work) {
-    named_barrier_sync(kMeet, Sizes::kMeeting);
+    barrier_meet(shared_address(&control.meet), 0);
     multiples = !kFull && control.scale[row()] > 0.f;
     scale = multiples ? control.scale[row()] * PD_LOG2E : PD_LOG2E;
     base = kNoBase;
@@ -138,7 +138,7 @@ struct NarrowWeigher {
     }
     const float sum = l + __shfl_xor_sync(~0u, l, 16);
     if (half() == 0) control.ml[row()] = make_float2(base > kNoBase ? base : -INFINITY, sum);
-    named_barrier_sync(kMeet, Sizes::kMeeting);
+    barrier_meet(shared_address(&control.meet), 1);
   }
 
   PD_MEMBER void run() {
@@ -147,8 +147,7 @@ struct NarrowWeigher {
       const MlaWork& work = control.work[slot.stage];
       if (!work.exists) return;
       if (static_cast<int>(blockIdx.y) * Sizes::kRows < work.item.rows) weigh(work);
-      __syncwarp();
-      if (thread() % kWarp == 0) barrier_arrive(shared_address(&control.work_empty[slot.stage]));
+      barrier_arrive(shared_address(&control.work_empty[slot.stage]));
       slot.advance();
     }
   }

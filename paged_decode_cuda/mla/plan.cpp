@@ -112,6 +112,7 @@ MlaPlan plan_mla(const Problem& p, const DeviceLimits& limits) {
   plan.threads = narrow ? NarrowMlaSizes::kThreads : MlaSizes::kThreads;
   plan.cluster = cluster_of(p);
   const int row_shift = row_shift_of(plan.cluster);
+  plan.read_once = longest_query(p) * p.group <= int64_t{1} << row_shift;
   plan_tables(p, MlaSizes::kTileShift, work);
   plan_pieces(split_latents(p), work);
   if (p.cu_seqlens_q) {

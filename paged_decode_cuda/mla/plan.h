@@ -18,6 +18,7 @@ struct MlaPlan {
   int32_t box_rows;  // slots of a page that one bulk copy takes; 0: pages are too small for that
   int64_t clusters;  // of the grid
   int cluster;       // blocks of each: 64 rows of the same keys in each block
+  bool read_once;    // no two clusters copy the same keys, as far as the host can tell
   bool cut;          // some rows may have their keys in several clusters
   int64_t parts;     // that all clusters may leave, 64 rows each
   bool adds_two;     // where a row has two parts, the cluster with the first keys adds the other one

@@ -34,6 +34,7 @@ MlaCall mla_call(const Problem& p, const MlaPlan& plan) {
   const bool bulk = plan.box_rows > 0 && describe_cache(p, c.k, p.head_dim, k, plan.box_rows, kColumn, call.rope) &&
                     describe_cache(p, c.v, p.head_dim_v, v, plan.box_rows, kColumn, call.latents);
   call.box_rows = bulk ? plan.box_rows : 0;
+  call.copy_policy = plan.read_once ? kCopyReadOnce : kCopyAsUsual;
   call.cluster = plan.cluster;
   call.adds_two = plan.adds_two;
   return call;

@@ -25,6 +25,7 @@ struct alignas(32) MlaRecord {
 struct MlaCall : Plan {
   CUtensorMap rope, latents;      // of the cache: [page, kv_head, slot, dim] from the slowest to the fastest
   int32_t box_rows;               // slots of a box; 0: no bulk copies
+  uint64_t copy_policy;           // of L2, for keys that come in boxes
   int32_t cluster;                // blocks of a cluster
   int32_t slots;                  // parts that a block may leave; 0: nothing is ever cut
   bool adds_two;                  // where a row has two parts, the cluster with the first keys adds the other one
@@ -69,6 +70,7 @@ struct MlaControl {
   Barriers keys_full, keys_empty, edge;
   uint64_t ready[MlaSizes::kConsumers];  // by whose weights
   uint64_t work_full[2], work_empty[2];
+  uint64_t meet;  // of all consumers, twice for each work with rows: its queries are there, its sums are
   MlaWork work[2];
   // What the consumer that has weighed a tile tells the other one
   bool moved[kWarpgroup / 32];    // reference scores, in which 16 rows

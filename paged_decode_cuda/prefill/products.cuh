@@ -40,6 +40,12 @@ PD_DEVICE void barrier_wait(uint32_t barrier, uint32_t phase) {
       : "memory");
 }
 
+// Threads of a block meet here: each arrives, and waits for the others.
+PD_DEVICE void barrier_meet(uint32_t barrier, uint32_t phase) {
+  barrier_arrive(barrier);
+  barrier_wait(barrier, phase);
+}
+
 // Whether barrier_wait() would return at once.
 PD_DEVICE bool barrier_passed(uint32_t barrier, uint32_t phase) {
   uint32_t passed;
@@ -59,16 +65,6 @@ PD_DEVICE bool barrier_passed(uint32_t barrier, uint32_t phase) {
 constexpr uint64_t kCopyAsUsual = 0x1000000000000000, kCopyReadOnce = 0x12f0000000000000;
 
 // Copies a box of a tensor; what lies outside of the tensor is zero.
-PD_DEVICE void copy_box(uint32_t shared, const CUtensorMap& tensor, uint32_t barrier, int dim, int slot, int head,
-                        int page) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
-      "[%2];" ::"r"(shared),
-      "l"(&tensor), "r"(barrier), "r"(dim), "r"(slot), "r"(head), "r"(page)
-      : "memory");
-}
-
-// The same with a policy.
 PD_DEVICE void copy_box(uint32_t shared, const CUtensorMap& tensor, uint32_t barrier, int dim, int slot, int head,
                         int page, uint64_t policy) {
   asm volatile(
@@ -263,11 +259,11 @@ PD_DEVICE void barrier_arrive_at(uint32_t barrier, int rank) {
 
 // copy_box() into the same place of every block of a mask; each block's own barrier counts the bytes.
 PD_DEVICE void copy_box_to(uint16_t blocks, uint32_t shared, const CUtensorMap& tensor, uint32_t barrier, int dim,
-                           int slot, int head, int page) {
+                           int slot, int head, int page, uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
-      "{%3, %4, %5, %6}], [%2], %7;" ::"r"(shared),
-      "l"(&tensor), "r"(barrier), "r"(dim), "r"(slot), "r"(head), "r"(page), "h"(blocks)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_"
+      "hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7, %8;" ::"r"(shared),
+      "l"(&tensor), "r"(barrier), "r"(dim), "r"(slot), "r"(head), "r"(page), "h"(blocks), "l"(policy)
       : "memory");
 }
 

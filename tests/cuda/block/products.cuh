@@ -59,6 +59,10 @@ PD_DEVICE void barrier_wait(uint32_t address, uint32_t phase) {
   const Barrier& barrier = barrier_of(address, blockIdx.y);
   wait_until("a barrier in shared memory", [&] { return barrier.phase != phase; });
 }
+PD_DEVICE void barrier_meet(uint32_t address, uint32_t phase) {
+  barrier_arrive(address);
+  barrier_wait(address, phase);
+}
 
 // Row `row` of a box, whose first value is at these places of the tensor.
 template <int kRank>
@@ -82,7 +86,7 @@ PD_DEVICE void place_box(const CUtensorMap& map, uint32_t target, int rank, int 
   for (int row = 0; row < map.box_rows; ++row) place_row<4>(map, target, rank, row, {dim, slot + row, head, page});
 }
 PD_DEVICE void copy_box_to(uint16_t blocks, uint32_t target, const CUtensorMap& map, uint32_t barrier, int dim,
-                           int slot, int head, int page) {
+                           int slot, int head, int page, uint64_t) {
   if (target % (map.values * map.bytes[0] * 8) != 0) fail("a box that does not begin where it may");
   for (int rank = 0; rank < gridDim.y; ++rank) {
     if (!(blocks >> rank & 1)) continue;
@@ -94,14 +98,10 @@ PD_DEVICE void copy_box_to(uint16_t blocks, uint32_t target, const CUtensorMap& 
     });
   }
 }
-PD_DEVICE void copy_box(uint32_t target, const CUtensorMap& map, uint32_t barrier, int dim, int slot, int head,
-                        int page) {
-  copy_box_to(static_cast<uint16_t>(1 << blockIdx.y), target, map, barrier, dim, slot, head, page);
-}
 constexpr uint64_t kCopyAsUsual = 0, kCopyReadOnce = 1;
 PD_DEVICE void copy_box(uint32_t target, const CUtensorMap& map, uint32_t barrier, int dim, int slot, int head,
-                        int page, uint64_t) {
-  copy_box(target, map, barrier, dim, slot, head, page);
+                        int page, uint64_t policy) {
+  copy_box_to(static_cast<uint16_t>(1 << blockIdx.y), target, map, barrier, dim, slot, head, page, policy);
 }
 
 PD_DEVICE void copy_query_box(uint32_t target, const CUtensorMap& map, uint32_t barrier, int dim, int head, int token,
