@@ -133,7 +133,7 @@ def test_tall_tiles_of_rows(library):
 
 
 def test_tall_tiles_of_short_prompts(library):
-    """At head_dim 128 causal prompts of up to 4096 tokens, which have no many keys before them."""
+    """At head_dim 128 causal prompts of up to 4096 tokens, with no more keys before them than they have themselves."""
 
     def rows(requests, q_len, keys, **options):
         options = {"kv_heads": 8, "max_q_len": q_len, "paged": 0, "page_size": keys} | options
@@ -141,8 +141,8 @@ def test_tall_tiles_of_short_prompts(library):
         assert (n.keys, n.threads) == ((64, 512) if n.rows == 192 else (128, 512)) and n.shared_bytes <= 232448
         return n.rows
 
-    assert rows(4, 2048, 2048) == 192 and rows(4, 1536, 2048) == 192 and rows(4, 1535, 2048) == 128
-    assert rows(2, 4096, 4096) == 192 and rows(2, 4096, 4097) == 128 and rows(1, 8192, 8192) == 128
+    assert rows(4, 2048, 2048) == 192 and rows(4, 1024, 2048) == 192 and rows(4, 1024, 2049) == 128
+    assert rows(2, 4096, 8192) == 192 and rows(2, 4097, 4097) == 128 and rows(1, 8192, 8192) == 128
     assert rows(4, 2048, 2048, softcap=3) == 128 and rows(4, 2048, 2048, window_right=-1) == 128
     assert rows(4, 2048, 2048, deterministic=1) == 128 and rows(4, 2048, 2048, head_dim=192, head_dim_v=128) == 128
     # 49 or 50 tiles of rows of 8 kv_heads, of 396 that blocks ask for.
@@ -151,7 +151,7 @@ def test_tall_tiles_of_short_prompts(library):
     packed = {"q_lens": [2000, 1000, 1000, 1000], "packed": 1}
     assert rows(4, 2000, 5000, **packed) == 192 and rows(4, 2000, 5001, **packed) == 128
     # A table for 4096 keys or fewer is one of short prompts too.
-    assert rows(4, 2048, 1, paged=1) == 128 and rows(4, 3072, 1, paged=1) == 192
+    assert rows(4, 2047, 1, paged=1) == 128 and rows(4, 2048, 1, paged=1) == 192
 
 
 def test_tall_tiles_of_rows_in_8_bits(library):

@@ -15,7 +15,7 @@ constexpr int64_t kPartKeys = 512;  // fewer are not worth a part
 constexpr int64_t kMostParts = 32;  // that are chosen
 constexpr int64_t kPartTiles = 4;   // times the multiprocessors: tiles of rows whose parts there is memory for
 constexpr int64_t kMostE4m3Dims = 128;
-constexpr int64_t kKeysOfShortPrompts = 4096, kTilesOfShortPrompts = 3;
+constexpr int64_t kShortPrompt = 4096, kTilesOfShortPrompts = 3;
 constexpr int64_t kFewWidenedRows = 32;  // take less time in the decode kernel where they leave multiprocessors idle
 
 // Keys that a tile of rows may see.
@@ -49,13 +49,14 @@ bool fewer_rounds(const Problem& p, int tall, int other, int processors) {
   return time(tall) * 100 < time(other) * 106;
 }
 
-// Whether rows see few keys, most of them at their edge: prompts without much before them. There smaller tiles of keys
-// save more than a third consumer costs. Tiles of rows then differ in length, so there must be several for each block.
+// Whether rows see few keys, many of them at their edge: prompts with no more keys before them than they have
+// themselves. There smaller tiles of keys save more than a third consumer costs. Tiles of rows then differ in length,
+// so there must be several for each block.
 bool short_prompts(const Problem& p, int64_t tiles, int processors) {
   if (p.window_right != 0 || tiles < kTilesOfShortPrompts * processors) return false;
   const bool alone = p.cache.cu_seqlens_k && p.total_q == p.cache.page_size;
   const int64_t queries = longest_query(p), keys = alone ? queries : capacity_of(p);
-  return keys <= kKeysOfShortPrompts && 4 * queries >= 3 * keys;
+  return queries <= kShortPrompt && keys <= 2 * queries;
 }
 
 // An 8-bit cache has instances of its own: one for products of 8 bits, one that widens it. Tall tiles of rows are

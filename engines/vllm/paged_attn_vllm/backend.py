@@ -109,18 +109,22 @@ class PagedAttnMetadataBuilder(AttentionMetadataBuilder[PagedAttnMetadata]):
         common = common_attn_metadata
         if isinstance(common.causal, torch.Tensor):
             raise NotImplementedError("causal: expected one value for the whole batch, got one for each request")
+        # vLLM's table is as wide as the longest context that it serves. How wide it is here tells the kernel how many
+        # keys a request may have.
+        pages = -(-common.max_seq_len // self.kv_cache_spec.block_size)
         return PagedAttnMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
-            block_table=common.block_table_tensor,
+            block_table=common.block_table_tensor[:, :pages],
             slot_mapping=common.slot_mapping,
             causal=common.causal,
         )
 
     def update_block_table(self, metadata, blk_table, slot_mapping):
-        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+        pages = metadata.block_table.shape[1]
+        return replace(metadata, block_table=blk_table[:, :pages], slot_mapping=slot_mapping)
 
 
 class PagedAttnImpl(AttentionImpl[PagedAttnMetadata]):
