@@ -20,7 +20,7 @@ struct Float32Sizes {
   // has.
   static constexpr int kQueryBytes = kRows * kPieces * 16, kKeyBytes = kTileKeys * kPieces * 16;
   static constexpr int kGroupBytes = 2 * kKeyBytes;
-  static constexpr int kWorkBytes = 128 + kGroups * (kTileKeys + kRows) * 8;  // what a block does and keeps besides
+  static constexpr int kWorkBytes = 136 + kGroups * (kTileKeys + kRows) * 8;  // what a block does and keeps besides
   static constexpr int kSharedBytes = kQueryBytes + kGroups * kGroupBytes + kWorkBytes;
   // Beside each other on a multiprocessor with 227 KB, as the compiler is told.
   static constexpr int kBlocks = kGroups > 1 ? 1 : kHeadDim > 128 ? 2 : 3;

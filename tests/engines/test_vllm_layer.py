@@ -107,6 +107,7 @@ def test_cuda_graph():
         out = layer.forward(common, *inputs)
     for _ in range(20):
         fresh = layer.common((1, 1, 1, 1))
+        fresh.max_seq_len = common.max_seq_len
         common.seq_lens.copy_(fresh.seq_lens), common.slot_mapping.copy_(fresh.slot_mapping)
         for tensor in inputs:
             tensor.normal_()
