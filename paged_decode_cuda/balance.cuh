@@ -237,12 +237,7 @@ PD_DEVICE void find_stretch(const Problem& p, const Plan& plan, Walker& walker, 
       }
     }
     units = count.sum + plan.pair_cost * max(end - begin, 0);
-    int units_through = units * heads;  // of this lane's items and those before them
-#pragma unroll
-    for (int step = 1; step < kWarp; step *= 2) {
-      const int other = __shfl_up_sync(~0u, units_through, step);
-      if (lane >= step) units_through += other;
-    }
+    const int units_through = inclusive_sum(units * heads);  // of this lane's items and those before them
     if (dealing.length == 0) {
       position = deal_line(plan, __shfl_sync(~0u, units_through, kWarp - 1), kLines, walker, dealing);
       if (walker.left == 0) return;

@@ -2,6 +2,8 @@
 // that compiles balance.cuh, to test it, brings its own: tests/cuda/warp_on_host.h.
 #pragma once
 
+#include "decode/sizes.h"
+
 #ifdef __CUDACC__
 #define PD_DEVICE static __device__ __forceinline__  // free functions
 #define PD_MEMBER __device__ __forceinline__
@@ -10,3 +12,18 @@
 #define PD_MEMBER inline
 #include "warp_on_host.h"
 #endif
+
+namespace paged_attn {
+
+// The sum over the lanes up to this one. All lanes of a warp take part.
+PD_DEVICE int inclusive_sum(int x) {
+  const int lane = threadIdx.x % kWarp;
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int other = __shfl_up_sync(~0u, x, step);
+    if (lane >= step) x += other;
+  }
+  return x;
+}
+
+}  // namespace paged_attn

@@ -141,12 +141,7 @@ struct Scheduler {
     const bool exists = first + lane < p.batch, suits = own.rows < 2 * kBuckets && 2 * tiles >= plan.blocks_in_grid;
     if (p.batch > kWarp || __ballot_sync(~0u, exists && !suits)) return;
     const int most_keys = 2 * plan.l2_keys / static_cast<int>(p.kv_heads);
-    int keys = exists ? min(key_count(p, plan, first + lane), most_keys + 1) : 0;
-#pragma unroll
-    for (int step = 1; step < kWarp; step *= 2) {
-      const int other = __shfl_up_sync(~0u, keys, step);
-      if (lane >= step) keys += other;
-    }
+    const int keys = inclusive_sum(exists ? min(key_count(p, plan, first + lane), most_keys + 1) : 0);
     if (lane > 0 && keys > most_keys) own = {};
   }
 
@@ -171,13 +166,7 @@ struct Scheduler {
 
   template <typename Call>
   PD_MEMBER void count(const Problem& p, const Call& plan) {
-    const int lane = threadIdx.x % kWarp;
-    ends = own_rows(p) * static_cast<int>(p.kv_heads) * plan.parts;
-#pragma unroll
-    for (int step = 1; step < kWarp; step *= 2) {
-      const int other = __shfl_up_sync(~0u, ends, step);
-      if (lane >= step) ends += other;
-    }
+    ends = inclusive_sum(own_rows(p) * static_cast<int>(p.kv_heads) * plan.parts);
   }
 
   // The work of tile `index`, which never falls from call to call; false past the end.

@@ -43,7 +43,7 @@ def header():
     return "\n".join(
         [
             '#include "items.cuh"\n#include "prefill/sizes.h"',
-            "struct CUtensorMap {};\nstruct float2;\nconstexpr int kWarp = 32;",
+            "struct CUtensorMap {};\nstruct float2;",
             "namespace paged_attn {",
             part_of("prefill/shape.cuh", "// What the kernel reads beside the problem.", "// Barriers and messages"),
             part_of(schedule, "constexpr int kBuckets", "// The word that is counted up"),
