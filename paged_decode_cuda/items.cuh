@@ -58,6 +58,17 @@ PD_DEVICE KvRange row_keys(const Problem& p, const Plan& plan, const Item& item,
                       static_cast<int>(p.window_right), static_cast<int>(p.attention_chunk), chunk_of);
 }
 
+// The keys that some row of the item sees, and those that every row sees. Both ends of what a row sees grow with its
+// token, so the first and the last row bound them all.
+PD_DEVICE void find_keys(const Problem& p, const Plan& plan, Item& item) {
+  const KvRange first = row_keys(p, plan, item, plan.group.divide(item.first_row));
+  const KvRange last = row_keys(p, plan, item, plan.group.divide(item.first_row + max(item.rows, 1) - 1));
+  item.key_begin = first.begin;
+  item.key_end = last.end;
+  item.inner_begin = last.begin;
+  item.inner_end = first.end;
+}
+
 PD_DEVICE int basic_length(const Problem& p, const Plan& plan, int b) {
   return min(max(p.cache_seqlens[b] + plan.new_keys, 0), plan.max_keys);
 }
@@ -129,13 +140,7 @@ PD_DEVICE Item load_item(const Problem& p, const Plan& plan, int index) {
     item.tiles = item.rows == 0 ? 0 : basic_tiles(plan, item.kv_len);
     return item;
   }
-  // Both ends of what a row sees grow with its token, so the first and the last row bound them all.
-  const KvRange first = row_keys(p, plan, item, plan.group.divide(item.first_row));
-  const KvRange last = row_keys(p, plan, item, plan.group.divide(item.first_row + max(item.rows, 1) - 1));
-  item.key_begin = first.begin;
-  item.key_end = last.end;
-  item.inner_begin = last.begin;
-  item.inner_end = first.end;
+  find_keys(p, plan, item);
   item.first_tile = item.key_begin >> plan.tile_shift;
   const int end_tile = (item.key_end + (1 << plan.tile_shift) - 1) >> plan.tile_shift;
   item.tiles = item.rows == 0 ? 0 : max(1, end_tile - item.first_tile);

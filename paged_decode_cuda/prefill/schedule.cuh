@@ -52,12 +52,7 @@ PD_DEVICE Item row_tile_item(const Problem& p, const Plan& plan, int b, int tile
   item.leftpad = p.cache_leftpad ? p.cache_leftpad[b] : 0;
   item.first_row = tile * Shape::kRows;
   item.rows = max(0, min(Shape::kRows, item.q_len * static_cast<int>(p.group) - item.first_row));
-  const KvRange first = row_keys(p, plan, item, plan.group.divide(item.first_row));
-  const KvRange last = row_keys(p, plan, item, plan.group.divide(item.first_row + max(item.rows, 1) - 1));
-  item.key_begin = first.begin;
-  item.key_end = last.end;
-  item.inner_begin = last.begin;
-  item.inner_end = first.end;
+  find_keys(p, plan, item);
   item.first_tile = item.key_begin / Shape::kKeys;
   const int end_tile = (item.key_end + Shape::kKeys - 1) / Shape::kKeys;
   item.tiles = item.rows == 0 ? 0 : max(0, end_tile - item.first_tile);
