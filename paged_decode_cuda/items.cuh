@@ -43,6 +43,11 @@ PD_DEVICE int table_row(const Problem& p, int b) {
   return p.cache.block_table ? min(max(row, 0), static_cast<int>(p.cache.table_rows) - 1) : row;
 }
 
+// Whether an entry of the block table names a page of the cache.
+PD_DEVICE bool page_exists(const Problem& p, int page) {
+  return static_cast<uint32_t>(page) < static_cast<uint32_t>(p.cache.num_pages);
+}
+
 struct Item {
   int b;
   int first_row, rows;  // rows in the request's order, and how many of the tile exist

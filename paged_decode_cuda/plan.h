@@ -38,6 +38,14 @@ struct CommonPlan {
   // The cache, strides in pieces of 16 bytes
   uint32_t k_page_pieces, k_slot_pieces, k_head_pieces;
   uint32_t v_page_pieces, v_slot_pieces, v_head_pieces;
+  // Where a key lies, and its value.
+  PD_METHOD uint32_t key_place(int page, int slot, int head) const {
+    return page * k_page_pieces + slot * k_slot_pieces + head * k_head_pieces;
+  }
+  PD_METHOD uint32_t value_place(int page, int slot, int head) const {
+    return page * v_page_pieces + slot * v_slot_pieces + head * v_head_pieces;
+  }
+
   int32_t max_keys;                 // that the cache can hold for one request
   int32_t max_pages, table_stride;  // of the block table
   int32_t q_lines, table_lines;     // to prefetch of q and of the block table

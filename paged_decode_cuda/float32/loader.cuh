@@ -53,8 +53,7 @@ struct Float32Loader {
       slot = key - index * static_cast<int>(plan.page_size.divisor);
     }
     if (page < 0 || page >= cache.num_pages || slot < 0 || slot >= cache.page_size) return {kNowhere, kNowhere};
-    return {page * plan.k_page_pieces + slot * plan.k_slot_pieces + source.head * plan.k_head_pieces,
-            page * plan.v_page_pieces + slot * plan.v_slot_pieces + source.head * plan.v_head_pieces};
+    return {plan.key_place(page, slot, source.head), plan.value_place(page, slot, source.head)};
   }
 
   PD_MEMBER void copy_keys(const Problem& p, uint32_t target) {

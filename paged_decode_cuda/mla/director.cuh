@@ -67,9 +67,8 @@ struct MlaCopier {
       int2 place = make_int2(-1, 0);
       if (own >= places.key_begin && own < places.key_end) place = places.find(p, call, own);
       const bool found = place.x >= 0;
-      at.latents[h] = found ? place.x * call.v_page_pieces + place.y * call.v_slot_pieces + head * call.v_head_pieces
-                            : KeyPlaces::kNowhere;
-      at.rope[h] = found ? place.x * call.k_page_pieces + place.y * call.k_slot_pieces + head * call.k_head_pieces : 0;
+      at.latents[h] = found ? call.value_place(place.x, place.y, head) : KeyPlaces::kNowhere;
+      at.rope[h] = found ? call.key_place(place.x, place.y, head) : 0;
     }
     return at;
   }

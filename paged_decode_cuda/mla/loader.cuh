@@ -94,9 +94,8 @@ struct MlaLoader : MlaCopier {
   PD_MEMBER Row place_row(const Problem& p, const MlaCall& call, const KeyPlaces& places, int key, int page,
                           int head) const {
     const int slot = places.slot_of(call, key);
-    if (static_cast<uint32_t>(page) >= static_cast<uint32_t>(p.cache.num_pages)) return {KeyPlaces::kNowhere, 0};
-    return {static_cast<uint32_t>(page * call.v_page_pieces + slot * call.v_slot_pieces + head * call.v_head_pieces),
-            static_cast<uint32_t>(page * call.k_page_pieces + slot * call.k_slot_pieces + head * call.k_head_pieces)};
+    if (!page_exists(p, page)) return {KeyPlaces::kNowhere, 0};
+    return {call.value_place(page, slot, head), call.key_place(page, slot, head)};
   }
 
   // Asks for this warp's rows; the blocks of a cluster each for half of their lines.

@@ -46,8 +46,7 @@ struct TileLoader {
     if (key < places.key_begin || key >= places.key_end) return KeyPlaces::kNowhere;
     const int2 place = places.find(p, plan, key);
     if (place.x < 0) return KeyPlaces::kNowhere;
-    return kValues ? place.x * plan.v_page_pieces + place.y * plan.v_slot_pieces + head * plan.v_head_pieces
-                   : place.x * plan.k_page_pieces + place.y * plan.k_slot_pieces + head * plan.k_head_pieces;
+    return kValues ? plan.value_place(place.x, place.y, head) : plan.key_place(place.x, place.y, head);
   }
 
   // `loader`: which of the warps this is. Boxes of a tile go from row to row, all columns of a row one after the other,
@@ -156,10 +155,9 @@ struct Gatherer {
 #pragma unroll
     for (int i = 0; i < kLookups; ++i) {
       const int run = own_run(i), slot = places.slot_of(plan, tile * kKeys + row_of(run));
-      const bool exists = static_cast<uint32_t>(pages[i]) < static_cast<uint32_t>(p.cache.num_pages);
+      const bool exists = page_exists(p, pages[i]);
       const uint32_t missing = has(run) ? KeyPlaces::kNowhere : 0;
-      const uint32_t key = pages[i] * plan.k_page_pieces + slot * plan.k_slot_pieces + head * plan.k_head_pieces;
-      const uint32_t value = pages[i] * plan.v_page_pieces + slot * plan.v_slot_pieces + head * plan.v_head_pieces;
+      const uint32_t key = plan.key_place(pages[i], slot, head), value = plan.value_place(pages[i], slot, head);
       found.keys[i] = exists ? key : missing;
       found.values[i] = exists ? value : missing;
       found.whole = found.whole && __ballot_sync(~0u, exists || !has(run)) == ~0u;

@@ -73,7 +73,7 @@ struct KeyPlaces {
       slot = base_slot + key;
       if (slot >= 0 && slot < p.cache.page_size) page = base_page;
     }
-    return make_int2(static_cast<uint32_t>(page) < static_cast<uint32_t>(p.cache.num_pages) ? page : -1, slot);
+    return make_int2(page_exists(p, page) ? page : -1, slot);
   }
 
   // The same of a box that begins at `key`; page -1 where none of its keys is seen.

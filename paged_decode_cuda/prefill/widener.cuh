@@ -67,7 +67,7 @@ struct Widener {
 
   // Where it lies, in pieces of 16 bytes.
   static PD_MEMBER uint32_t find(const Problem& p, const PrefillCall& plan, int2 place, int head, unsigned unit) {
-    if (static_cast<uint32_t>(place.x) >= static_cast<uint32_t>(p.cache.num_pages)) return KeyPlaces::kNowhere;
+    if (!page_exists(p, place.x)) return KeyPlaces::kNowhere;
     const bool values = of_values(unit);
     return place.x * (values ? plan.v_page_pieces : plan.k_page_pieces) +
            place.y * (values ? plan.v_slot_pieces : plan.k_slot_pieces) +

@@ -68,8 +68,7 @@ PD_DEVICE int2 look_up(const Problem& p, const Plan& plan, const KeyPlaces& plac
 
 // In pieces of 16 bytes.
 PD_DEVICE uint32_t pieces_of(const Problem& p, int2 place, uint32_t page, uint32_t slot, uint32_t head) {
-  const bool exists = static_cast<uint32_t>(place.x) < static_cast<uint32_t>(p.cache.num_pages);
-  return exists ? place.x * page + place.y * slot + head : KeyPlaces::kNowhere;
+  return page_exists(p, place.x) ? place.x * page + place.y * slot + head : KeyPlaces::kNowhere;
 }
 
 PD_DEVICE uint32_t key_pieces(const Problem& p, const Plan& plan, int2 place, int head) {
