@@ -1,7 +1,5 @@
 #include "fallback.h"
 
-#include <optional>
-
 #include "fallback.cuh"
 
 namespace paged_attn {
@@ -37,11 +35,8 @@ Numbers fallback_numbers(const FallbackPlan& plan) {
 
 void launch_fallback(const Problem& p, const FallbackPlan& plan, const Context& context) {
   Plan work = plan.work;
-  std::optional<Workspace> workspace;
-  if (plan.workspace_bytes > 0) {
-    workspace.emplace(plan.workspace_bytes);
-    work.partials = static_cast<TaggedWord*>(workspace->data());
-  }
+  const Workspace workspace(plan.workspace_bytes);
+  work.partials = static_cast<TaggedWord*>(workspace.data());
   launch(kernel_of(p), {plan.blocks, kFallbackWarps * kWarp, 0}, context, p, work);
 }
 

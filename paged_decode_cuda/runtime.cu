@@ -112,9 +112,12 @@ void launch_kernel_in_clusters(const void* kernel, const Grid& grid, int cluster
 }
 
 Workspace::Workspace(int64_t bytes) {
+  if (bytes == 0) return;
   TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(static_cast<uint64_t>(bytes), &data_));
 }
 
-Workspace::~Workspace() { aoti_torch_cuda_caching_allocator_raw_delete(data_); }
+Workspace::~Workspace() {
+  if (data_) aoti_torch_cuda_caching_allocator_raw_delete(data_);
+}
 
 }  // namespace paged_attn

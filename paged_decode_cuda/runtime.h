@@ -49,6 +49,7 @@ void launch_in_clusters(const void* kernel, const Grid& grid, int cluster, const
 
 // Temporary memory on the current device, from torch's allocator: given back at the end, when what was launched on the
 // current stream may still use it, and then handed out on that stream only. A tensor would take several times as long.
+// Of 0 bytes: nowhere.
 class Workspace {
  public:
   explicit Workspace(int64_t bytes);

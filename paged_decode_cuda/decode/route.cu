@@ -1,7 +1,5 @@
 #include "route.h"
 
-#include <optional>
-
 #include "basic_call.cuh"
 #include "instances.h"
 
@@ -39,11 +37,8 @@ Numbers decode_numbers(const DecodePlan& plan) {
 
 void launch_decode(const Problem& p, const DecodePlan& plan, const Context& context) {
   Plan work = plan.work;
-  std::optional<Workspace> workspace;
-  if (plan.workspace_bytes > 0) {
-    workspace.emplace(plan.workspace_bytes);
-    work.partials = static_cast<TaggedWord*>(workspace->data());
-  }
+  const Workspace workspace(plan.workspace_bytes);
+  work.partials = static_cast<TaggedWord*>(workspace.data());
   const Grid grid = {plan.blocks, plan.warps * kWarp, plan.shared_bytes};
   if (plan.basic) {
     launch(kernel_of(p, plan), grid, context, basic_call(p, work));

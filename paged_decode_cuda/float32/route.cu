@@ -1,7 +1,5 @@
 #include "route.h"
 
-#include <optional>
-
 #include "instances.h"
 
 namespace paged_attn {
@@ -20,11 +18,8 @@ Numbers float32_numbers(const Float32Plan& plan) {
 
 void launch_float32(const Problem& p, const Float32Plan& plan, const Context& context) {
   Plan work = plan.work;
-  std::optional<Workspace> workspace;
-  if (plan.workspace_bytes > 0) {
-    workspace.emplace(plan.workspace_bytes);
-    work.partials = static_cast<TaggedWord*>(workspace->data());
-  }
+  const Workspace workspace(plan.workspace_bytes);
+  work.partials = static_cast<TaggedWord*>(workspace.data());
   launch(float32_kernel_of(plan.instance), {plan.blocks, plan.instance.threads, plan.instance.shared_bytes}, context, p,
          work);
 }
