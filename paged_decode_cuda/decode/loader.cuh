@@ -84,27 +84,8 @@ struct TileLoader {
   // Starts the copies of the tile that was found last into a stage and finds the next. The first call only finds.
   // Always one group, so that groups count tiles.
   PD_MEMBER void copy(const Problem& p, const Plan& plan, const Dealing& dealing, uint32_t stage) {
-    if (live) {
-      // In pieces of 16 bytes a cache of 64 GiB fits into 32 bits, half of the registers and shuffles of a pointer.
-      const bool found = static_cast<uint32_t>(page) < static_cast<uint32_t>(p.cache.num_pages);
-      const uint32_t k_place = found ? page * plan.k_page_pieces + slot * plan.k_slot_pieces + k_head : kNowhere;
-      const uint32_t v_place = found ? page * plan.v_page_pieces + slot * plan.v_slot_pieces + v_head : kNowhere;
-      if (plan.whole_runs) {
-        copy_tile<kRunKeys>(p, plan, stage, k_place, v_place);
-      } else {
-        copy_tile<1>(p, plan, stage, k_place, v_place);
-      }
-      tile += blockDim.x / kWarp;
-    }
-    copy_commit();
-    find_tile(p, plan, dealing);
-  }
-
-  template <int kRun>
-  PD_MEMBER void copy_tile(const Problem& p, const Plan& plan, uint32_t stage, uint32_t k_place, uint32_t v_place) {
-    copy_rows<kRun, false>(stage, p.cache.k, k_place, plan.k_slot_pieces, static_cast<int>(p.head_dim));
-    copy_rows<kRun, true>(stage + Shape::kStageBytesK, p.cache.v, v_place, plan.v_slot_pieces,
-                          static_cast<int>(p.head_dim_v));
+    if (live) copy_half<false>(p, plan, stage);
+    copy_values(p, plan, dealing, stage);
   }
 
   // The same in halves, a group each: the keys of the tile that was found last; later its values, after which the next
@@ -116,7 +97,7 @@ struct TileLoader {
 
   PD_MEMBER void copy_values(const Problem& p, const Plan& plan, const Dealing& dealing, uint32_t stage) {
     if (live) {
-      copy_half<true>(p, plan, stage + Shape::kStageBytesK);
+      copy_half<true>(p, plan, stage);
       tile += blockDim.x / kWarp;
     }
     copy_commit();
@@ -124,12 +105,14 @@ struct TileLoader {
   }
 
   template <bool kValues>
-  PD_MEMBER void copy_half(const Problem& p, const Plan& plan, uint32_t target) {
-    const bool found = static_cast<uint32_t>(page) < static_cast<uint32_t>(p.cache.num_pages);
+  PD_MEMBER void copy_half(const Problem& p, const Plan& plan, uint32_t stage) {
+    // In pieces of 16 bytes a cache of 64 GiB fits into 32 bits, half of the registers and shuffles of a pointer.
+    const bool found = page_exists(p, page);
     const uint32_t slot_pieces = kValues ? plan.v_slot_pieces : plan.k_slot_pieces;
     const uint32_t page_pieces = kValues ? plan.v_page_pieces : plan.k_page_pieces;
     const uint32_t place = found ? page * page_pieces + slot * slot_pieces + (kValues ? v_head : k_head) : kNowhere;
     const void* const cache = kValues ? p.cache.v : p.cache.k;
+    const uint32_t target = stage + (kValues ? Shape::kStageBytesK : 0);
     const int dims = static_cast<int>(kValues ? p.head_dim_v : p.head_dim);
     if (plan.whole_runs) {
       copy_rows<kRunKeys, kValues>(target, cache, place, slot_pieces, dims);
