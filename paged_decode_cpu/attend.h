@@ -469,6 +469,60 @@ void attend_tile_packed(const Problem& p, const Item& item, const Scratch<Ops>& 
   }
 }
 
+inline void attend_f32(const Problem& p, const Item& item, KvRange keys, char* memory, float* partial);
+
+// The end of the rows, from r on, that belong to the token of r: they see the same keys.
+inline int64_t end_of_token(const Problem& p, const Item& item, int64_t r) {
+  return pd_min(item.rows(), ((item.row_begin + r) / p.group + 1) * p.group - item.row_begin);
+}
+
+// The rows [begin, end) of an item, of its kv_head h alone.
+inline Item rows_of(const Item& item, int64_t h, int64_t begin, int64_t end) {
+  Item rows = item;
+  rows.kv_head_begin = item.kv_head_begin + h;
+  rows.kv_head_end = rows.kv_head_begin + 1;
+  rows.row_begin = item.row_begin + begin;
+  rows.row_end = item.row_begin + end;
+  return rows;
+}
+
+// With what attend_again wants for the rows of a token.
+template <class Ops>
+int64_t scratch_bytes_as(const Problem& p, const Item& item) {
+  const Item again = rows_of(item, 0, 0, pd_min(item.rows(), p.group));
+  return Scratch<Ops>(p, item, nullptr).bytes + Scratch<OpsF32<DType::kFloat32>>(p, again, nullptr).bytes;
+}
+
+// Whether sums of values of row i are not finite, and may be wrong then. Where its sum l is NaN a score is, and all of
+// the result: nothing to mend, unless scores are made of pieces.
+template <class Ops>
+bool is_unsure(const Scratch<Ops>& s, int64_t i) {
+  const float l = add_lanes(load<DType::kFloat32>(s.l + i * kLanes));
+  f32v zero = {};
+  for (int64_t d = 0; d < s.width; d += kLanes) zero += load<DType::kFloat32>(s.acc + i * s.width + d) * 0.f;
+  return add_lanes(zero) != 0.f && (l == l || Ops::kLeftPieces > 1);
+}
+
+// An infinite value times a probability of 0 is NaN. Such products are made with keys that only other rows see, and
+// with what products of several keys are filled up with. And an infinity has no pieces (ops_pieces.h). So a token whose
+// sums are not finite is done once more, with its own keys alone and in float32, which takes one key at a time.
+template <class Ops>
+[[gnu::noinline]] void attend_again(const Problem& p, const Item& item, const Scratch<Ops>& s, KvRange keys,
+                                    char* memory, float* partial) {
+  for (int64_t h = 0; h < item.heads(); ++h)
+    for (int64_t r = 0, end; r < item.rows(); r = end) {
+      end = end_of_token(p, item, r);
+      bool unsure = false;
+      for (int64_t i = r; i < end; ++i) unsure |= is_unsure(s, h * s.head_rows + i);
+      if (!unsure) continue;
+      Item rows = rows_of(item, h, r, end);
+      const position_t begin = pd_max(keys.begin, s.visible[r].begin);
+      rows.keys = {begin, pd_max(begin, pd_min(keys.end, s.visible[r].end))};
+      float* rows_partial = partial ? partial + (h * item.rows() + r) * (p.head_dim_v + 2) : nullptr;
+      attend_f32(p, rows, rows.keys, memory, rows_partial);
+    }
+}
+
 template <class Ops>
 void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, float* partial) {
   const Request request = request_of(p, item.batch);
@@ -524,6 +578,7 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
   // Write the partial, or finish
   if constexpr (Ops::kFewRows) Ops::put_sums_in_order(s, item);
   constexpr int kChunkRegs = Ops::kChunk / kLanes;
+  f32v zero = {};  // NaN if a sum is not finite
   for (int64_t h = 0; h < item.heads(); ++h) {
     const int64_t kv_head = item.kv_head_begin + h;
     for (int64_t r = 0; r < rows; ++r) {
@@ -533,7 +588,10 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
         f32v chunk[kChunkRegs];
         memcpy(chunk, s.acc + i * s.width + d, sizeof chunk);
         Ops::in_order(chunk);
-        for (f32v& x : chunk) x *= s.scales[h].v_descale;
+        for (f32v& x : chunk) {
+          zero += x * 0.f;
+          x *= s.scales[h].v_descale;
+        }
         memcpy(s.row + d, chunk, sizeof chunk);
       }
       if (partial) {
@@ -547,6 +605,8 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
       }
     }
   }
+  const bool like_again = Ops::kValueKeys == 1 && end_of_token(p, item, 0) == rows;
+  if (add_lanes(zero) != 0.f && !like_again) attend_again(p, item, s, keys, memory + s.bytes, partial);
 }
 
 inline void merge_partials(const Problem& p, const Item& item, int64_t count, float* partials, int64_t stride,
@@ -590,7 +650,7 @@ inline Products products_f32(const Problem&) {
 }
 
 inline int64_t scratch_bytes_f32(const Problem& p, const Item& item) {
-  return Scratch<OpsF32<DType::kFloat32>>(p, item, nullptr).bytes;
+  return scratch_bytes_as<OpsF32<DType::kFloat32>>(p, item);
 }
 
 inline void attend_f32(const Problem& p, const Item& item, KvRange keys, char* memory, float* partial) {

@@ -14,7 +14,7 @@ inline Products products_neon(const Problem&) { return neon_products("packed_f32
 
 // Scratch memory for numbers of four bytes is enough for smaller ones.
 inline int64_t scratch_bytes_neon(const Problem& p, const Item& item) {
-  return Scratch<OpsNeonF32<DType::kFloat32>>(p, item, nullptr).bytes;
+  return scratch_bytes_as<OpsNeonF32<DType::kFloat32>>(p, item);
 }
 
 inline void attend_neon(const Problem& p, const Item& item, KvRange keys, char* memory, float* partial) {

@@ -81,13 +81,13 @@ auto with_tiles(const Problem& p, const Work& work) {
 
 int64_t scratch_bytes(const Problem& p, const Item& item) {
   if (!looked_up(p, item)) return scratch_bytes_f32(p, item);
-  return Scratch<OpsBf16<DType::kFloat8E4M3>>(p, item, nullptr).bytes;
+  return scratch_bytes_as<OpsBf16<DType::kFloat8E4M3>>(p, item);
 }
 
 int64_t scratch_bytes_amx(const Problem& p, const Item& item) {
-  if (in_tiles_in_place(p, item)) return Scratch<OpsAmxFew>(p, item, nullptr).bytes;
+  if (in_tiles_in_place(p, item)) return scratch_bytes_as<OpsAmxFew>(p, item);
   if (!in_tiles(p, item)) return scratch_bytes(p, item);
-  return with_tiles(p, [&]<class Ops>() { return Scratch<Ops>(p, item, nullptr).bytes; });
+  return with_tiles(p, [&]<class Ops>() { return scratch_bytes_as<Ops>(p, item); });
 }
 
 void attend(const Problem& p, const Item& item, KvRange keys, char* memory, float* partial) {

@@ -19,7 +19,7 @@ Products products(const Problem& p) {
 
 int64_t scratch_bytes(const Problem& p, const Item& block) {
   // Chunks of an 8-bit cache are wider than a register of floats, its elements narrower.
-  int64_t bf16 = Scratch<OpsBf16<DType::kFloat8E4M3>>(p, block, nullptr).bytes;
+  int64_t bf16 = scratch_bytes_as<OpsBf16<DType::kFloat8E4M3>>(p, block);
   return pd_max(bf16, scratch_bytes_f32(p, block));
 }
 

@@ -7,7 +7,7 @@
 //            of probabilities is on the left twice, once with a zero behind each, once with a zero before each:
 //              (p 0) x values = sums of the even columns,   (0 p) x values = sums of the odd columns
 //            Half of the products are with zeros, yet nothing is laid out. (A value that is infinite makes its
-//            neighbour's sum NaN.)
+//            neighbour's sum NaN; attend_again mends that.)
 //
 //   tiles 0 to 3   sums of values: two rows for each query (even and odd columns), 32 columns each
 //   tile 4         probabilities: two rows for each query, 16 keys

@@ -3,6 +3,8 @@
 // pieces,
 //
 //   (a0 + a1)(b0 + b1) = a0 b0 + a0 b1 + a1 b0 + a1 b1
+//
+// An infinity has no second piece; attend_again mends what becomes of it.
 #pragma once
 
 #include "ops_bf16.h"

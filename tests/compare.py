@@ -119,7 +119,7 @@ def assert_within(name, actual, expected, bound):
     actual = actual.detach().cpu().double()
     assert actual.shape == expected.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     finite = torch.isfinite(expected)
-    wrong = (actual != expected) & ~finite | ~torch.isfinite(actual) & finite
+    wrong = (actual != expected) & ~(actual.isnan() & expected.isnan()) & ~finite | ~torch.isfinite(actual) & finite
     wrong |= (torch.nan_to_num(actual) - torch.nan_to_num(expected)).abs() > torch.nan_to_num(bound)
     if wrong.any():
         excess = torch.where(wrong, torch.nan_to_num((actual - expected).abs() / bound, nan=torch.inf), -1.0)

@@ -118,14 +118,104 @@ def test_nan_and_infinity_stay_where_they_belong(paged_attn, device, what, bad, 
     judge(out, lse, clean, before)
 
 
+# Queries, and heads that share keys: few rows and many, whose products are made in other ways.
+ROWS = [(1, 1), (1, 4), (3, 2), (1, 40), (40, 2)]
+
+
+BAD_VALUES = (("inf", 40, 7), ("-inf", 19, 8), ("inf", 3, 20), ("-inf", 50, 20), ("nan", 60, 33))
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("q_len, group", ROWS)
+@pytest.mark.parametrize("dtype", [*DTYPES, "float8_e5m2"])
+@pytest.mark.parametrize("num_splits", [0, 3])
+def test_infinite_values_stay_in_their_columns(paged_attn, device, dtype, q_len, group, num_splits):
+    """Of every sign, both in one column, NaN, and in the last key, behind which a product may be filled up."""
+    case = Case(
+        batch=2, lens=(131, 77), q_len=q_len, q_heads=2 * group, dtype=dtype, num_splits=num_splits,
+        kv_dtype=dtype if dtype == "float8_e5m2" else "",
+    )  # fmt: skip
+    calls = both_calls(case, device)
+    for call in calls:
+        for value, position, dim in BAD_VALUES:
+            poison_key(call, 1, 0, position, 1, dim, float(value))
+        poison_key(call, 1, 0, 130, 0, 12, torch.inf)
+        poison_key(call, 1, 1, 76, 1, 63, -torch.inf)
+    judge(*run(paged_attn, calls[0]), *calls)
+
+
+SEEN_BY_SOME = {
+    "causal": {"causal": True},
+    "window": {"window": (20, 3)},
+    "window_causal": {"causal": True, "window": (9, 0), "sink": "float32"},
+    "chunk": {"chunk": 24},
+    "splits": {"causal": True, "num_splits": 3},
+    "long": {"causal": True, "lens": (400, 333)},
+}
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("q_len, group", [(2, 1), (4, 4), (40, 2)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_key_of_minus_infinity_is_not_there(paged_attn, device, dtype):
-    """Its scores are -inf: the result is that of the other keys."""
-    calls = both_calls(Case(batch=2, lens=(50, 33), dtype=dtype), device)
+@pytest.mark.parametrize("name", SEEN_BY_SOME)
+def test_infinite_values_that_some_rows_see(paged_attn, device, name, dtype, q_len, group):
+    """They do not reach the rows beside them."""
+    if device != "cpu":
+        pytest.skip("rows that share a product share what is infinite in it; only the CPU does them once more")
+    case = Case(
+        **({"batch": 2, "lens": (131, 77), "q_len": q_len, "q_heads": 2 * group, "dtype": dtype} | SEEN_BY_SOME[name])
+    )
+    calls = both_calls(case, device)
+    for call in calls:
+        for b, length in enumerate(case.lens):
+            for before_last, dim, value in ((0, 7, "inf"), (1, 8, "nan"), (5, 9, "-inf"), (25, 10, "inf")):
+                poison_key(call, 1, b, length - 1 - before_last, 1, dim, float(value))
+    judge(*run(paged_attn, calls[0]), *calls)
+
+
+def calls_with_ones(device, dtype, q_len, group, **fields):
+    """Two calls whose queries are 1 in dimension 3: the sign of what stands there in a key is that of its score."""
+    case = Case(batch=2, lens=(131, 77), q_len=q_len, q_heads=2 * group, dtype=dtype, **fields)
+    calls = both_calls(case, device)
     for call in calls:
         call.kwargs["q"][..., 3] = 1.0
-        for kv_head in range(2):
-            poison_key(call, 0, 0, 20, kv_head, 3, -torch.inf)
+    return calls
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("q_len, group", ROWS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_key_of_minus_infinity_is_not_there(paged_attn, device, dtype, q_len, group):
+    """Its scores are -inf: the result is that of the other keys."""
+    calls = calls_with_ones(device, dtype, q_len, group)
+    for call in calls:
+        for kv_head, position in enumerate((20, 76)):
+            poison_key(call, 0, 1, position, kv_head, 3, -torch.inf)
+    judge(*run(paged_attn, calls[0]), *calls)
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("q_len, group", ROWS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_infinite_key_under_softcap(paged_attn, device, dtype, q_len, group):
+    """Its score is softcap, as that of a key that is merely large."""
+    calls = calls_with_ones(device, dtype, q_len, group, softcap=2.5)
+    poison_key(calls[0], 0, 1, 40, 0, 3, torch.inf)
+    out, lse = run(paged_attn, calls[0])
+    for call in calls:
+        poison_key(call, 0, 1, 40, 0, 3, 30000.0)
+    judge(out, lse, *calls)
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("q_len, group", ROWS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_query_of_minus_infinity_sees_nothing(paged_attn, device, dtype, q_len, group):
+    """Where all keys are positive in its dimension."""
+    calls = calls_with_ones(device, dtype, q_len, group)
+    for call in calls:
+        call.caches()[0][..., 3] = 1.0
+        call.kwargs["q"][1, 0, 1, 3] = -torch.inf
     judge(*run(paged_attn, calls[0]), *calls)
 
 

@@ -427,6 +427,14 @@ FAULTS = [
         "if (!rotated && a.dtype == c.dtype && dtype_bytes(c.dtype) > 1) {",
         "test_append.py -k byte_for_byte",
     ),
+    Fault(
+        "CPU: sums that are not finite stay as they are",
+        "cpu",
+        "paged_decode_cpu/attend.h",
+        "if (add_lanes(zero) != 0.f && !like_again)",
+        "if (false && !like_again)",
+        "test_edges.py -k infinite_values_that_some",
+    ),
     # The CPU's matrix unit, in emulated tiles
     Fault(
         "AMX: masks forgotten where only a factor is wanted",

@@ -8,7 +8,15 @@ and the rest.
 import itertools
 import os
 
-EVERY = {"test_edges_of_tiles": 2, "test_many_tiles": 1}
+EVERY = {
+    "test_edges_of_tiles": 2,
+    "test_many_tiles": 1,
+    "test_infinite_values_stay_in_their_columns": 1,
+    "test_infinite_values_that_some_rows_see": 1,
+    "test_a_key_of_minus_infinity_is_not_there": 1,
+    "test_an_infinite_key_under_softcap": 1,
+    "test_a_query_of_minus_infinity_sees_nothing": 1,
+}
 ALL = os.environ.get("PAGED_ATTN_TILE_TESTS") == "all"
 
 
