@@ -578,7 +578,7 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
   // Write the partial, or finish
   if constexpr (Ops::kFewRows) Ops::put_sums_in_order(s, item);
   constexpr int kChunkRegs = Ops::kChunk / kLanes;
-  f32v zero = {};  // NaN if a sum is not finite
+  u32v zero = {};  // as floats: NaN if a sum is not finite; "or" does not wait as long as a sum would
   for (int64_t h = 0; h < item.heads(); ++h) {
     const int64_t kv_head = item.kv_head_begin + h;
     for (int64_t r = 0; r < rows; ++r) {
@@ -589,7 +589,7 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
         memcpy(chunk, s.acc + i * s.width + d, sizeof chunk);
         Ops::in_order(chunk);
         for (f32v& x : chunk) {
-          zero += x * 0.f;
+          zero |= bit_cast<u32v>(x * 0.f);
           x *= s.scales[h].v_descale;
         }
         memcpy(s.row + d, chunk, sizeof chunk);
@@ -606,7 +606,7 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
     }
   }
   const bool like_again = Ops::kValueKeys == 1 && end_of_token(p, item, 0) == rows;
-  if (add_lanes(zero) != 0.f && !like_again) attend_again(p, item, s, keys, memory + s.bytes, partial);
+  if (add_lanes(bit_cast<f32v>(zero)) != 0.f && !like_again) attend_again(p, item, s, keys, memory + s.bytes, partial);
 }
 
 inline void merge_partials(const Problem& p, const Item& item, int64_t count, float* partials, int64_t stride,
