@@ -229,6 +229,8 @@ void load_queries(const Problem& p, const Item& item, const Request& request, co
       read_row(p.q_dtype, q, n, row);
       for (int64_t i = n; i < stride; ++i) row[i] = 0.f;
       if (rotated) rotate(p.rotary, p.q_dtype, rotary_query_position(p, request, item.batch, token), row);
+      if constexpr (Ops::kDealt)
+        for (int64_t i = 0; i < stride; i += Ops::kChunk) Ops::deal(row + i);
       for (int64_t i = 0; i < stride; i += kLanes) {
         const f32v x = load<DType::kFloat32>(row + i);
         if constexpr (Ops::kLeftPieces > 1) {
@@ -486,11 +488,13 @@ inline Item rows_of(const Item& item, int64_t h, int64_t begin, int64_t end) {
   return rows;
 }
 
+using WidestF32 = OpsF32<DType::kBFloat16>;  // of all OpsF32 the one with the widest chunks
+
 // With what attend_again wants for the rows of a token.
 template <class Ops>
 int64_t scratch_bytes_as(const Problem& p, const Item& item) {
   const Item again = rows_of(item, 0, 0, pd_min(item.rows(), p.group));
-  return Scratch<Ops>(p, item, nullptr).bytes + Scratch<OpsF32<DType::kFloat32>>(p, again, nullptr).bytes;
+  return Scratch<Ops>(p, item, nullptr).bytes + Scratch<WidestF32>(p, again, nullptr).bytes;
 }
 
 // Whether sums of values of row i are not finite, and may be wrong then. Where its sum l is NaN a score is, and all of
@@ -650,7 +654,7 @@ inline Products products_f32(const Problem&) {
 }
 
 inline int64_t scratch_bytes_f32(const Problem& p, const Item& item) {
-  return scratch_bytes_as<OpsF32<DType::kFloat32>>(p, item);
+  return scratch_bytes_as<WidestF32>(p, item);
 }
 
 inline void attend_f32(const Problem& p, const Item& item, KvRange keys, char* memory, float* partial) {

@@ -55,6 +55,7 @@ struct OpsBf16 {
   static constexpr int kValueKeys = 2;
   static constexpr int kLeftPieces = 1, kRightPieces = 1;
   static constexpr bool kTiles = false;
+  static constexpr bool kDealt = false;
   static constexpr bool kFewRows = false;
   static constexpr bool kNeon = false;
   static constexpr float kUnit = 1.f;

@@ -10,9 +10,17 @@ template <DType kCacheType>
 struct OpsF32 {
   using Elem = float;  // a query element or a probability in scratch memory
   using Reg = f32v;
-  static constexpr int kDepth = 1;       // elements that one 32-bit lane multiplies at once
-  static constexpr int kRegs = 1;        // registers that one load of a cache row fills
-  static constexpr int kChunk = kLanes;  // elements of a row that one load reads
+#if defined(__AVX512F__)
+  // bfloat16 numbers are widened where they lie, two to a lane, in an instruction each: a chunk is dealt out to two
+  // registers, its even elements and its odd ones. 8-bit numbers are widened 32 at a time.
+  static constexpr bool kDealt = kCacheType == DType::kBFloat16;
+  static constexpr bool kFp8 = dtype_bytes(kCacheType) == 1;
+#else
+  static constexpr bool kDealt = false, kFp8 = false;
+#endif
+  static constexpr int kDepth = 1;                      // elements that one 32-bit lane multiplies at once
+  static constexpr int kRegs = kDealt || kFp8 ? 2 : 1;  // registers that one load of a cache row fills
+  static constexpr int kChunk = kRegs * kLanes;         // elements of a row that one load reads
   static constexpr int kBytes = dtype_bytes(kCacheType);
   static constexpr int kMaxDotRows = 4;                          // rows that share what is loaded
   static constexpr int kMinPackedRows = kLanes == 16 ? 24 : 12;  // from here on laying out keys and values pays
@@ -24,26 +32,70 @@ struct OpsF32 {
   static constexpr bool kTiles = false;                          // whether Ops attends to packed keys in its own way
   static constexpr bool kFewRows = false;                        // whether those tiles read keys in place, for few rows
   static constexpr bool kNeon = false;                           // whether tile_neon.h multiplies
-  static constexpr float kUnit = 1.f;                            // what a loaded number is to be multiplied with
+  static constexpr float kUnit = kFp8 ? fp8_unit(kCacheType) : 1.f;  // what a loaded number is to be multiplied with
 
   static f32v dot(f32v acc, Reg a, Reg b) { return acc + a * b; }
   static Reg broadcast(const Elem* p) { return splat(*p); }
   static Reg load_elems(const Elem* p) { return load<DType::kFloat32>(p); }
   static void store_elems(Elem* p, f32v x) { store<DType::kFloat32>(p, x); }
 
-  static void load_keys(const char* row, Reg* r) { r[0] = load<kCacheType>(row); }
-  static void load_keys_tail(const char* row, int64_t n, Reg* r) { r[0] = load_tail<kCacheType>(row, n); }
+#if defined(__AVX512F__)
+  static void widen(__m512i x, Reg* r) {
+    if constexpr (kDealt) {
+      r[0] = bit_cast<f32v>(_mm512_slli_epi32(x, 16));
+      r[1] = bit_cast<f32v>(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+    } else {
+      r[0] = half_to_float(bit_cast<u16v>(_mm512_castsi512_si256(x)));
+      r[1] = half_to_float(bit_cast<u16v>(_mm512_extracti64x4_epi64(x, 1)));
+    }
+  }
+  // As half_of_fp8, for twice as many.
+  static __m512i half_of(__m256i bytes) {
+    const __m512i wide = _mm512_cvtepi8_epi16(bytes);  // the sign in all upper bits
+    if constexpr (kCacheType == DType::kFloat8E5M2) return _mm512_slli_epi16(wide, 8);
+    const __m512i half = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16(static_cast<short>(0xbfff)));
+    const __mmask32 nan =
+        _mm512_cmpeq_epi16_mask(_mm512_slli_epi16(wide, 9), _mm512_set1_epi16(static_cast<short>(0xfe00)));
+    return _mm512_mask_mov_epi16(half, nan, _mm512_set1_epi16(0x7fff));
+  }
+#endif
+
+  static void load_keys(const char* row, Reg* r) {
+#if defined(__AVX512F__)
+    if constexpr (kDealt) return widen(_mm512_loadu_si512(row), r);
+    if constexpr (kFp8) return widen(half_of(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row))), r);
+#endif
+    r[0] = load<kCacheType>(row);
+  }
+  static void load_keys_tail(const char* row, int64_t n, Reg* r) {
+#if defined(__AVX512F__)
+    const __mmask32 first = (__mmask32(1) << n) - 1;
+    if constexpr (kDealt) return widen(_mm512_maskz_loadu_epi16(first, row), r);
+    if constexpr (kFp8) return widen(half_of(_mm256_maskz_loadu_epi8(first, row)), r);
+#endif
+    r[0] = load_tail<kCacheType>(row, n);
+  }
 
   // Values of kDepth keys, lane by lane, so that one dot() adds them weighted by kDepth probabilities.
-  static void load_values(const char* const* rows, int64_t offset, Reg* r) {
-    r[0] = load<kCacheType>(rows[0] + offset);
-  }
+  static void load_values(const char* const* rows, int64_t offset, Reg* r) { load_keys(rows[0] + offset, r); }
   static void load_values_tail(const char* const* rows, int64_t offset, int64_t n, Reg* r) {
-    r[0] = load_tail<kCacheType>(rows[0] + offset, n);
+    load_keys_tail(rows[0] + offset, n, r);
   }
 
+  // Brings a chunk of a query into the order in which load_keys leaves that of a key.
+  static void deal(float* chunk) {
+    const f32v a = load_elems(chunk), b = load_elems(chunk + kLanes);
+    store_elems(chunk, even_lanes(a, b, LaneIndices{}));
+    store_elems(chunk + kLanes, odd_lanes(a, b, LaneIndices{}));
+  }
   // The kRegs registers of a chunk of accumulators, in the order of the elements.
-  static void in_order(f32v*) {}
+  static void in_order(f32v* r) {
+    if constexpr (kDealt) {
+      const f32v even = r[0], odd = r[1];
+      r[0] = interleaved<0>(even, odd, LaneIndices{});
+      r[1] = interleaved<1>(even, odd, LaneIndices{});
+    }
+  }
 };
 
 }  // namespace

@@ -22,9 +22,6 @@ inline float16x8_t half_of_fp8(uint8x8_t x) {
   return vreinterpretq_f16_u16(vsriq_n_u16(upper, vshll_n_u8(vorr_u8(magnitude, nan), 8), 1));
 }
 
-// What half_of_fp8 leaves to be multiplied.
-constexpr float fp8_unit(DType type) { return type == DType::kFloat8E4M3 ? 256.f : 1.f; }
-
 template <DType kType>
 inline float16x8_t load_half(const char* row) {
   if constexpr (kType == DType::kFloat16) return vld1q_f16(reinterpret_cast<const float16_t*>(row));
@@ -49,6 +46,7 @@ struct OpsNeon {
   static constexpr int kValueKeys = 4;
   static constexpr int kLeftPieces = 1, kRightPieces = 1;
   static constexpr bool kTiles = false;
+  static constexpr bool kDealt = false;
   static constexpr bool kFewRows = false;
   static void in_order(f32v*) {}
 };

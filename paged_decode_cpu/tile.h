@@ -123,13 +123,15 @@ inline void load_block(const char* const* k, int64_t offset, int64_t d, int64_t 
 template <class Ops>
 inline void dot_lines(const typename Ops::Elem* q, const char* const* k, int64_t column, f32v* acc) {
   constexpr int kChunks = 64 / (Ops::kChunk * Ops::kBytes);
-  typename Ops::Reg query[kChunks], key[1];
-  for (int i = 0; i < kChunks; ++i) query[i] = Ops::load_elems(q + i * kLanes);
+  typename Ops::Reg query[kChunks * Ops::kRegs], key[Ops::kRegs];
+  for (int i = 0; i < kChunks * Ops::kRegs; ++i) query[i] = Ops::load_elems(q + i * kLanes * Ops::kDepth);
 #pragma GCC unroll 16
   for (int c = 0; c < kLanes; ++c)
+#pragma GCC unroll 4
     for (int i = 0; i < kChunks; ++i) {
-      Ops::load_keys(k[c] + column + i * kLanes * Ops::kBytes, key);
-      acc[c] = Ops::dot(acc[c], key[0], query[i]);
+      Ops::load_keys(k[c] + column + i * Ops::kChunk * Ops::kBytes, key);
+#pragma GCC unroll 2
+      for (int r = 0; r < Ops::kRegs; ++r) acc[c] = Ops::dot(acc[c], key[r], query[i * Ops::kRegs + r]);
     }
 }
 
@@ -227,10 +229,10 @@ void transposed_scores(const typename Ops::Elem* q, int64_t q_stride, const char
 }
 
 // acc[row] += sum over keys of p[row][key] * value[key], for the kBlock chunks of elements that
-// begin `column` bytes into a row. Rows of p are kMaxTile apart.
-template <class Ops, int kRows, int kBlock>
+// begin `column` bytes into a row and that `load_values` reads. Rows of p are kMaxTile apart.
+template <class Ops, int kRows, int kBlock, class Load>
 inline void dot_values_block(const typename Ops::Elem* p, const char* const* v, int64_t offset, int64_t column,
-                             int64_t n, float* acc, int64_t acc_stride, Prefetcher& next) {
+                             int64_t n, float* acc, int64_t acc_stride, Prefetcher& next, const Load& load_values) {
   constexpr int kChunkRegs = ValueRegs<Ops>::kChunk, kRegs = kBlock * kChunkRegs;
   f32v sum[kRows][kRegs];
 #pragma GCC unroll 8
@@ -245,7 +247,7 @@ inline void dot_values_block(const typename Ops::Elem* p, const char* const* v, 
     for (int c = 0; c < Ops::kDepth; ++c) rows[c] = one_register(v[j + c] + offset + column);
     typename Ops::Reg value[kRegs];
 #pragma GCC unroll 8
-    for (int b = 0; b < kBlock; ++b) Ops::load_values(rows, b * Ops::kChunk * Ops::kBytes, value + b * kChunkRegs);
+    for (int b = 0; b < kBlock; ++b) load_values(rows, b * Ops::kChunk * Ops::kBytes, value + b * kChunkRegs);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       typename Ops::Reg weight = Ops::broadcast(p + r * kMaxTile + j);
@@ -259,29 +261,23 @@ inline void dot_values_block(const typename Ops::Elem* p, const char* const* v, 
     for (int i = 0; i < kRegs; ++i) store<DType::kFloat32>(acc + r * acc_stride + i * kLanes, sum[r][i]);
 }
 
+// Rows of acc are filled to whole chunks.
 template <class Ops, int kRows>
   requires(!Ops::kNeon)
 void dot_values(const typename Ops::Elem* p, const char* const* v, int64_t offset, int64_t n, int64_t width, float* acc,
                 int64_t acc_stride, Prefetcher& next) {
-  constexpr int kChunkRegs = ValueRegs<Ops>::kChunk;
-  constexpr int kBlock = value_chunks(kRows, kChunkRegs);
+  constexpr int kBlock = value_chunks(kRows, ValueRegs<Ops>::kChunk);
+  const auto block = [&]<int kChunks>(int64_t d, const auto& load_values) {
+    dot_values_block<Ops, kRows, kChunks>(p, v, offset, d * Ops::kBytes, n, acc + d, acc_stride, next, load_values);
+  };
   int64_t d = 0;
   for (; d + kBlock * Ops::kChunk <= width; d += kBlock * Ops::kChunk)
-    dot_values_block<Ops, kRows, kBlock>(p, v, offset, d * Ops::kBytes, n, acc + d, acc_stride, next);
-  for (; d + Ops::kChunk <= width; d += Ops::kChunk)
-    dot_values_block<Ops, kRows, 1>(p, v, offset, d * Ops::kBytes, n, acc + d, acc_stride, next);
-  if (d < width) {
-    for (int64_t j = 0; j < n; j += Ops::kDepth) {
-      typename Ops::Reg value[kChunkRegs];
-      Ops::load_values_tail(v + j, offset + d * Ops::kBytes, width - d, value);
-      for (int r = 0; r < kRows; ++r)
-        for (int i = 0; i < kChunkRegs; ++i) {
-          float* out = acc + r * acc_stride + d + i * kLanes;
-          store<DType::kFloat32>(out,
-                                 Ops::dot(load<DType::kFloat32>(out), value[i], Ops::broadcast(p + r * kMaxTile + j)));
-        }
-    }
-  }
+    block.template operator()<kBlock>(d, Ops::load_values);
+  for (; d + Ops::kChunk <= width; d += Ops::kChunk) block.template operator()<1>(d, Ops::load_values);
+  if (d < width)
+    block.template operator()<1>(d, [&](const char* const* rows, int64_t at, typename Ops::Reg* value) {
+      Ops::load_values_tail(rows, at, width - d, value);
+    });
 }
 
 // The right side of the matrix kernel lies in panels of kPanel columns, each [steps][kPanel] units of

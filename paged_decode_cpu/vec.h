@@ -76,6 +76,20 @@ inline f32v high_halves(f32v a, f32v b, Indices<kI...>) {
   return __builtin_shufflevector(a, b, (kI & kW ? kI + kLanes : kI ^ kW)...);
 }
 
+// The even or odd ones of the lanes of both registers, and the first or second half of their lanes in turns.
+template <int... kI>
+inline f32v even_lanes(f32v a, f32v b, Indices<kI...>) {
+  return __builtin_shufflevector(a, b, (2 * kI)...);
+}
+template <int... kI>
+inline f32v odd_lanes(f32v a, f32v b, Indices<kI...>) {
+  return __builtin_shufflevector(a, b, (2 * kI + 1)...);
+}
+template <int kHalf, int... kI>
+inline f32v interleaved(f32v a, f32v b, Indices<kI...>) {
+  return __builtin_shufflevector(a, b, (kHalf * kLanes / 2 + kI / 2 + kI % 2 * kLanes)...);
+}
+
 // The shuffles that need no register for their indices, low and high: kW = 1 and 2 interleave numbers or pairs of
 // numbers within every group of 4 lanes (a0 b0 a1 b1 and a2 b2 a3 b3; a0 a1 b0 b1 and a2 a3 b2 b3), kW = 4 takes the
 // even or odd groups of `a` and then those of `b`.
@@ -277,6 +291,21 @@ inline u16v float_to_half(f32v x) {
 #endif
 }
 
+#if defined(__F16C__)
+// 8-bit numbers as half-precision ones: those of e5m2 are its upper bytes. Those of e4m3 have the bits of numbers 2^8
+// times smaller, subnormal ones too; only their NaN needs the full exponent.
+template <DType kType>
+inline u16v half_of_fp8(u8v x) {
+  const u16v wide = __builtin_convertvector(x, u16v);
+  if constexpr (kType == DType::kFloat8E5M2) return wide << 8;
+  const u16v magnitude = wide & 0x7f, nan = magnitude == 0x7f;
+  return magnitude << 7 | (wide & 0x80) << 8 | nan;
+}
+#endif
+
+// What half_of_fp8 leaves to be multiplied.
+constexpr float fp8_unit(DType type) { return type == DType::kFloat8E4M3 ? 256.f : 1.f; }
+
 inline f32v bfloat_to_float(u16v b) { return bit_cast<f32v>(__builtin_convertvector(b, u32v) << 16); }
 
 inline u16v float_to_bfloat(f32v x) {
@@ -314,16 +343,17 @@ inline f32v load(const void* source) {
     memcpy(&x, source, sizeof x);
     return kType == DType::kFloat16 ? half_to_float(x) : bfloat_to_float(x);
   } else {
+#if defined(__F16C__)
+    u8v x;
+    memcpy(&x, source, sizeof x);
+    return half_to_float(half_of_fp8<kType>(x)) * fp8_unit(kType);
+#else
     const uint8_t* bytes = static_cast<const uint8_t*>(source);
     const float* table = kType == DType::kFloat8E4M3 ? kE4M3Values.value : kE5M2Values.value;
     f32v x;
-#if defined(__AVX512F__)
-    __m512i index = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
-    x = bit_cast<f32v>(_mm512_i32gather_ps(index, table, 4));
-#else
     for (int i = 0; i < kLanes; ++i) x[i] = table[bytes[i]];
-#endif
     return x;
+#endif
   }
 }
 
