@@ -229,10 +229,10 @@ void transposed_scores(const typename Ops::Elem* q, int64_t q_stride, const char
 }
 
 // acc[row] += sum over keys of p[row][key] * value[key], for the kBlock chunks of elements that
-// begin `column` bytes into a row and that `load_values` reads. Rows of p are kMaxTile apart.
-template <class Ops, int kRows, int kBlock, class Load>
+// begin `column` bytes into a row; with kTail for the first `left` elements of one. Rows of p are kMaxTile apart.
+template <class Ops, int kRows, int kBlock, bool kTail = false>
 inline void dot_values_block(const typename Ops::Elem* p, const char* const* v, int64_t offset, int64_t column,
-                             int64_t n, float* acc, int64_t acc_stride, Prefetcher& next, const Load& load_values) {
+                             int64_t n, float* acc, int64_t acc_stride, Prefetcher& next, int64_t left = 0) {
   constexpr int kChunkRegs = ValueRegs<Ops>::kChunk, kRegs = kBlock * kChunkRegs;
   f32v sum[kRows][kRegs];
 #pragma GCC unroll 8
@@ -247,7 +247,13 @@ inline void dot_values_block(const typename Ops::Elem* p, const char* const* v, 
     for (int c = 0; c < Ops::kDepth; ++c) rows[c] = one_register(v[j + c] + offset + column);
     typename Ops::Reg value[kRegs];
 #pragma GCC unroll 8
-    for (int b = 0; b < kBlock; ++b) load_values(rows, b * Ops::kChunk * Ops::kBytes, value + b * kChunkRegs);
+    for (int b = 0; b < kBlock; ++b) {
+      if constexpr (kTail) {
+        Ops::load_values_tail(rows, 0, left, value);
+      } else {
+        Ops::load_values(rows, b * Ops::kChunk * Ops::kBytes, value + b * kChunkRegs);
+      }
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       typename Ops::Reg weight = Ops::broadcast(p + r * kMaxTile + j);
@@ -267,17 +273,13 @@ template <class Ops, int kRows>
 void dot_values(const typename Ops::Elem* p, const char* const* v, int64_t offset, int64_t n, int64_t width, float* acc,
                 int64_t acc_stride, Prefetcher& next) {
   constexpr int kBlock = value_chunks(kRows, ValueRegs<Ops>::kChunk);
-  const auto block = [&]<int kChunks>(int64_t d, const auto& load_values) {
-    dot_values_block<Ops, kRows, kChunks>(p, v, offset, d * Ops::kBytes, n, acc + d, acc_stride, next, load_values);
-  };
   int64_t d = 0;
   for (; d + kBlock * Ops::kChunk <= width; d += kBlock * Ops::kChunk)
-    block.template operator()<kBlock>(d, Ops::load_values);
-  for (; d + Ops::kChunk <= width; d += Ops::kChunk) block.template operator()<1>(d, Ops::load_values);
+    dot_values_block<Ops, kRows, kBlock>(p, v, offset, d * Ops::kBytes, n, acc + d, acc_stride, next);
+  for (; d + Ops::kChunk <= width; d += Ops::kChunk)
+    dot_values_block<Ops, kRows, 1>(p, v, offset, d * Ops::kBytes, n, acc + d, acc_stride, next);
   if (d < width)
-    block.template operator()<1>(d, [&](const char* const* rows, int64_t at, typename Ops::Reg* value) {
-      Ops::load_values_tail(rows, at, width - d, value);
-    });
+    dot_values_block<Ops, kRows, 1, true>(p, v, offset, d * Ops::kBytes, n, acc + d, acc_stride, next, width - d);
 }
 
 // The right side of the matrix kernel lies in panels of kPanel columns, each [steps][kPanel] units of

@@ -249,6 +249,26 @@ inline f32v pd_tanh(f32v x) {
   return ax < splat(0.625f) ? small : large;
 }
 
+// Whole numbers of 8 or 16 bits to twice as many, in one instruction: g++ 12 widens two halves and joins them.
+inline u16v widened(u8v x) {
+#if defined(__AVX512F__)
+  return bit_cast<u16v>(_mm256_cvtepu8_epi16(bit_cast<__m128i>(x)));
+#elif defined(__AVX2__)
+  return bit_cast<u16v>(_mm_cvtepu8_epi16(_mm_cvtsi64_si128(bit_cast<int64_t>(x))));
+#else
+  return __builtin_convertvector(x, u16v);
+#endif
+}
+inline u32v widened(u16v x) {
+#if defined(__AVX512F__)
+  return bit_cast<u32v>(_mm512_cvtepu16_epi32(bit_cast<__m256i>(x)));
+#elif defined(__AVX2__)
+  return bit_cast<u32v>(_mm256_cvtepu16_epi32(bit_cast<__m128i>(x)));
+#else
+  return __builtin_convertvector(x, u32v);
+#endif
+}
+
 // ---- stored numbers to floats and back. `load` reads kLanes elements, `load_tail` the first n of
 // ---- them (0 <= n < kLanes) and fills with 0.
 
@@ -296,7 +316,7 @@ inline u16v float_to_half(f32v x) {
 // times smaller, subnormal ones too; only their NaN needs the full exponent.
 template <DType kType>
 inline u16v half_of_fp8(u8v x) {
-  const u16v wide = __builtin_convertvector(x, u16v);
+  const u16v wide = widened(x);
   if constexpr (kType == DType::kFloat8E5M2) return wide << 8;
   const u16v magnitude = wide & 0x7f, nan = magnitude == 0x7f;
   return magnitude << 7 | (wide & 0x80) << 8 | nan;
@@ -306,7 +326,7 @@ inline u16v half_of_fp8(u8v x) {
 // What half_of_fp8 leaves to be multiplied.
 constexpr float fp8_unit(DType type) { return type == DType::kFloat8E4M3 ? 256.f : 1.f; }
 
-inline f32v bfloat_to_float(u16v b) { return bit_cast<f32v>(__builtin_convertvector(b, u32v) << 16); }
+inline f32v bfloat_to_float(u16v b) { return bit_cast<f32v>(widened(b) << 16); }
 
 inline u16v float_to_bfloat(f32v x) {
   u32v bits = bit_cast<u32v>(x);
