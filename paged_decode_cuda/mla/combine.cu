@@ -78,6 +78,11 @@ PD_DEVICE int fixed_record(const MlaCall& call, int pair) {
   return (pair + 1) * static_cast<int>(call.max_splits.divisor) - 1;
 }
 
+// Where every pair has the same number of clusters, if the lengths hardly differ; then the record says so.
+PD_DEVICE int even_record(const MlaCall& call, int pair) {
+  return (pair + 1) * static_cast<int>(call.blocks_each.divisor) - 1;
+}
+
 // A share of kSteps * 8 columns, or the sum of some of its parts, whose loads are on their way kBatch at a time. A lane
 // has the rows lane / 4 and 8 below, and two columns of every step of 8.
 template <int kSteps_, int kBatch>
@@ -214,13 +219,12 @@ PD_DEVICE void add_together(const Problem& p, const MlaCall& call, int cluster, 
 }
 
 // Before the work of a kernel here.
-PD_DEVICE void start_combine(const Problem& p, const MlaCall& call, RecordList& list) {
+PD_DEVICE void start_combine(const Problem& p, const MlaCall& call) {
   touch(p);
   touch(call);
   wait_for_predecessor();
   let_successor_start();
   if (call.adds_two) clear_published(call);
-  if (call.balanced) list.read(call);
 }
 
 // The cluster with the first keys of share `number`; -1: there is no such share.
@@ -259,12 +263,17 @@ __global__ void __launch_bounds__(kCombineThreads, MlaSizes::kCombineBlocks)
   constexpr int kWarps = kCombineThreads / kWarp;
   __shared__ ManySums shared_sums;
   RecordList list;
-  start_combine(p, call, list);
-  if (call.balanced) combine_long(p, call, list, shared_sums);
+  start_combine(p, call);
+  const bool even = call.blocks_each.divisor > 0 && call.records[even_record(call, 0)].even;
+  if (call.balanced && !even) {
+    list.read(call);
+    combine_long(p, call, list, shared_sums);
+  }
 #pragma unroll 1
   for (uint32_t number = blockIdx.x * kWarps + threadIdx.x / kWarp; number < call.combine_shares;
        number += gridDim.x * kWarps) {
-    const int cluster = cluster_of_share(call, list, number);
+    const int cluster =
+        even ? even_record(call, static_cast<int>(number >> call.combine_shift)) : cluster_of_share(call, list, number);
     if (cluster < 0) return;
     const MlaRecord record = call.records[cluster];
     PlainShare share(share_of_item(call, number));
@@ -277,16 +286,23 @@ __global__ void __launch_bounds__(kCombineThreads, MlaSizes::kCombineBlocks)
 
 using FewSums = WarpSums<PlainShare, kCombineFewThreads / kWarp>;
 
-// A share for each block.
-__global__ void __launch_bounds__(kCombineFewThreads)
+// A share for each block. Two blocks fit on a multiprocessor that has no work of the kernel before: they are there when
+// the parts are.
+__global__ void __launch_bounds__(kCombineFewThreads, 2)
     mla_combine_few(const __grid_constant__ Problem p, const __grid_constant__ MlaCall call) {
   __shared__ FewSums shared_sums;
-  RecordList list;
-  start_combine(p, call, list);
-  const int cluster = cluster_of_share(call, list, blockIdx.x);
-  if (cluster < 0) return;
-  const MlaRecord record = call.records[cluster];
   PlainShare share(share_of_item(call, blockIdx.x));
+  int cluster = even_record(call, static_cast<int>(blockIdx.x >> call.combine_shift));
+  start_combine(p, call);
+  MlaRecord record = {};
+  if (call.blocks_each.divisor > 0) record = call.records[cluster];
+  if (!record.even) {
+    RecordList list;
+    if (call.balanced) list.read(call);
+    cluster = cluster_of_share(call, list, blockIdx.x);
+    if (cluster < 0) return;
+    record = call.records[cluster];
+  }
   if (record.behind == 0 || share.first_row() >= record.rows) return;
   add_together(p, call, cluster, record, share, shared_sums);
 }

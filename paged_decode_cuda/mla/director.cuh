@@ -28,13 +28,14 @@ struct MlaCopier {
   PD_MEMBER void start_copier(const MlaCall& call, int warp) {
     lane = threadIdx.x % kWarp;
     loader = warp;
-    const int boxes = call.box_rows > 0 ? kKeys / call.box_rows : 0;  // of a column
-    // A warp asks for one box after the other, so each has a third of them.
-    const int own = lane * Sizes::kLoaders + loader;
+    // A warp asks for one box after the other, so each has a third of them. No division by what is not known here: this
+    // stands before the first copy.
+    const unsigned own = lane * Sizes::kLoaders + loader, row = own * call.box_rows;
     static_assert(kKeys / 8 * kColumns <= Sizes::kLoaders * kWarp, "there is a lane for every box");
-    own_column = own / max(boxes, 1);
-    own_row = (own - own_column * boxes) * call.box_rows;
-    has_box = own_column < kColumns && boxes > 0 && own % call.cluster == static_cast<int>(blockIdx.y);
+    static_assert(Sizes::kMostCluster == 2, "so that the mask is right");
+    own_column = row / kKeys;
+    own_row = row % kKeys;
+    has_box = call.box_rows > 0 && own_column < kColumns && (own & (call.cluster - 1)) == blockIdx.y;
   }
 
   PD_MEMBER void prefetch_own_box(const MlaCall& call, int head, int2 place) const {
@@ -74,19 +75,53 @@ struct MlaCopier {
   }
 };
 
+// Where every pair shall have the same number of clusters, the pair of this one is known before any length is. Then
+// queries are asked for at once, and those who bring keys find their first tiles by themselves, in a few instructions.
+struct MlaExpected {
+  Walker walker;  // as expect_even_stretch() says
+  int b, head;    // -1: nothing is expected
+
+  PD_MEMBER void start(const Problem& p, const MlaCall& call) {
+    walker = {};
+    b = head = -1;
+    if (call.blocks_each.divisor > 0) expect_even_stretch(p, call, walker);
+    if (!call.expects || walker.pair < 0) return;
+    b = call.kv_heads.divide(walker.pair);
+    head = walker.pair - b * static_cast<int>(p.kv_heads);
+  }
+
+  // Whether the lengths hardly differ. Then the stretch is what find_stretch() would find, and kv_len is known.
+  PD_MEMBER bool find(const Problem& p, const MlaCall& call, Dealing& dealing, int& kv_len) {
+    if (b < 0) return false;
+    const int lane = threadIdx.x % kWarp;
+    const bool exists = lane < call.items;
+    const int length = exists ? basic_length(p, call, lane) : 0, tiles = exists ? basic_tiles(call, length) : 0;
+    const int most = __reduce_max_sync(~0u, tiles), all = __reduce_add_sync(~0u, tiles);
+    if (most * call.items - all > all / 16) return false;
+    deal_evenly<false>(call, most, walker, dealing);
+    kv_len = __shfl_sync(~0u, length, b);
+    return true;
+  }
+};
+
 // Finds the work of this cluster, which both of its blocks do alike.
 struct MlaDirector {
   Walker walker;
   Dealing dealing;
   Ring<2> slot;
-  bool cut;  // this cluster has written its record; it has the first keys of one cut pair at most
+  int asked_b, asked_head;  // whose queries have been asked for before there was work; -1: nobody's
+  bool cut;                 // this cluster has written its record; it has the first keys of one cut pair at most
 
-  PD_MEMBER void start(const Problem& p, const MlaCall& call) {
-    walker = {};
+  PD_MEMBER void start(const Problem& p, const MlaCall& call, MlaExpected& expected) {
     dealing = {};
     slot = {};
     cut = false;
-    if (call.blocks_each.divisor > 0) expect_even_stretch(p, call, walker);
+    asked_b = expected.b;
+    asked_head = expected.head;
+    int kv_len;
+    const bool even = expected.find(p, call, dealing, kv_len);
+    walker = expected.walker;
+    if (even) return;
     if (call.balanced) {
       find_stretch(p, call, walker, dealing);
     } else {
@@ -98,6 +133,8 @@ struct MlaDirector {
   PD_MEMBER bool says(const MlaCall& call) const {
     return call.slots > 0 && blockIdx.y == 0 && threadIdx.x % kWarp == 0;
   }
+
+  PD_MEMBER int is_even() const { return dealing.most > 0; }
 
   // Whether there is a place for what is found next.
   template <typename Control>
@@ -115,6 +152,8 @@ struct MlaDirector {
     next.exists = walker.next(p, call, dealing, segment, next.item);
     if (next.exists) {
       next.head = segment.head;
+      next.asked = next.item.b == asked_b && next.head == asked_head;
+      asked_b = -1;
       next.tile = segment.tile;
       next.tile_end = segment.tile_end;
       next.first = segment.first;
@@ -126,7 +165,8 @@ struct MlaDirector {
         cut = true;
         if (says(call)) {
           const Item& item = next.item;
-          call.records[blockIdx.x] = {next.behind, next.head, item.b, item.first_row, item.rows, item.q_begin};
+          call.records[blockIdx.x] = {next.behind, next.head,    item.b,   item.first_row,
+                                      item.rows,   item.q_begin, is_even()};
         }
       }
     }
@@ -137,15 +177,18 @@ struct MlaDirector {
     }
     __syncwarp();
     slot.advance();
-    if (!next.exists && !cut && says(call)) call.records[blockIdx.x].behind = 0;
+    if (!next.exists && !cut && says(call)) {
+      call.records[blockIdx.x].behind = 0;
+      call.records[blockIdx.x].even = is_even();
+    }
     return next.exists;
   }
 };
 
 template <typename Control>
-PD_DEVICE void direct_mla(const Problem& p, const MlaCall& call, Control& control) {
+PD_DEVICE void direct_mla(const Problem& p, const MlaCall& call, Control& control, MlaExpected& expected) {
   MlaDirector director;
-  director.start(p, call);
+  director.start(p, call, expected);
   while (director.tell(p, call, control)) {
   }
 }
@@ -154,6 +197,28 @@ PD_DEVICE void direct_mla(const Problem& p, const MlaCall& call, Control& contro
 struct MlaTask {
   KeyPlaces places;
   int head, tile, tile_end;
+
+  // What the director is about to tell, if that is sure.
+  PD_MEMBER bool expect(const Problem& p, const MlaCall& call, MlaExpected& expected) {
+    Dealing dealing;
+    int kv_len;
+    if (!expected.find(p, call, dealing, kv_len)) return false;
+    Item item = {};
+    item.b = expected.b;
+    item.key_end = kv_len;
+    places.start(p, item);
+    head = expected.head;
+    tile = expected.walker.unit;
+    tile_end = min(tile + expected.walker.left, basic_tiles(call, kv_len));
+    return tile < tile_end;
+  }
+
+  template <typename Control>
+  PD_MEMBER void pass(Control& control, Ring<2>& slot) const {
+    barrier_wait(shared_address(&control.work_full[slot.stage]), slot.phase);
+    barrier_arrive(shared_address(&control.work_empty[slot.stage]));
+    slot.advance();
+  }
 
   // The next one; false at the end.
   template <typename Control>
@@ -173,11 +238,13 @@ struct MlaTask {
 
 // Tile after tile of the work that the director finds.
 template <bool kBoxes, typename Loader, typename Control>
-PD_DEVICE void load_tiles(Loader& loader, const Problem& p, const MlaCall& call, Control& control, uint32_t shared) {
+PD_DEVICE void load_tiles(Loader& loader, const Problem& p, const MlaCall& call, Control& control, uint32_t shared,
+                          MlaExpected& expected) {
   using Sizes = typename Loader::Sizes;
   Ring<2> slot;
   MlaTask task;
-  while (task.take(p, control, slot)) {
+  bool untold = task.expect(p, call, expected);
+  while (untold || task.take(p, control, slot)) {
 #pragma unroll 1
     for (; task.tile < task.tile_end; ++task.tile) {
       const uint32_t stage = shared + Sizes::kKeysAt + loader.ring.stage * Sizes::kKeyBytes;
@@ -189,6 +256,8 @@ PD_DEVICE void load_tiles(Loader& loader, const Problem& p, const MlaCall& call,
       }
       loader.ring.advance();
     }
+    if (untold) task.pass(control, slot);
+    untold = false;
   }
 }
 
@@ -206,41 +275,46 @@ PD_DEVICE void init_work_barriers(Control& control, int loaders, int meeting) {
   publish_barriers();
 }
 
-// A block, once one thread has made its barriers. consume(consumer): what the warps of that one do; weigh(): what those
-// of the weigher do, where there is one.
+// A block, once one thread has made its barriers. consume(consumer, expected): what the warps of that one do; weigh():
+// what those of the weigher do, where there is one.
 template <typename Sizes, typename Loader, typename Control, typename Consume, typename Weigh = void (*)()>
 PD_DEVICE void run_block(const Problem& p, const MlaCall& call, Control& control, uint32_t shared, Consume consume,
                          Weigh weigh = {}) {
+  MlaExpected expected;
+  expected.start(p, call);
   if (call.cluster > 1) {
     cluster_sync();
   } else {
     __syncthreads();
   }
-  wait_for_predecessor();
-  let_successor_start();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   if (warpgroup == 0) {
     give_registers<Sizes::kProducerRegisters>();
     const int warp = threadIdx.x / kWarp;
     Loader loader;
     loader.start(call, warp);
+    wait_for_predecessor();
+    let_successor_start();
     if (call.box_rows == 0 && Loader::kGatherers > Sizes::kLoaders) {
-      if constexpr (Loader::kGatherers > Sizes::kLoaders) loader.gather_tiles(p, call, control, shared);
+      if constexpr (Loader::kGatherers > Sizes::kLoaders) loader.gather_tiles(p, call, control, shared, expected);
     } else if (warp == Sizes::kLoaders) {
-      direct_mla(p, call, control);
+      direct_mla(p, call, control, expected);
     } else if (call.box_rows > 0) {
-      load_tiles<true>(loader, p, call, control, shared);
+      load_tiles<true>(loader, p, call, control, shared, expected);
     } else {
-      if constexpr (Loader::kGatherers == Sizes::kLoaders) load_tiles<false>(loader, p, call, control, shared);
+      if constexpr (Loader::kGatherers == Sizes::kLoaders)
+        load_tiles<false>(loader, p, call, control, shared, expected);
     }
   } else if (Sizes::kWeighers > 0 && warpgroup > Sizes::kConsumers) {
     if constexpr (Sizes::kWeighers > 0) {
       give_registers<Sizes::kWeigherRegisters>();
+      wait_for_predecessor();
       weigh();
     }
   } else {
     take_registers<Sizes::kConsumerRegisters>();
-    consume(warpgroup - 1);
+    wait_for_predecessor();
+    consume(warpgroup - 1, expected);
   }
   if (blockIdx.y == 0) clear_unclaimed(p);
   // A block stays while another may still copy into it or arrive at its barriers.

@@ -5,7 +5,7 @@
 
 namespace paged_attn {
 
-constexpr int kCombineThreads = 128, kCombineFewThreads = 512;  // of a block of the kernels that add parts
+constexpr int kCombineThreads = 128, kCombineFewThreads = 256;  // of a block of the kernels that add parts
 
 const void* mla_kernel_fp16(bool all_scores);
 const void* mla_kernel_bf16(bool all_scores);

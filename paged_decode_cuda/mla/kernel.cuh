@@ -44,16 +44,15 @@ namespace paged_attn {
 
 constexpr int kMlaConsumers = MlaSizes::kConsumers * kWarpgroup;
 
-// Both consumers bring the queries of this block's rows.
-PD_DEVICE void copy_mla_queries(const Problem& p, const MlaCall& call, const MlaWork& work, uint32_t queries) {
+// Both consumers bring the queries of this block's rows of an item.
+PD_DEVICE void copy_mla_queries(const Problem& p, const MlaCall& call, const Item& item, int head, uint32_t queries) {
   using Sizes = MlaSizes;
   const int thread = threadIdx.x - kWarpgroup, piece = thread % kCopyLanes;
-  const Item& item = work.item;
   const int group = static_cast<int>(p.group);
 #pragma unroll 1
   for (int row = thread / kCopyLanes; row < Sizes::kRows; row += kMlaConsumers / kCopyLanes) {
     const int own = static_cast<int>(blockIdx.y) * Sizes::kRows + row, token = call.group.divide(item.first_row + own);
-    const int64_t q_head = work.head * group + item.first_row + own - token * group;
+    const int64_t q_head = head * group + item.first_row + own - token * group;
     const int64_t b = item.b, query = item.q_begin + token;
     const bool exists = own < item.rows;
     const int64_t rope = exists ? b * p.q_stride_batch + query * p.q_stride_token + q_head * p.q_stride_head : 0;
@@ -67,8 +66,6 @@ PD_DEVICE void copy_mla_queries(const Problem& p, const MlaCall& call, const Mla
     copy_piece(target + Sizes::kLatentColumns * Sizes::kRows * kRowBytes,
                static_cast<const char*>(p.q) + rope * 2 + piece * 16, exists);
   }
-  await_pieces();
-  fence_async_proxy();
 }
 
 // What both consumers know of themselves and do alike.
@@ -80,11 +77,17 @@ struct MlaConsumer {
   Ring<MlaSizes::kStages> keys;
   Ring<2> slot;
 
-  PD_MEMBER void start(int consumer, uint32_t address) {
+  PD_MEMBER void start(const Problem& p, const MlaCall& call, int consumer, uint32_t address,
+                       const MlaExpected& expected) {
     half = consumer;
     lane = threadIdx.x % kWarp;
     row = threadIdx.x / kWarp % 4 * 16 + lane / 4;
     shared = address;
+    if (expected.b < 0) return;
+    Item item = {};
+    item.b = expected.b;
+    item.rows = static_cast<int>(p.max_q_len * p.group);
+    copy_mla_queries(p, call, item, expected.head, shared);
   }
 
   PD_MEMBER int row_of_item(int r) const { return static_cast<int>(blockIdx.y) * MlaSizes::kRows + row + 8 * r; }
@@ -109,15 +112,16 @@ struct MlaConsumer {
     slot.advance();
   }
 
-  // The next work, with its queries; nullptr at the end. Work without rows for this block only lets its tiles pass.
+  // The next work, whose queries are asked for; nullptr at the end. Work without rows for this block only lets its
+  // tiles pass.
   PD_MEMBER const MlaWork* next(const Problem& p, const MlaCall& call, MlaControl& control) {
     while (true) {
       barrier_wait(shared_address(&control.work_full[slot.stage]), slot.phase);
       const MlaWork& work = control.work[slot.stage];
+      if (!work.asked) await_pieces();  // that others take their place, or nobody
       if (!work.exists) return nullptr;
       if (static_cast<int>(blockIdx.y) * MlaSizes::kRows < work.item.rows) {
-        copy_mla_queries(p, call, work, shared);
-        barrier_meet(shared_address(&control.meet), 0);
+        if (!work.asked) copy_mla_queries(p, call, work.item, work.head, shared);
         return &work;
       }
 #pragma unroll 1
@@ -127,6 +131,12 @@ struct MlaConsumer {
       }
       release_work(control);
     }
+  }
+
+  PD_MEMBER void await_queries(MlaControl& control) const {
+    await_pieces();
+    fence_async_proxy();
+    barrier_meet(shared_address(&control.meet), 0);
   }
 
   // This half of a part, in the order of registers: 16 bytes of two rows, thread by thread.
@@ -364,6 +374,7 @@ struct MlaTiles {
       rows.start(p, call, *work, own.row_of_item(0));
 #pragma unroll
       for (int i = 0; i < Shape::kDimV / 2; ++i) acc[i] = 0.f;
+      own.await_queries(control);
       const int inner_begin = work->item.inner_begin, inner_end = work->item.inner_end, end = work->tile_end;
       int tile = work->tile;
       // The stage says whose a tile is.
@@ -409,9 +420,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     prefetch_description(call.latents);
     prefetch_description(call.rope);
   }
-  run_block<Shape, MlaLoader>(p, call, control, shared, [&](int consumer) {
+  run_block<Shape, MlaLoader>(p, call, control, shared, [&](int consumer, const MlaExpected& expected) {
     MlaTiles<Shape, kFull> tiles = {p, call, control};
-    tiles.own.start(consumer, shared);
+    tiles.own.start(p, call, consumer, shared, expected);
     tiles.run();
   });
 #endif

@@ -55,7 +55,9 @@ struct MlaLoader : MlaCopier {
     int2 place = make_int2(-1, 0);
     if (has_box) {
       place = places.find_box(p, call, key + own_row, call.box_rows);
-      prefetch_own_box(call, head, place);
+      // Where the stage is free, the copy follows at once.
+      const uint32_t free = shared_address(&control.keys_empty[ring.stage][ring.stage]);
+      if (!barrier_passed(free, ring.phase ^ 1)) prefetch_own_box(call, head, place);
     }
     // First the half that the consumer of this tile multiplies first.
 #pragma unroll 1
@@ -142,10 +144,11 @@ struct MlaLoader : MlaCopier {
 
   // What load_tiles() and direct_mla() do, by warps that all gather; the last one also finds the work. It looks for
   // the next when it has brought a tile and there is a place, or when it needs one.
-  PD_MEMBER void gather_tiles(const Problem& p, const MlaCall& call, MlaControl& control, uint32_t shared) {
+  PD_MEMBER void gather_tiles(const Problem& p, const MlaCall& call, MlaControl& control, uint32_t shared,
+                              MlaExpected& expected) {
     MlaDirector director;
     const bool directs = loader == Sizes::kLoaders;
-    if (directs) director.start(p, call);
+    if (directs) director.start(p, call, expected);
     bool more = directs, ahead = false;  // there may be more to tell; what was told last is not yet taken
     Ring<2> slot;
     MlaTask task;

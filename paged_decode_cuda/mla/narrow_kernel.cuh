@@ -596,7 +596,7 @@ __global__ void __launch_bounds__(NarrowMlaSizes::kThreads, 1)
   }
   run_block<NarrowMlaSizes, NarrowLoader>(
       p, call, control, shared,
-      [&](int consumer) {
+      [&](int consumer, const MlaExpected&) {
         NarrowTiles<Kv, kFull> tiles = {p, call, control};
         tiles.start(consumer, shared);
         tiles.run();

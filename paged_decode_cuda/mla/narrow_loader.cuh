@@ -44,7 +44,9 @@ struct NarrowLoader : MlaCopier {
     int2 place = make_int2(-1, 0);
     if (has_box) {
       place = places.find_box(p, call, key + own_row, call.box_rows);
-      prefetch_own_box(call, head, place);
+      // Where the stage is free, the copy follows at once.
+      const uint32_t free = shared_address(&control.keys_empty[ring.stage]);
+      if (!barrier_passed(free, ring.phase ^ 1)) prefetch_own_box(call, head, place);
     }
     const uint32_t arrived = shared_address(&control.keys_full[ring.stage]);
     const uint32_t edge = shared_address(&control.edge[ring.stage]);

@@ -14,6 +14,7 @@ constexpr int kSplitKeys = 2048;  // of a request whose splits must not depend o
 constexpr int kDeterministicSplits = 16;
 constexpr int kPairCost = 3;  // tiles that a block reads while it ends one item and begins another
 constexpr int kMinUnits = 2;
+constexpr int kExpectedItems = 32;  // the lanes of a warp: each has the length of a request
 
 // k_cache of 576, of which v_cache is the first 512.
 bool joined(const Problem& p) { return p.head_dim == MlaSizes::kDim && p.head_dim_v == MlaSizes::kLatents && !p.qv; }
@@ -134,6 +135,7 @@ MlaPlan plan_mla(const Problem& p, const DeviceLimits& limits) {
   // A stretch of the line may end one item, whose first keys are another's, and begin one that others end.
   if (plan.cut) plan.parts = plan.clusters * plan.cluster * (work.balanced ? 2 : 1);
   plan.adds_two = work.balanced && pairs + pairs / 20 >= plan.clusters;
+  plan.expects = work.balanced && work.basic && work.blocks_each.divisor > 0 && work.items <= kExpectedItems;
   plan_combine(p, row_shift, limits, plan);
   // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere.
   const int64_t box = c.block_table ? std::gcd(int64_t{MlaSizes::kKeys}, c.page_size) : MlaSizes::kKeys;

@@ -22,6 +22,7 @@ struct MlaPlan {
   bool cut;          // some rows may have their keys in several clusters
   int64_t parts;     // that all clusters may leave, 64 rows each
   bool adds_two;     // where a row has two parts, the cluster with the first keys adds the other one
+  bool expects;      // a cluster knows its first request before it knows any length, if these hardly differ
   // The kernel that adds the other parts: shares (see combine.cu), log2 of those of an item.
   bool few_rows;
   int32_t combine_shift;

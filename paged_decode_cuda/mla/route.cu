@@ -37,6 +37,7 @@ MlaCall mla_call(const Problem& p, const MlaPlan& plan) {
   call.copy_policy = plan.read_once ? kCopyReadOnce : kCopyAsUsual;
   call.cluster = plan.cluster;
   call.adds_two = plan.adds_two;
+  call.expects = plan.expects;
   return call;
 }
 

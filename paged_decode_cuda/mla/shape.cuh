@@ -19,6 +19,7 @@ struct MlaShape : MlaSizes {
 struct alignas(32) MlaRecord {
   int32_t behind, head;
   int32_t b, first_row, rows, q_begin;  // of the item
+  int32_t even;                         // whether every pair has the same clusters, see even_record()
 };
 
 // What the kernels read beside the problem, which is split as split_latents() does.
@@ -29,6 +30,7 @@ struct MlaCall : Plan {
   int32_t cluster;                // blocks of a cluster
   int32_t slots;                  // parts that a block may leave; 0: nothing is ever cut
   bool adds_two;                  // where a row has two parts, the cluster with the first keys adds the other one
+  bool expects;                   // see MlaExpected
   MlaRecord* records;             // [clusters]
   float* sums;                    // [parts, half, 32, 128, 4]: see mla_sums()
   float2* ml;                     // [parts, 64]
@@ -61,6 +63,7 @@ struct MlaWork {
   int behind;          // clusters that have the keys behind them
   bool first;          // it has the first keys
   bool two_parts;      // this one and another are all: they are added in this kernel
+  bool asked;          // it has the queries that are asked for before there is work
   bool exists;
 };
 
