@@ -103,6 +103,11 @@ CASES = {
     "num_splits": {"lens": [300, 64], "num_splits": 3},
     "num_splits_cluster": {"lens": [300, 64], "num_splits": 2, "q_heads": 128},
     "deterministic": {"lens": [300, 64], "deterministic": 1},
+    "splits_for_16_warps": {"lens": [2100], "num_splits": 33},
+    # Every request is expected to get two clusters, and one gets more: queries of others have been asked for.
+    "other_queries": {"lens": [500, 64, 64], "processors": 6},
+    "other_queries_cluster": {"lens": [64, 0, 400], "processors": 12, "q_heads": 128},
+    "same_queries": {"lens": [500, 470, 490], "processors": 6, "kv_heads": 2},
     "more_pairs_than_blocks": {"lens": [128] * 7, "processors": 3},
     "line": {"lens": [70, 600, 1, 200, 90], "processors": 4},
     "two_parts_of_a_block": {"lens": [700, 700, 100], "processors": 3},

@@ -4,7 +4,8 @@
 // warp takes share after share. Where the whole call has few, the warps of a block have one together, each with some of
 // its parts. So they do too for the few requests of a batch that are much longer than the others, as one warp would
 // still be adding their parts when all others are through: those shares have 8 columns, so that many blocks take part.
-// Which rows have parts stands in the records of the clusters: every warp finds that out by itself.
+// Which rows have parts stands in the records of the clusters: every warp finds that out by itself. Where every pair
+// has the same number of clusters, it knows which record it needs.
 #include "../rows.cuh"
 #include "instances.h"
 #include "shape.cuh"
@@ -284,12 +285,12 @@ __global__ void __launch_bounds__(kCombineThreads, MlaSizes::kCombineBlocks)
   }
 }
 
-using FewSums = WarpSums<PlainShare, kCombineFewThreads / kWarp>;
-
-// A share for each block. Two blocks fit on a multiprocessor that has no work of the kernel before: they are there when
-// the parts are.
-__global__ void __launch_bounds__(kCombineFewThreads, 2)
+// A share for each block. kBlocks of them fit on a multiprocessor that has no work of the kernel before: two of few
+// threads are there when the parts are, one of many has more loads on their way.
+template <int kThreads, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks)
     mla_combine_few(const __grid_constant__ Problem p, const __grid_constant__ MlaCall call) {
+  using FewSums = WarpSums<PlainShare, kThreads / kWarp>;
   __shared__ FewSums shared_sums;
   PlainShare share(share_of_item(call, blockIdx.x));
   int cluster = even_record(call, static_cast<int>(blockIdx.x >> call.combine_shift));
@@ -309,8 +310,12 @@ __global__ void __launch_bounds__(kCombineFewThreads, 2)
 
 }  // namespace
 
-const void* mla_combine_kernel(bool few_rows) {
-  return few_rows ? reinterpret_cast<const void*>(&mla_combine_few) : reinterpret_cast<const void*>(&mla_combine_many);
+const void* mla_combine_kernel(int threads) {
+  switch (threads) {
+    case kCombineFewThreads: return reinterpret_cast<const void*>(&mla_combine_few<kCombineFewThreads, 2>);
+    case kCombineMostThreads: return reinterpret_cast<const void*>(&mla_combine_few<kCombineMostThreads, 1>);
+    default: return reinterpret_cast<const void*>(&mla_combine_many);
+  }
 }
 
 }  // namespace paged_attn

@@ -5,13 +5,15 @@
 
 namespace paged_attn {
 
-constexpr int kCombineThreads = 128, kCombineFewThreads = 256;  // of a block of the kernels that add parts
+// Threads of a block of the kernels that add parts: of many rows; of few rows, with up to so many parts, and with more.
+constexpr int kCombineThreads = 128, kCombineFewThreads = 256, kCombineMostThreads = 512;
+constexpr int kCombineFewParts = 32;
 
 const void* mla_kernel_fp16(bool all_scores);
 const void* mla_kernel_bf16(bool all_scores);
 // Of 8-bit caches, with q in either.
 const void* mla_kernel_e4m3(bool all_scores);
 const void* mla_kernel_e5m2(bool all_scores);
-const void* mla_combine_kernel(bool few_rows);
+const void* mla_combine_kernel(int threads);
 
 }  // namespace paged_attn

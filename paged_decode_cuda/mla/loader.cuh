@@ -56,8 +56,11 @@ struct MlaLoader : MlaCopier {
     if (has_box) {
       place = places.find_box(p, call, key + own_row, call.box_rows);
       // Where the stage is free, the copy follows at once.
-      const uint32_t free = shared_address(&control.keys_empty[ring.stage][ring.stage]);
-      if (!barrier_passed(free, ring.phase ^ 1)) prefetch_own_box(call, head, place);
+      const uint32_t free = ring.phase ^ 1;
+      if (!barrier_passed(shared_address(&control.keys_empty[ring.stage][0]), free) ||
+          !barrier_passed(shared_address(&control.keys_empty[ring.stage][1]), free)) {
+        prefetch_own_box(call, head, place);
+      }
     }
     // First the half that the consumer of this tile multiplies first.
 #pragma unroll 1

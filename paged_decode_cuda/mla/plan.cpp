@@ -61,10 +61,18 @@ void plan_combine(const Problem& p, int row_shift, const DeviceLimits& limits, M
   // A stretch has the first keys of one cut pair at most.
   const int64_t pairs = plan.work.items * p.kv_heads, cut = plan.work.balanced ? pd_min(pairs, plan.clusters) : pairs;
   plan.combine_shares = cut << plan.combine_shift;
-  plan.few_rows = plan.combine_shares <= 2 * limits.processors;
-  plan.combine_blocks = plan.few_rows ? plan.combine_shares : pd_ceil_div(plan.combine_shares, kCombineThreads / 32);
+  if (plan.combine_shares <= 2 * limits.processors) {
+    const int64_t most = plan.work.balanced
+                             ? pd_min(pd_ceil_div(capacity_of(p), kMinUnits << MlaSizes::kTileShift), plan.clusters)
+                             : plan.work.max_splits.divisor;
+    plan.combine_threads = most <= kCombineFewParts ? kCombineFewThreads : kCombineMostThreads;
+    plan.combine_blocks = plan.combine_shares;
+    return;
+  }
+  plan.combine_threads = kCombineThreads;
+  plan.combine_blocks = pd_ceil_div(plan.combine_shares, kCombineThreads / 32);
   const int64_t at_once = int64_t{MlaSizes::kCombineBlocks} * limits.processors;
-  if (plan.work.balanced && !plan.few_rows) plan.combine_blocks = pd_min(plan.combine_blocks, at_once);
+  if (plan.work.balanced) plan.combine_blocks = pd_min(plan.combine_blocks, at_once);
 }
 
 }  // namespace

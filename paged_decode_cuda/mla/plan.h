@@ -24,7 +24,7 @@ struct MlaPlan {
   bool adds_two;     // where a row has two parts, the cluster with the first keys adds the other one
   bool expects;      // a cluster knows its first request before it knows any length, if these hardly differ
   // The kernel that adds the other parts: shares (see combine.cu), log2 of those of an item.
-  bool few_rows;
+  int combine_threads;
   int32_t combine_shift;
   int64_t combine_shares, combine_blocks;
 };

@@ -82,8 +82,8 @@ void launch_mla(const Problem& p, const MlaPlan& plan, const Context& context) {
   const Grid grid = {plan.clusters, plan.threads, plan.shared_bytes};
   launch_in_clusters(find_kernel(p, plan.all_scores), grid, plan.cluster, context, split, call);
   if (plan.cut) {
-    const int threads = plan.few_rows ? kCombineFewThreads : kCombineThreads;
-    launch(mla_combine_kernel(plan.few_rows), {plan.combine_blocks, threads, 0}, context, split, call);
+    const void* const kernel = mla_combine_kernel(plan.combine_threads);
+    launch(kernel, {plan.combine_blocks, plan.combine_threads, 0}, context, split, call);
   }
 }
 
