@@ -81,11 +81,12 @@ struct MlaExpected {
   Walker walker;  // as expect_even_stretch() says
   int b, head;    // -1: nothing is expected
 
-  PD_MEMBER void start(const Problem& p, const MlaCall& call) {
+  PD_MEMBER void start(const Problem& p, const MlaCall& call, bool expects) {
     walker = {};
     b = head = -1;
-    if (call.blocks_each.divisor > 0) expect_even_stretch(p, call, walker);
-    if (!call.expects || walker.pair < 0) return;
+    if (!expects || !call.expects) return;
+    expect_even_stretch(p, call, walker);
+    if (walker.pair < 0) return;
     b = call.kv_heads.divide(walker.pair);
     head = walker.pair - b * static_cast<int>(p.kv_heads);
   }
@@ -122,6 +123,7 @@ struct MlaDirector {
     const bool even = expected.find(p, call, dealing, kv_len);
     walker = expected.walker;
     if (even) return;
+    if (call.blocks_each.divisor > 0) expect_even_stretch(p, call, walker);
     if (call.balanced) {
       find_stretch(p, call, walker, dealing);
     } else {
@@ -133,8 +135,6 @@ struct MlaDirector {
   PD_MEMBER bool says(const MlaCall& call) const {
     return call.slots > 0 && blockIdx.y == 0 && threadIdx.x % kWarp == 0;
   }
-
-  PD_MEMBER int is_even() const { return dealing.most > 0; }
 
   // Whether there is a place for what is found next.
   template <typename Control>
@@ -152,7 +152,7 @@ struct MlaDirector {
     next.exists = walker.next(p, call, dealing, segment, next.item);
     if (next.exists) {
       next.head = segment.head;
-      next.asked = next.item.b == asked_b && next.head == asked_head;
+      next.asked = asked_b >= 0 && next.item.b == asked_b && next.head == asked_head;
       asked_b = -1;
       next.tile = segment.tile;
       next.tile_end = segment.tile_end;
@@ -165,8 +165,7 @@ struct MlaDirector {
         cut = true;
         if (says(call)) {
           const Item& item = next.item;
-          call.records[blockIdx.x] = {next.behind, next.head,    item.b,   item.first_row,
-                                      item.rows,   item.q_begin, is_even()};
+          call.records[blockIdx.x] = {next.behind, next.head, item.b, item.first_row, item.rows, item.q_begin, 0};
         }
       }
     }
@@ -177,9 +176,9 @@ struct MlaDirector {
     }
     __syncwarp();
     slot.advance();
-    if (!next.exists && !cut && says(call)) {
-      call.records[blockIdx.x].behind = 0;
-      call.records[blockIdx.x].even = is_even();
+    if (!next.exists && says(call)) {
+      if (!cut) call.records[blockIdx.x].behind = 0;
+      call.records[blockIdx.x].even = dealing.most > 0;
     }
     return next.exists;
   }
@@ -281,11 +280,16 @@ template <typename Sizes, typename Loader, typename Control, typename Consume, t
 PD_DEVICE void run_block(const Problem& p, const MlaCall& call, Control& control, uint32_t shared, Consume consume,
                          Weigh weigh = {}) {
   MlaExpected expected;
-  expected.start(p, call);
+  expected.start(p, call, Loader::kExpects);
   if (call.cluster > 1) {
     cluster_sync();
   } else {
     __syncthreads();
+  }
+  // Where nothing is expected, nothing is gained by a wait behind the roles, which costs the weigher a register.
+  if constexpr (!Loader::kExpects) {
+    wait_for_predecessor();
+    let_successor_start();
   }
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   if (warpgroup == 0) {
@@ -293,8 +297,10 @@ PD_DEVICE void run_block(const Problem& p, const MlaCall& call, Control& control
     const int warp = threadIdx.x / kWarp;
     Loader loader;
     loader.start(call, warp);
-    wait_for_predecessor();
-    let_successor_start();
+    if constexpr (Loader::kExpects) {
+      wait_for_predecessor();
+      let_successor_start();
+    }
     if (call.box_rows == 0 && Loader::kGatherers > Sizes::kLoaders) {
       if constexpr (Loader::kGatherers > Sizes::kLoaders) loader.gather_tiles(p, call, control, shared, expected);
     } else if (warp == Sizes::kLoaders) {
@@ -308,12 +314,11 @@ PD_DEVICE void run_block(const Problem& p, const MlaCall& call, Control& control
   } else if (Sizes::kWeighers > 0 && warpgroup > Sizes::kConsumers) {
     if constexpr (Sizes::kWeighers > 0) {
       give_registers<Sizes::kWeigherRegisters>();
-      wait_for_predecessor();
       weigh();
     }
   } else {
     take_registers<Sizes::kConsumerRegisters>();
-    wait_for_predecessor();
+    if constexpr (Loader::kExpects) wait_for_predecessor();
     consume(warpgroup - 1, expected);
   }
   if (blockIdx.y == 0) clear_unclaimed(p);

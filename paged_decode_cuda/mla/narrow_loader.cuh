@@ -15,6 +15,7 @@ PD_DEVICE uint32_t narrow_place(unsigned key, unsigned piece) {
 
 struct NarrowLoader : MlaCopier {
   using Sizes = NarrowMlaSizes;
+  static constexpr bool kExpects = false;  // see MlaExpected, for which registers are too few
 
   Ring<Sizes::kStages> ring;
   uint32_t edge_phases;  // a bit for every stage
@@ -44,9 +45,7 @@ struct NarrowLoader : MlaCopier {
     int2 place = make_int2(-1, 0);
     if (has_box) {
       place = places.find_box(p, call, key + own_row, call.box_rows);
-      // Where the stage is free, the copy follows at once.
-      const uint32_t free = shared_address(&control.keys_empty[ring.stage]);
-      if (!barrier_passed(free, ring.phase ^ 1)) prefetch_own_box(call, head, place);
+      prefetch_own_box(call, head, place);
     }
     const uint32_t arrived = shared_address(&control.keys_full[ring.stage]);
     const uint32_t edge = shared_address(&control.edge[ring.stage]);
