@@ -653,9 +653,7 @@ inline Products products_f32(const Problem&) {
           kBlockRows};
 }
 
-inline int64_t scratch_bytes_f32(const Problem& p, const Item& item) {
-  return scratch_bytes_as<WidestF32>(p, item);
-}
+inline int64_t scratch_bytes_f32(const Problem& p, const Item& item) { return scratch_bytes_as<WidestF32>(p, item); }
 
 inline void attend_f32(const Problem& p, const Item& item, KvRange keys, char* memory, float* partial) {
   switch (p.cache.dtype) {
