@@ -513,6 +513,7 @@ bool is_unsure(const Scratch<Ops>& s, int64_t i) {
 template <class Ops>
 [[gnu::noinline]] void attend_again(const Problem& p, const Item& item, const Scratch<Ops>& s, KvRange keys,
                                     char* memory, float* partial) {
+  if (Ops::kValueKeys == 1 && end_of_token(p, item, 0) == item.rows()) return;  // that is how it was done
   for (int64_t h = 0; h < item.heads(); ++h)
     for (int64_t r = 0, end; r < item.rows(); r = end) {
       end = end_of_token(p, item, r);
@@ -609,8 +610,7 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
       }
     }
   }
-  const bool like_again = Ops::kValueKeys == 1 && end_of_token(p, item, 0) == rows;
-  if (add_lanes(bit_cast<f32v>(zero)) != 0.f && !like_again) attend_again(p, item, s, keys, memory + s.bytes, partial);
+  if (add_lanes(bit_cast<f32v>(zero)) != 0.f) attend_again(p, item, s, keys, memory + s.bytes, partial);
 }
 
 inline void merge_partials(const Problem& p, const Item& item, int64_t count, float* partials, int64_t stride,

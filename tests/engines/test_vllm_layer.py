@@ -89,6 +89,16 @@ def test_one_causal_for_each_request_is_refused():
         layer.builder.build(0, common)
 
 
+def test_the_table_is_as_wide_as_the_longest_request():
+    """The kernel then knows how few keys a request may have."""
+    layer = Layer(HEADS, KV_HEADS, HEAD_SIZE, torch.float32)
+    common = layer.common((40, 1, 17, 5))
+    metadata = layer.builder.build(0, common)
+    assert torch.equal(metadata.block_table, layer.table[:, :3])
+    other = layer.builder.update_block_table(metadata, layer.table.flip(0), common.slot_mapping)
+    assert torch.equal(other.block_table, layer.table.flip(0)[:, :3])
+
+
 @pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs need a GPU")
 def test_cuda_graph():
     """A captured step of single tokens, replayed while lengths, tables and slots change in their tensors."""
