@@ -24,6 +24,11 @@ constexpr int64_t kBlockRows = 240;  // of one item on packed keys
 
 constexpr int64_t kMemoryPage = 4096;  // the smallest piece of memory with a translation of its own
 
+#ifndef PD_READS_AHEAD_FROM
+#define PD_READS_AHEAD_FROM INT64_MAX
+#endif
+constexpr int64_t kReadsAheadFrom = PD_READS_AHEAD_FROM;  // bytes of the keys of a slot
+
 // Probabilities are relative to a score that may lie this much (in log2) below the largest one: a row changes it once
 // or twice then, and not at every new maximum.
 constexpr float kMaxLogProbability = 8.f;
@@ -83,6 +88,14 @@ inline bool lie_in_caches(const Problem& p, const Item& item, KvRange keys) {
     static_cast<void>(static_cast<const volatile char*>(c.k)[offset * dtype_bytes(c.dtype)]);
   }
   return nanoseconds() - start < kLongest;
+}
+
+// Whether the processor fetches the next keys better by itself, once each head's are asked for while those of the head
+// before are multiplied (attend_tile_dot): its prefetchers follow such addresses within every page of memory, and our
+// fetches of the next tile would hold the few places that requests of the first cache have.
+template <class Ops>
+bool reads_ahead(const Problem& p, const Item& item) {
+  return p.cache.k_stride_head == p.head_dim && item.heads() * p.head_dim * Ops::kBytes >= kReadsAheadFrom;
 }
 
 // Scratch memory of one item, carved from one allocation.
@@ -544,13 +557,14 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
     s.scales[h] = head_scale(p, item.batch, item.kv_head_begin + h, Ops::kUnit);
 
   // The first keys: nothing has fetched them, so they are few, but their translations come while the query is loaded.
-  // Many rows multiply for so long that it does not matter. Only what is fetched depends on `cached`, not the result.
+  // Many rows multiply for so long that it does not matter. Only what is fetched depends on `fetched`, not the result.
   const bool packed = rows >= Ops::kMinPackedRows;
-  const bool cached = item.small && !packed && keys.begin < keys.end && lie_in_caches(p, item, keys);
+  const bool fetched =
+      packed || !(reads_ahead<Ops>(p, item) || (item.small && keys.begin < keys.end && lie_in_caches(p, item, keys)));
   TileRows tiles[2];
   TileRows *tile = &tiles[0], *next = &tiles[1];
   tile->locate(p.cache, item.batch, keys.begin, keys.end, packed ? s.tile : pd_min(item.small ? 32 : kLanes, s.tile));
-  if (!cached) list_runs<Ops>(p, item, *tile, s.runs);
+  if (fetched) list_runs<Ops>(p, item, *tile, s.runs);
 
   // Load the query
   load_queries<Ops>(p, item, request, p.q, p.q_stride_batch, p.q_stride_token, p.q_stride_head, p.head_dim,
@@ -567,7 +581,7 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
   Prefetcher fetch = {};
   while (tile->n > 0) {
     next->locate(p.cache, item.batch, tile->begin + tile->n, keys.end, pd_min(2 * tile->n, s.tile));
-    if (!cached) start_fetch<Ops>(p, item, s, *tile, *next, fetch);
+    if (fetched) start_fetch<Ops>(p, item, s, *tile, *next, fetch);
     if constexpr (Ops::kTiles) {
       Ops::attend_tiles(p, item, s, *tile, fetch);
     } else if (packed) {

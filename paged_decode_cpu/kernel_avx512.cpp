@@ -1,6 +1,8 @@
 // The attention loop for AVX-512 (F, BW, DQ, VL).
 #if defined(__x86_64__)
 #define PD_LANES 16
+// Processors with AVX-512 and without BF16 are Intel's.
+#define PD_READS_AHEAD_FROM 2048
 #include "attend.h"
 #include "write.h"
 
