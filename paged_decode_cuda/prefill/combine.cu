@@ -1,4 +1,5 @@
-// Adds the parts of rows whose keys were cut, and writes them: a warp per row, four dimensions of it for each lane.
+// Adds the parts of rows whose keys were cut, and writes them: one warp or several per row, four dimensions of it for
+// each lane. The code is short: where a call ends with it, much of its time goes into fetching instructions.
 #include "../exchange.cuh"
 #include "instances.h"
 #include "parts.cuh"
@@ -6,29 +7,43 @@
 namespace paged_attn {
 namespace {
 
-// The request of a token of packed q; p.batch: of none.
-PD_DEVICE int request_of(const Problem& p, int token) {
-  int before = 0;
-  for (int first = 0; first < p.batch; first += kWarp) {
-    const int b = first + threadIdx.x % kWarp;
-    before += __popc(__ballot_sync(~0u, b < p.batch && query_begin(p, b + 1) <= token));
-  }
+constexpr int kWarps = kCombineThreads / kWarp;
+
+// What the warps of a row have added up.
+struct SharedSums {
+  float2 ml[kWarps][kWarp];
+  float4 acc[kWarps][kWarp];
+};
+
+// Where the tokens of a lane's request end in packed q, from request `first` on; INT32_MAX: there is no such request.
+PD_DEVICE int query_end(const Problem& p, int first) {
+  const int b = first + threadIdx.x % kWarp;
+  return b < p.batch ? query_begin(p, b + 1) : INT32_MAX;
+}
+
+// The request of a token of packed q; p.batch: of none. `end`: query_end() of the first requests.
+PD_DEVICE int request_of(const Problem& p, int token, int end) {
+  int before = __popc(__ballot_sync(~0u, end <= token));
+  for (int first = kWarp; first < p.batch; first += kWarp)
+    before += __popc(__ballot_sync(~0u, query_end(p, first) <= token));
   return before;
 }
 
-PD_DEVICE RowSum add_parts(const Problem& p, const PrefillCall& call, int token, int q_head, int quad) {
-  constexpr int kBatch = 8;  // parts whose loads are on their way together
+// Part `first` and every step-th behind it.
+PD_DEVICE RowSum add_parts(const Problem& p, const PrefillCall& call, int token, int q_head, int quad, int first,
+                           int step) {
+  constexpr int kBatch = 4;  // parts whose loads are on their way together
   RowSum sum;
 #pragma unroll 1
-  for (int first = 0; first < call.parts; first += kBatch) {
+  for (; first < call.parts; first += kBatch * step) {
     float2 ml[kBatch];
     float4 values[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       ml[i] = make_float2(-INFINITY, 0.f);
       values[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (first + i >= call.parts) continue;
-      const int64_t row = part_row(p, call, first + i, token, q_head);
+      if (first + i * step >= call.parts) continue;
+      const int64_t row = part_row(p, call, first + i * step, token, q_head);
       ml[i] = call.ml[row];
       values[i] = reinterpret_cast<const float4*>(call.sums + row * p.head_dim_v)[quad];
     }
@@ -37,22 +52,50 @@ PD_DEVICE RowSum add_parts(const Problem& p, const PrefillCall& call, int token,
   return sum;
 }
 
-__global__ void __launch_bounds__(kCombineRows* kWarp)
+__global__ void __launch_bounds__(kCombineThreads)
     prefill_combine(const __grid_constant__ Problem p, const __grid_constant__ PrefillCall call) {
+  __shared__ SharedSums shared_sums;
+  touch(p);
+  touch(call);
+  // There are no more rows than those of a few tiles for every multiprocessor.
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, together = call.combine_warps;
+  const int member = warp & (together - 1);
+  const int q_heads = static_cast<int>(p.q_heads);
+  const int row = (static_cast<int>(blockIdx.x) * kWarps + warp) / together;
+  const int token = min(row / q_heads, static_cast<int>(p.total_q) - 1), q_head = row - row / q_heads * q_heads;
+  const int group = static_cast<int>(p.group), head = call.group.divide(q_head);
+  const bool exists = row / q_heads == token;
+  Item item = {};
+  if (!p.cu_seqlens_q) item.b = token / static_cast<int>(p.max_q_len);
   wait_for_predecessor();
   let_successor_start();
-  const int64_t row = int64_t{blockIdx.x} * kCombineRows + threadIdx.x / kWarp;
-  const int token = static_cast<int>(row / p.q_heads), q_head = static_cast<int>(row - token * p.q_heads);
-  if (token >= p.total_q) return;
-  Item item = {};
-  item.b = p.cu_seqlens_q ? request_of(p, token) : static_cast<int>(token / p.max_q_len);
-  if (item.b >= p.batch) return;
-  item.q_begin = query_begin(p, item.b);
-  const int first = p.cu_seqlens_q ? item.q_begin : item.b * static_cast<int>(p.max_q_len);
-  const int group = static_cast<int>(p.group), head = call.group.divide(q_head);
-  item.first_row = (token - first) * group;
-  for (int quad = threadIdx.x % kWarp; quad * 4 < p.head_dim_v; quad += kWarp) {
-    const RowSum sum = add_parts(p, call, token, q_head, quad);
+  const int end = p.cu_seqlens_q ? query_end(p, 0) : 0;  // on its way beside the parts
+  const int quads = static_cast<int>(p.head_dim_v / 4);
+#pragma unroll 1
+  for (int first_quad = 0; first_quad < quads; first_quad += kWarp) {
+    const int quad = first_quad + lane;
+    RowSum sum = add_parts(p, call, token, q_head, min(quad, quads - 1), member, together);
+    if (together > 1) {
+      __syncthreads();  // those before have been read
+      shared_sums.ml[warp][lane] = make_float2(sum.m, sum.l);
+      shared_sums.acc[warp][lane] = make_float4(sum.acc[0], sum.acc[1], sum.acc[2], sum.acc[3]);
+      __syncthreads();
+      if (member > 0) continue;
+      float2 ml[kWarps];
+      float4 values[kWarps];
+#pragma unroll
+      for (int i = 0; i < kWarps; ++i) {
+        ml[i] = shared_sums.ml[i][lane];
+        values[i] = shared_sums.acc[i][lane];
+      }
+      sum = {};
+      sum.add(ml, values);
+    }
+    if (p.cu_seqlens_q) item.b = request_of(p, token, end);
+    if (!exists || quad >= quads || item.b >= p.batch) continue;
+    item.q_begin = query_begin(p, item.b);
+    const int first = p.cu_seqlens_q ? item.q_begin : item.b * static_cast<int>(p.max_q_len);
+    item.first_row = (token - first) * group;
     write_output<2>(p, call, item, head, q_head - head * group, quad, sum);
   }
 }

@@ -12,8 +12,8 @@ const void* prefill_kernel_e4m3(const PrefillInstance& instance, bool all_scores
 const void* prefill_kernel_narrow(const PrefillInstance& instance,
                                   bool all_scores);  // 16-bit q, 8-bit cache; see narrow_sizes.h
 
-// Adds the parts of rows whose keys were cut; a warp per row.
-constexpr int kCombineRows = 4;  // of a block
+// Adds the parts of rows whose keys were cut.
+constexpr int kCombineThreads = 128;  // of a block
 const void* prefill_combine_kernel();
 
 }  // namespace paged_attn

@@ -8,6 +8,8 @@
 namespace paged_attn {
 namespace {
 
+constexpr int64_t kManyParts = 8;  // several warps add those of a row
+
 // The workspace: the word of tickets, then the parts' references and sums of weights, then their sums.
 struct Layout {
   int64_t ml, sums, end;  // bytes
@@ -44,6 +46,7 @@ PrefillCall prefill_call(const Problem& p, const PrefillPlan& plan, const Layout
   call.tickets = reinterpret_cast<unsigned long long*>(workspace);
   call.copy_policy = plan.read_once ? kCopyReadOnce : kCopyAsUsual;
   call.parts = static_cast<int32_t>(plan.parts);
+  call.combine_warps = plan.parts >= kManyParts ? kCombineThreads / kWarp : 1;
   call.ml = reinterpret_cast<float2*>(workspace + layout.ml);
   call.sums = reinterpret_cast<float*>(workspace + layout.sums);
   return call;
@@ -75,8 +78,9 @@ void launch_prefill(const Problem& p, const PrefillPlan& plan, const Context& co
   const Grid grid = {plan.blocks, plan.instance.threads, plan.instance.shared_bytes};
   launch(kernel, grid, context, p, call);
   if (plan.parts > 1) {
-    const int64_t rows = p.total_q * p.q_heads;
-    launch(prefill_combine_kernel(), {pd_ceil_div(rows, kCombineRows), kCombineRows * 32, 0}, context, p, call);
+    const int64_t warps = p.total_q * p.q_heads * call.combine_warps;
+    launch(prefill_combine_kernel(), {pd_ceil_div(warps, kCombineThreads / kWarp), kCombineThreads, 0}, context, p,
+           call);
   }
 }
 

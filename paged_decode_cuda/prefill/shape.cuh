@@ -31,6 +31,7 @@ struct PrefillCall : Plan {
   // The keys of a tile of rows are cut into so many parts. Where they are several, the sums of every row of each wait
   // for the combine kernel: [parts, tokens, q_heads, head_dim_v], and [parts, tokens, q_heads] references and weights.
   int32_t parts;
+  int32_t combine_warps;  // of that kernel, for each row: one, or all of a block
   float* sums;
   float2* ml;
 };
