@@ -124,8 +124,7 @@ ROWS = [(1, 1), (1, 4), (3, 2), (1, 40), (40, 2)]
 
 def judge_with_values(paged_attn, calls, places, columns_shared):
     """places: request, position, kv_head, dimension and a value for it. columns_shared: what is infinite may make its
-    column NaN, in rows that share a product, but nothing else.
-    """
+    column NaN, in rows that share a product, but nothing else."""
 
     def put(value_of):
         for call in calls:
@@ -143,8 +142,13 @@ def judge_with_values(paged_attn, calls, places, columns_shared):
 
 # Of request 0 and 1: of every sign, both in one column, and in the last key.
 BAD_VALUES = [
-    *((0, 40, 1, 7, "inf"), (0, 19, 1, 8, "-inf"), (0, 3, 1, 20, "inf"), (0, 50, 1, 20, "-inf"), (0, 60, 1, 33, "nan")),
-    *((0, 130, 0, 12, "inf"), (1, 76, 1, 63, "-inf")),
+    (0, 40, 1, 7, "inf"),
+    (0, 19, 1, 8, "-inf"),
+    (0, 3, 1, 20, "inf"),
+    (0, 50, 1, 20, "-inf"),
+    (0, 60, 1, 33, "nan"),
+    (0, 130, 0, 12, "inf"),
+    (1, 76, 1, 63, "-inf"),
 ]
 
 
