@@ -68,6 +68,7 @@ ELSEWHERE = {
     "python tools/sanitize_cuda.py": "a GPU and compute-sanitizer",
     "PAGED_ATTN_TEST_DEVICE=cuda python -m pytest tests": "a GPU",
     "VLLM_CPU_SO=.../vllm/_C.abi3.so benchmarks/compare_mla.py --rounds 7": "vLLM",
+    "VLLM_CPU_SO=<_C_AVX512.abi3.so> python benchmarks/compare_cpu.py --rounds 5 --batch 0.08": "vLLM",
     "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_cuda.py": "a GPU",
     "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_cuda_mla.py": "a GPU",
     "python benchmarks/compare_float32.py --rounds 3": "a GPU",
