@@ -65,6 +65,8 @@ struct Kernel {
                 bool to_partial);
   // Writes the keys and values of one new token.
   void (*write_token)(const Problem& problem, const TokenWrite& write);
+  // How much longer, in percent, a key of a kv_head takes where a walk reads a part of each slot only.
+  int64_t part_of_slot_percent = 0;
 };
 
 #if defined(__x86_64__)

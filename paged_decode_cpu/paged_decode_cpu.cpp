@@ -167,7 +167,7 @@ int64_t small_splits(int64_t keys, int64_t all, int64_t items, int64_t threads) 
 
 // The cut whose longest task, times how many of them a thread may get, is the shortest. Of equal ones that with the
 // most heads, which reads longer pieces.
-SmallCut cut_small(const Problem& p, int64_t threads) {
+SmallCut cut_small(const Problem& p, const Kernel& kernel, int64_t threads) {
   int64_t all = 0, shortest = std::numeric_limits<int64_t>::max();
   for (int64_t b = 0; b < p.batch; ++b) all += request_of(p, b).kv_len;
   SmallCut best = {p.kv_heads, false, all};
@@ -179,7 +179,9 @@ SmallCut cut_small(const Problem& p, int64_t threads) {
         const int64_t keys = request_of(p, b).kv_len, splits = split ? small_splits(keys, all, items, threads) : 1;
         tasks += items * splits;
         const int64_t merge = splits > 1 ? kMergeKeys + kPartialKeys * heads * splits : 0;
-        longest = pd_max(longest, kBeginKeys + heads * (pd_ceil_div(keys, splits) + kHeadKeys) + merge);
+        const int64_t percent = 100 + (heads < p.kv_heads ? kernel.part_of_slot_percent : 0);
+        const int64_t head = pd_ceil_div(keys, splits) * percent / 100 + kHeadKeys;
+        longest = pd_max(longest, kBeginKeys + heads * head + merge);
       }
       if (longest * pd_ceil_div(tasks, threads) >= shortest) continue;
       shortest = longest * pd_ceil_div(tasks, threads);
@@ -245,7 +247,7 @@ Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
   plan.threads = threads = useful_threads(p, threads);
   const int64_t bytes = cached_bytes(p);
   const bool small = !p.deterministic && bytes < kResidentBytes;
-  const SmallCut cut = small ? cut_small(p, threads) : SmallCut{};
+  const SmallCut cut = small ? cut_small(p, kernel, threads) : SmallCut{};
   const int64_t max_heads = small ? cut.heads : most_heads(p, threads);
   const ItemRows most = rows_of_items(p, kernel.products(p), threads);
   for (int64_t b = 0; b < p.batch; ++b) add_items(p, most, b, max_heads, small, plan.works);
