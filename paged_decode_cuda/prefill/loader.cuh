@@ -71,36 +71,44 @@ struct TileLoader {
       barrier_arrive(shared_address(&control.work_empty[slot.stage]));
       slot.advance();
 
+      // Tiles in bulk have a loop of their own, short for the instruction cache (docs/cuda.md). What it needs of a lane
+      // is found again each time, for the other loop has no registers left.
 #pragma unroll 1
-      for (; tile >= first_tile; --tile) {
-        const int key = tile * kKeys;
-        const uint32_t stage = stages + ring.stage * kBytes, arrived = full + ring.stage * 8;
-        const bool inside = key >= places.key_begin && key + kKeys <= places.key_end;
-        const bool bulk = inside || !kValues;
-        // Of the box of this lane, looked up while the stage is not yet free.
-        const uint32_t box = this_thread() % kWarp * askers + loader, row = box / kColumns * plan.box_rows;
-        int2 place = make_int2(-1, 0);
-        if (bulk && loader < askers) place = places.find_box(p, plan, key + row % kKeys, plan.box_rows);
-        barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
-        if (bulk) {
+      while (true) {
+#pragma unroll 1
+        for (; tile >= first_tile; --tile) {
+          const int key = tile * kKeys;
+          if (kValues && (key < places.key_begin || key + kKeys > places.key_end)) break;
+          const uint32_t thread = static_cast<uint32_t>(this_thread()) % kWarp;
+          const uint32_t box = thread * askers + loader, row = box / kColumns * plan.box_rows;
+          const bool asks = row < kKeys && loader < askers;
+          int2 place = make_int2(-1, 0);  // looked up while the stage is not yet free
+          if (asks) place = places.find_box(p, plan, key + row, plan.box_rows);
+          barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
           // Bytes may come before they are expected: the phase does not end without this arrival.
-          if (lane == 0) {
+          const uint32_t arrived = full + ring.stage * 8;
+          if (thread == 0) {
             barrier_arrive_expecting(arrived, loader < askers ? kBytes / askers : 0);
           } else if (kAllArrive) {
             barrier_arrive(arrived);
           }
-          if (row < kKeys && loader < askers) {
-            const uint32_t column = box % kColumns;
-            copy_box(stage + (column * kKeys + row) * kRowBytes, kValues ? plan.values : plan.keys, arrived,
+          if (asks) {
+            const uint32_t column = box % kColumns, target = (column * kKeys + row) * kRowBytes;
+            copy_box(stages + ring.stage * kBytes + target, kValues ? plan.values : plan.keys, arrived,
                      column * Shape::kColumnDims, place.y, head, place.x, plan.copy_policy);
           }
-        } else {
-#pragma unroll 1
-          for (int i = loader * kWarp; i < kKeys; i += loaders * kWarp)
-            copy_rows(p, stage + i * kRowBytes, min(kWarp, kKeys - i), place_of(plan, places, p, key + i + lane, head));
-          arrive_after_copies<kAllArrive>(arrived);
+          ring.advance();
         }
+        if (!kValues || tile < first_tile) break;
+        barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
+        const uint32_t stage = stages + ring.stage * kBytes;
+#pragma unroll 1
+        for (int i = loader * kWarp; i < kKeys; i += loaders * kWarp)
+          copy_rows(p, stage + i * kRowBytes, min(kWarp, kKeys - i),
+                    place_of(plan, places, p, tile * kKeys + i + lane, head));
+        arrive_after_copies<kAllArrive>(full + ring.stage * 8);
         ring.advance();
+        --tile;
       }
     }
   }
@@ -270,7 +278,7 @@ PD_DEVICE void copy_queries(const Problem& p, const PrefillCall& plan, const Wor
   const int lane = threadIdx.x % kWarp, piece = lane % kCopyLanes;
   const Item& item = work.item;
   const int group = static_cast<int>(p.group);
-#pragma unroll 2
+#pragma unroll 1
   for (int i = 0; i < Shape::kRows; i += kCopyRows) {
     const int row = i + lane / kCopyLanes, token = plan.group.divide(item.first_row + row);
     const int q_head = work.head * group + item.first_row + row - token * group;
@@ -323,35 +331,40 @@ PD_DEVICE int slot_to_repeat(PrefillControl<Shape>& control, const Ring<2>& slot
   return control.again[done.stage] ? done.stage : -1;
 }
 
+// Where the queries of the work in this slot go: both rings are filled in turn.
+template <typename Shape>
+PD_DEVICE Ring<Shape::kQueryStages> queries_of(const Ring<2>& slot) {
+  static_assert(Shape::kQueryStages <= 2);
+  Ring<Shape::kQueryStages> queries;
+  queries.stage = Shape::kQueryStages == 1 ? 0 : slot.stage;
+  queries.phase = Shape::kQueryStages == 1 ? slot.stage : slot.phase;
+  return queries;
+}
+
 // Finds work after work and brings its queries.
 template <typename Shape>
 PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control, uint32_t shared) {
   const int lane = threadIdx.x % kWarp;
   Scheduler<Shape> scheduler;
   if (blockIdx.x == 0 && lane == 0) open_tickets(plan.tickets);
-  scheduler.start(p, plan);
-  Ring<2> slot;
-  Ring<Shape::kQueryStages> queries;
   int ticket = blockIdx.x;
+  bool found = scheduler.start(p, plan, ticket, control.next);
+  Ring<2> slot;
   while (true) {
-    Work next = {};
-    next.exists = scheduler.find(p, plan, ticket, next);
+    if (!found) found = scheduler.find(p, plan, ticket, control.next);
     barrier_wait(shared_address(&control.work_empty[slot.stage]), slot.phase ^ 1);
-    const int repeated = Shape::kMovesLate ? slot_to_repeat<Shape>(control, slot, !next.exists) : -1;
+    const int repeated = Shape::kMovesLate ? slot_to_repeat<Shape>(control, slot, !found) : -1;
     __syncwarp();
     if (lane == 0) {
-      if (repeated < 0) {
-        control.work[slot.stage] = next;
-        control.work[slot.stage].careful = plan.parts > 1;  // the search fills waits that are there alone
-      } else {
-        control.work[slot.stage] = control.work[repeated];
-        control.work[slot.stage].careful = true;
-        control.again[repeated] = false;
-      }
+      Work& work = control.work[slot.stage];
+      work = repeated < 0 ? control.next : control.work[repeated];
+      work.careful = repeated >= 0 || plan.parts > 1;  // the search fills waits that are there alone
+      if (repeated >= 0) control.again[repeated] = false;
       barrier_arrive(shared_address(&control.work_full[slot.stage]));
     }
     __syncwarp();
-    if (repeated < 0 && !next.exists) break;
+    if (repeated < 0 && !found) break;
+    const Ring<Shape::kQueryStages> queries = queries_of<Shape>(slot);
     barrier_wait(shared_address(&control.queries_empty[queries.stage]), queries.phase ^ 1);
     const uint32_t stage = shared + queries.stage * Shape::kQueryBytes;
     const uint32_t full = shared_address(&control.queries_full[queries.stage]);
@@ -361,9 +374,9 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
       copy_any_queries<Shape>(p, plan, control.work[slot.stage], stage);
       arrive_after_copies<false>(full);
     }
-    queries.advance();
     slot.advance();
     if (repeated >= 0) continue;
+    found = false;
     if (lane == 0) ticket = static_cast<int>(take_ticket(plan.tickets)) + plan.blocks_in_grid;
     ticket = __shfl_sync(~0u, ticket, 0);
   }
@@ -371,6 +384,7 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
   const int all = scheduler.before;
   const bool last = all == 0 ? blockIdx.x == 0 : ticket == all - 1 + plan.blocks_in_grid;
   if (last && lane == 0) close_tickets(plan.tickets);
+  if (plan.parts == 0) leave_gap<Shape::kCodeGap>();  // never
 }
 
 }  // namespace paged_attn

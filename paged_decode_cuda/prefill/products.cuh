@@ -267,6 +267,15 @@ PD_DEVICE void copy_box_to(uint16_t blocks, uint32_t shared, const CUtensorMap& 
       : "memory");
 }
 
+// ---- Code ----
+
+// Instructions for a branch that nobody takes. They move the code behind them, see PrefillShape::kCodeGap.
+template <int kInstructions>
+PD_DEVICE void leave_gap() {
+#pragma unroll
+  for (int i = 0; i < kInstructions; ++i) asm volatile("nanosleep.u32 1;");
+}
+
 // ---- Products ----
 //
 // Matrices lie in shared memory as columns of 64 16-bit values: rows of 128 bytes one below the other, 8 rows (1 KiB,

@@ -36,27 +36,33 @@ PD_DEVICE unsigned take_ticket(unsigned long long* tickets) {
   return next_ticket(tickets);
 }
 
+PD_DEVICE void close_tickets(unsigned long long* tickets) { store_relaxed(tickets, 0); }
+
 // Keys of a request, new ones included.
 PD_DEVICE int key_count(const Problem& p, const Plan& plan, int b) {
   return min(max(cached_length(p, b) + new_length(p, b), 0), plan.max_keys);
 }
 
-// Rows [tile * Shape::kRows, ...) of a request.
-template <typename Shape>
-PD_DEVICE Item row_tile_item(const Problem& p, const Plan& plan, int b, int tile) {
+// A request: its lengths. take_rows() says which of its rows.
+PD_DEVICE Item request_item(const Problem& p, const Plan& plan, int b) {
   Item item = {};
   item.b = b;
   item.q_begin = query_begin(p, b);
   item.q_len = query_length(p, b);
   item.kv_len = key_count(p, plan, b);
   item.leftpad = p.cache_leftpad ? p.cache_leftpad[b] : 0;
+  return item;
+}
+
+// Rows [tile * Shape::kRows, ...) of the item's request.
+template <typename Shape>
+PD_DEVICE void take_rows(const Problem& p, const Plan& plan, int tile, Item& item) {
   item.first_row = tile * Shape::kRows;
   item.rows = max(0, min(Shape::kRows, item.q_len * static_cast<int>(p.group) - item.first_row));
   find_keys(p, plan, item);
   item.first_tile = item.key_begin / Shape::kKeys;
   const int end_tile = (item.key_end + Shape::kKeys - 1) / Shape::kKeys;
   item.tiles = item.rows == 0 ? 0 : max(0, end_tile - item.first_tile);
-  return item;
 }
 
 // Leaves one of the parts that the keys are cut into. It may have none.
@@ -66,69 +72,80 @@ PD_DEVICE void cut(Item& item, int part, int parts) {
   item.tiles = min(each, item.tiles - first);
 }
 
+// The row tiles of a request.
 struct RequestTiles {
-  int rows;  // row tiles
-  int most;  // tiles of keys of the last row tile
+  int rows;              // how many
+  int most;              // tiles of keys of the last one
+  int below, in_bucket;  // how many are in buckets below the present one, and in it
 };
 
-template <typename Shape>
-PD_DEVICE RequestTiles request_tiles(const Problem& p, const Plan& plan, int b) {
-  RequestTiles r;
-  const int q_rows = query_length(p, b) * static_cast<int>(p.group);
-  r.rows = max(0, (q_rows + Shape::kRows - 1) / Shape::kRows);
-  r.most = r.rows == 0 ? 0 : row_tile_item<Shape>(p, plan, b, r.rows - 1).tiles;
-  return r;
-}
-
-// Row tiles of a request that lie in buckets below `bucket`; its tiles have up to `most` tiles of keys.
-template <typename Shape>
-PD_DEVICE int tiles_below(const Problem& p, const RequestTiles& r, int longest, int bucket) {
-  if (bucket >= kBuckets) return r.rows;
-  if (bucket <= 0) return 0;
-  // Tiles of keys from which on a row tile is in the bucket.
-  const int bound = (longest * bucket + kBuckets - 1) / kBuckets;
-  if (r.most < bound) return r.rows;
-  if (p.window_right < 0 || p.window_left >= 0 || p.attention_chunk > 0) return 0;
-  // Causal: the number of keys falls by kRows / group from one row tile to the one before.
-  const int64_t keys = int64_t{r.most - bound} * Shape::kKeys;
-  const int64_t above = keys * p.group / Shape::kRows + 1;
-  return static_cast<int>(max(r.rows - above, int64_t{0}));
-}
-
-PD_DEVICE void close_tickets(unsigned long long* tickets) { store_relaxed(tickets, 0); }
-
-// Walks through all tiles in their order. The lanes of one warp call everything together. Call: of the kernel.
+// Walks through all tiles in their order. The lanes of one warp call everything together; each has a request. Whoever
+// has the request of a tile writes what it is where all of them see it. Call: of the kernel.
+//
+// What is done for every tile is short, for it shares the cache of instructions with the loops of the other warps: 256
+// multiplications more cost 0.6 us of each tile (docs/cuda.md).
 template <typename Shape>
 struct Scheduler {
   int longest;        // tiles of keys of the longest row tile
   int bucket, first;  // bucket and first request of the chunk that the lanes hold
   int before;         // tiles in front of that chunk
-  RequestTiles own;   // this lane's request
+  RequestTiles own;   // of this lane's request
   int ends;           // tiles up to it in this bucket, inclusive
 
+  // Also writes the work of tile `index`, where every request has one tile of rows and all of them are in the first
+  // bucket: their order is known without counting. False: find() is to be asked.
   template <typename Call>
-  PD_MEMBER void start(const Problem& p, const Call& plan) {
+  PD_MEMBER bool start(const Problem& p, const Call& plan, int index, Work& work) {
     const int lane = threadIdx.x % kWarp;
-    int most = 1;
-    for (int b = lane; b < p.batch; b += kWarp) most = max(most, request_tiles<Shape>(p, plan, b).most);
-    longest = __reduce_max_sync(~0u, most);
+    longest = 0;
+    bucket = kBuckets - 1;
     before = 0;
-    open_section(p, plan, 0);
+    int most = 1;
+    Item item = {};
+    // The first requests come last: they stay.
+#pragma unroll 1
+    for (int request = (static_cast<int>(p.batch) - 1) / kWarp * kWarp; request >= 0; request -= kWarp) {
+      item = hold(p, plan, request);
+      most = max(most, own.most);
+    }
+    longest = __reduce_max_sync(~0u, most);
+    const bool single = lane >= p.batch || (own.rows == 1 && own.most >= bucket_bound(bucket));
+    if (p.batch <= kWarp && __ballot_sync(~0u, single) == ~0u) {
+      const int heads = static_cast<int>(p.kv_heads) * plan.parts;
+      bucket = 0;  // nothing is left in the others
+      own.in_bucket = own.rows;
+      ends = min(lane + 1, static_cast<int>(p.batch)) * heads;
+      const int owner = __popc(__ballot_sync(~0u, ends <= index));
+      if (owner == kWarp) return false;
+      if (lane == owner) {
+        work.item = item;
+        take_piece(plan, index - owner * heads, work);
+      }
+      __syncwarp();
+      return true;
+    }
+    if constexpr (Call::kHasSections) end_section(p, plan);
     count(p, plan);
+    return false;
+  }
+
+  // Of a tile of rows: one of its kv_heads and parts.
+  template <typename Call>
+  static PD_MEMBER void take_piece(const Call& plan, int piece, Work& work) {
+    work.exists = true;
+    work.head = piece;
+    work.part = 0;
+    if (plan.parts == 1) return;
+    work.head = piece / plan.parts;
+    work.part = piece - work.head * plan.parts;
+    cut(work.item, work.part, plan.parts);
   }
 
   // A section is what is walked through from the longest tiles to the shortest: all requests. But where a kv_head has
   // fewer than two tiles of rows in a bucket, every round of tiles would read all keys from memory. Then a section is
   // as many requests from this one on as have their keys in L2, if each of them has tiles for half of the blocks. They
-  // may fill it, twice what l2_keys says: with smaller ones blocks wait for each other's keys.
-  template <typename Call>
-  PD_MEMBER void open_section(const Problem& p, const Call& plan, int request) {
-    hold(p, plan, request);
-    bucket = kBuckets - 1;
-    if constexpr (Call::kHasSections) end_section(p, plan);
-  }
-
-  // Forgets the requests that belong to later sections.
+  // may fill it, twice what l2_keys says: with smaller ones blocks wait for each other's keys. This forgets the
+  // requests that belong to later ones.
   template <typename Call>
   PD_MEMBER void end_section(const Problem& p, const Call& plan) {
     const int lane = threadIdx.x % kWarp;
@@ -146,59 +163,97 @@ struct Scheduler {
     return p.batch > kWarp || next == first ? static_cast<int>(p.batch) : next;
   }
 
-  // Looks at the chunk of requests that begins with this one.
+  // Looks at the chunk of requests that begins with this one. Of this lane's: its last tile of rows.
   template <typename Call>
-  PD_MEMBER void hold(const Problem& p, const Call& plan, int request) {
+  PD_MEMBER Item hold(const Problem& p, const Call& plan, int request) {
     first = request;
     const int b = first + threadIdx.x % kWarp;
-    own = b < p.batch ? request_tiles<Shape>(p, plan, b) : RequestTiles{};
+    Item last = {};
+    own = {};
+    if (b >= p.batch) return last;
+    // No branch for a request without rows, so that all lengths are asked for together. Without rows it has no tiles.
+    last = request_item(p, plan, b);
+    own.rows = max(0, (last.q_len * static_cast<int>(p.group) + Shape::kRows - 1) / Shape::kRows);
+    take_rows<Shape>(p, plan, max(own.rows - 1, 0), last);
+    own.most = last.tiles;
+    own.below = tiles_below(p, bucket + 1);
+    return last;
   }
 
-  // Row tiles of this lane's request in this bucket.
-  PD_MEMBER int own_rows(const Problem& p) const {
-    return tiles_below<Shape>(p, own, longest, bucket + 1) - tiles_below<Shape>(p, own, longest, bucket);
+  // Tiles of keys from which on a row tile is in a bucket.
+  PD_MEMBER int bucket_bound(int number) const { return (longest * number + kBuckets - 1) / kBuckets; }
+
+  // Row tiles of this lane's request that lie in buckets below this one.
+  PD_MEMBER int tiles_below(const Problem& p, int number) const {
+    const int bound = bucket_bound(number);
+    if (number >= kBuckets || own.most < bound) return own.rows;
+    if (number == 0 || p.window_right < 0 || p.window_left >= 0 || p.attention_chunk > 0) return 0;
+    // Causal: the number of keys falls by kRows / group from one row tile to the one before.
+    const int64_t keys = int64_t{own.most - bound} * Shape::kKeys;
+    const int64_t above = keys * p.group / Shape::kRows + 1;
+    return static_cast<int>(max(own.rows - above, int64_t{0}));
   }
 
+  // The tiles of this bucket; own.below is still of the one above.
   template <typename Call>
   PD_MEMBER void count(const Problem& p, const Call& plan) {
-    ends = inclusive_sum(own_rows(p) * static_cast<int>(p.kv_heads) * plan.parts);
+    const int above = own.below;
+    own.below = tiles_below(p, bucket);
+    own.in_bucket = above - own.below;
+    ends = inclusive_sum(own.in_bucket * static_cast<int>(p.kv_heads) * plan.parts);
   }
 
-  // The work of tile `index`, which never falls from call to call; false past the end.
+  // The work of tile `index`, which never falls from call to call. False past the end, where none exists.
   template <typename Call>
   PD_MEMBER bool find(const Problem& p, const Call& plan, int index, Work& work) {
+    const int lane = threadIdx.x % kWarp;
     while (index >= before + __shfl_sync(~0u, ends, kWarp - 1)) {
       before += __shfl_sync(~0u, ends, kWarp - 1);
-      const bool through = first + kWarp >= p.batch;
-      if (through && bucket == 0) {
-        const int next = Call::kHasSections ? next_section(p) : static_cast<int>(p.batch);
-        if (next >= p.batch) {
+      int request = first + kWarp < p.batch ? first + kWarp : 0;
+      const bool all_buckets = request == 0 && bucket == 0;
+      if (request == 0) --bucket;
+      if (all_buckets) {
+        request = Call::kHasSections ? next_section(p) : static_cast<int>(p.batch);
+        bucket = request < p.batch ? kBuckets - 1 : 0;
+        if (request >= p.batch) {
           ends = 0;
+          if (lane == 0) work.exists = false;
+          __syncwarp();
           return false;
         }
-        open_section(p, plan, next);
-      } else {
-        if (p.batch > kWarp) hold(p, plan, through ? 0 : first + kWarp);
-        if (through) --bucket;
+      }
+      if (all_buckets || p.batch > kWarp) hold(p, plan, request);
+      if constexpr (Call::kHasSections) {
+        if (all_buckets) end_section(p, plan);
       }
       count(p, plan);
     }
-    const int owner = __popc(__ballot_sync(~0u, before + ends <= index));
-    const int rows = __shfl_sync(~0u, own_rows(p), owner);
-    const int below = __shfl_sync(~0u, tiles_below<Shape>(p, own, longest, bucket), owner);
-    const int heads = static_cast<int>(p.kv_heads) * plan.parts;  // a head's parts are neighbours
-    int place = index - (before + __shfl_sync(~0u, ends, owner) - rows * heads);
-    const int together = min(heads, max(1, plan.l2_keys / max(key_count(p, plan, first + owner), 1)) * plan.parts);
-    const int section = place / (together * rows);
-    place -= section * together * rows;
-    const int in_section = min(together, heads - section * together);
-    const int up = place / in_section;
-    work.item = row_tile_item<Shape>(p, plan, first + owner, below + rows - 1 - up);
-    const int piece = section * together + place - up * in_section;
-    work.head = piece / plan.parts;
-    work.part = piece - work.head * plan.parts;
-    cut(work.item, work.part, plan.parts);
+    if (lane == __popc(__ballot_sync(~0u, before + ends <= index))) take(p, plan, index, work);
+    __syncwarp();
     return true;
+  }
+
+  // This lane's request has the tile.
+  template <typename Call>
+  PD_MEMBER void take(const Problem& p, const Call& plan, int index, Work& work) const {
+    const int heads = static_cast<int>(p.kv_heads) * plan.parts;  // a head's parts are neighbours
+    work.item = request_item(p, plan, first + threadIdx.x % kWarp);
+    int tile = 0, piece = index - (before + ends - own.in_bucket * heads);
+    if (own.rows > 1) {
+      const int together = max(1, plan.l2_keys / max(work.item.kv_len, 1)) * plan.parts;
+      int section_heads = heads, section_begin = 0;
+      if (together < heads) {
+        const int section = piece / (together * own.in_bucket);
+        section_begin = section * together;
+        section_heads = min(together, heads - section_begin);
+        piece -= section_begin * own.in_bucket;
+      }
+      const int up = piece / section_heads;
+      tile = own.below + own.in_bucket - 1 - up;
+      piece += section_begin - up * section_heads;
+    }
+    take_rows<Shape>(p, plan, tile, work.item);
+    take_piece(plan, piece, work);
   }
 };
 

@@ -15,6 +15,10 @@ struct PrefillShape : Sizes {
   // bf16 holds weights as large as float32 does. So once all rows of a warp have a reference, nobody looks for the
   // largest score: the sums of the weights tell afterwards when it is to be moved. See PrefillRows.
   static constexpr bool kMovesLate = IsBf16<Type>::value && requires { requires Sizes::kSkipsSearch; };
+  // Instructions between the director's code and that of the loaders. With them the loops of the loaders lie where the
+  // loop of the consumers leaves the instruction cache free (docs/cuda.md); measured for the largest instances alone.
+  static constexpr bool kKnowsGap = Sizes::kDim == 128 && Sizes::kConsumers == 2 && !Sizes::kNarrow;
+  static constexpr int kCodeGap = !kKnowsGap || Sizes::kElementBytes == 1 ? 0 : IsBf16<Type>::value ? 220 : 436;
 };
 
 // What the kernel reads beside the problem.
@@ -59,8 +63,8 @@ struct PrefillControl : TransposedBarriers<Shape::kTransposedStages> {
   uint64_t values_full[Shape::kValueStages], values_empty[Shape::kValueStages];
   uint64_t queries_full[Shape::kQueryStages], queries_empty[Shape::kQueryStages];
   uint64_t work_full[2], work_empty[2];
-  Work work[2];
-  bool again[2];  // a consumer asks for this work once more
+  Work work[2], next;  // the next one waits for a place
+  bool again[2];       // a consumer asks for this work once more
 };
 
 }  // namespace paged_attn

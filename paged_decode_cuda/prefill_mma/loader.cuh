@@ -14,14 +14,14 @@ PD_DEVICE void find_first_work(const Problem& p, const PrefillMmaCall& plan, Pre
   const int lane = threadIdx.x % kWarp;
   Scheduler<Shape> scheduler;
   if (blockIdx.x == 0 && lane == 0) open_tickets(plan.tickets);
-  scheduler.start(p, plan);
-  Work first = {};
-  first.exists = scheduler.find(p, plan, blockIdx.x, first);
-  control.leave(p, scheduler, first, 0);
+  const int index = blockIdx.x;
+  const bool found =
+      scheduler.start(p, plan, index, control.work[0]) || scheduler.find(p, plan, index, control.work[0]);
+  control.leave(p, scheduler, 0);
   if (lane > 0) return;
   // Who has work takes a ticket later, so until then nobody clears the word. Without any tile nobody takes one.
-  if (first.exists) await_tickets(plan.tickets);
-  if (scheduler.before == 0 && !first.exists && blockIdx.x == 0) close_tickets(plan.tickets);
+  if (found) await_tickets(plan.tickets);
+  if (scheduler.before == 0 && !found && blockIdx.x == 0) close_tickets(plan.tickets);
 }
 
 // Finds the next one, by a ticket that lane 0 has.
@@ -30,11 +30,10 @@ PD_DEVICE void find_work(const Problem& p, const PrefillMmaCall& plan, PrefillMm
                          int ticket) {
   Scheduler<Shape> scheduler = control.scheduler();
   ticket = __shfl_sync(~0u, ticket, 0);
-  Work next = {};
-  next.exists = scheduler.find(p, plan, ticket + plan.blocks_in_grid, next);
-  control.leave(p, scheduler, next, slot);
+  const bool found = scheduler.find(p, plan, ticket + plan.blocks_in_grid, control.work[slot]);
+  control.leave(p, scheduler, slot);
   // As many tickets are taken as there are tiles.
-  if (!next.exists && ticket == scheduler.before - 1 && threadIdx.x % kWarp == 0) close_tickets(plan.tickets);
+  if (!found && ticket == scheduler.before - 1 && threadIdx.x % kWarp == 0) close_tickets(plan.tickets);
 }
 
 // The queries of this warp.

@@ -63,7 +63,7 @@ struct PrefillMmaControl {
     return {longest, bucket, first, before, own[lane], ends[lane]};
   }
 
-  PD_MEMBER void leave(const Problem& p, const Scheduler<Shape>& scheduler, const Work& found, int slot) {
+  PD_MEMBER void leave(const Problem& p, const Scheduler<Shape>& scheduler, int slot) {
     const int lane = threadIdx.x % kWarp;
     __syncwarp();  // every lane has read what stood here
     own[lane] = scheduler.own;
@@ -73,8 +73,7 @@ struct PrefillMmaControl {
       bucket = scheduler.bucket;
       first = scheduler.first;
       before = scheduler.before;
-      work[slot] = found;
-      if (found.exists) places[slot].start(p, found.item);
+      if (work[slot].exists) places[slot].start(p, work[slot].item);
     }
     __syncwarp();
   }

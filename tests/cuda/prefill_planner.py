@@ -47,8 +47,7 @@ def header():
             "namespace paged_attn {",
             part_of("prefill/shape.cuh", "// What the kernel reads beside the problem.", "// Barriers and messages"),
             part_of(schedule, "constexpr int kBuckets", "// The word that is counted up"),
-            part_of(schedule, "// Keys of a request, new", "PD_DEVICE void close_tickets"),
-            part_of(schedule, "// Walks through all tiles in their order.", "}  // namespace paged_attn"),
+            part_of(schedule, "// Keys of a request, new", "}  // namespace paged_attn"),
             "}  // namespace paged_attn\n",
         ]
     )

@@ -72,6 +72,7 @@ inline const int64_t* exchange(int64_t value) {
   return left;
 }
 
+inline void __syncwarp() { exchange(0); }
 inline int __shfl_sync(unsigned, int value, int lane) { return static_cast<int>(exchange(value)[lane]); }
 inline int __shfl_up_sync(unsigned, int value, int step) {
   const int lane = warp.lane;

@@ -358,4 +358,7 @@ PD_DEVICE void multiply_keys(Type, float (&d)[32], uint32_t a0, uint32_t a1, uin
                        [](const Matrix& b, int term, int column) { return b.at(column, term); });
 }
 
+template <int kInstructions>
+void leave_gap() {}
+
 }  // namespace paged_attn
