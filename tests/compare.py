@@ -27,14 +27,19 @@ NOT_SEMANTIC = ("out", "max_seqlen_q", "return_softmax_lse", "num_splits", "dete
 
 
 @contextlib.contextmanager
-def one_thread():
-    """For the many small operations of the reference, which lose time when spread over threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def torch_threads(count):
+    """So many of torch's threads, and then as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
+
+
+def one_thread():
+    """For the many small operations of the reference, which lose time when spread over threads."""
+    return torch_threads(1)
 
 
 def repeated(x, q_heads):

@@ -6,7 +6,7 @@ import cases
 import pytest
 import torch
 from cases import Case
-from compare import assert_same_bytes, run
+from compare import assert_same_bytes, run, torch_threads
 
 CASES = {
     "decode": Case(kv_len=200),
@@ -97,25 +97,17 @@ class TestCpu:
     @pytest.mark.every_isa
     def test_small_calls(self, paged_attn, device):
         """Two threads share keys that their caches hold: half of the kv_heads each, or half of the keys."""
-        threads = torch.get_num_threads()
         call = cases.build(Case(batch=1, kv_len=512, q_heads=32, kv_heads=8, head_dim=128))
-        try:
-            torch.set_num_threads(2)
+        with torch_threads(2):
             plan = explain(paged_attn, call).plan
-        finally:
-            torch.set_num_threads(threads)
         by_keys = paged_attn.cpu_isa() == "avx512"
         assert plan["tasks"] == plan["threads"] == 2
         assert plan["items"] == (1 if by_keys else 2) and plan["splits"] == (2 if by_keys else 1)
 
     def test_one_long_request_is_cut(self, paged_attn, device):
         """Every thread has work, also where there is one request with one kv_head."""
-        threads = torch.get_num_threads()
         call = cases.build(Case(batch=1, kv_len=60000, q_heads=4, kv_heads=1))
-        try:
-            torch.set_num_threads(4)
+        with torch_threads(4):
             plan = explain(paged_attn, call).plan
-        finally:
-            torch.set_num_threads(threads)
         assert plan["threads"] == 4
         assert plan["tasks"] >= 4 and plan["splits"] >= 4

@@ -5,7 +5,7 @@ import pytest
 import reference
 import torch
 from cases import Case
-from compare import assert_result, check, judge, run, with_tensor_lengths
+from compare import assert_result, check, judge, run, torch_threads, with_tensor_lengths
 
 SHAPES = [
     Case(batch=1, kv_len=3000, q_heads=8, head_dim=128),
@@ -105,14 +105,11 @@ def test_deterministic_does_not_see_the_batch(paged_attn, device, case):
 
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_deterministic_does_not_see_the_threads(paged_attn, device, case):
-    call, threads = cases.build(case).to(device), torch.get_num_threads()
+    call = cases.build(case).to(device)
     results = []
-    try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
+    for count in (1, 2, 5):
+        with torch_threads(count):
             results.append(run(paged_attn, call, deterministic=True))
-    finally:
-        torch.set_num_threads(threads)
     assert_same_bits(results[0], results[1])
     assert_same_bits(results[0], results[2])
 

@@ -6,7 +6,7 @@ import cases
 import pytest
 import torch
 from cases import Case
-from compare import check, run
+from compare import check, run, torch_threads
 
 MIX = [
     Case(kv_len=300, q_heads=16, kv_heads=4, head_dim=128),
@@ -81,9 +81,5 @@ def test_threads_share_a_cache(paged_attn, device):
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 7])
 @pytest.mark.parametrize("case", MIX, ids=str)
 def test_number_of_worker_threads(paged_attn, device, case, num_threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
+    with torch_threads(num_threads):
         check(paged_attn, case, device)
-    finally:
-        torch.set_num_threads(before)

@@ -16,9 +16,9 @@ struct PrefillShape : Sizes {
   // largest score: the sums of the weights tell afterwards when it is to be moved. See PrefillRows.
   static constexpr bool kMovesLate = IsBf16<Type>::value && requires { requires Sizes::kSkipsSearch; };
   // Instructions between the director's code and that of the loaders. With them the loops of the loaders lie where the
-  // loop of the consumers leaves the instruction cache free (docs/cuda.md); measured for the largest instances alone.
-  static constexpr bool kKnowsGap = Sizes::kDim == 128 && Sizes::kConsumers == 2 && !Sizes::kNarrow;
-  static constexpr int kCodeGap = !kKnowsGap || Sizes::kElementBytes == 1 ? 0 : IsBf16<Type>::value ? 220 : 436;
+  // loop of the consumers leaves the instruction cache free (docs/cuda.md). Measured at head_dim 128, without softcap.
+  static constexpr bool kKnowsGap = Sizes::kDim == 128 && Sizes::kOwnDirector;
+  static constexpr int kCodeGap = !kKnowsGap ? 0 : IsBf16<Type>::value ? 220 : 436;
 };
 
 // What the kernel reads beside the problem.

@@ -358,7 +358,9 @@ PD_DEVICE void multiply_keys(Type, float (&d)[32], uint32_t a0, uint32_t a1, uin
                        [](const Matrix& b, int term, int column) { return b.at(column, term); });
 }
 
+// ---- Code ----
+
 template <int kInstructions>
-void leave_gap() {}
+PD_DEVICE void leave_gap() {}
 
 }  // namespace paged_attn
