@@ -33,6 +33,8 @@ def library(tmp_path_factory):
     return compile_kernels(root, [*sources, cuda / "plan.cpp", HOST / "mla.cpp"], in_shared_memory)
 
 
+E5M2_FP16 = {"kv_dtype": torch.float8_e5m2, "dtype": torch.float16}
+
 CASES = {
     "one_tile": {"lens": [64]},
     "one_key": {"lens": [1]},
@@ -108,6 +110,9 @@ CASES = {
     "other_queries": {"lens": [500, 64, 64], "processors": 6},
     "other_queries_cluster": {"lens": [64, 0, 400], "processors": 12, "q_heads": 128},
     "same_queries": {"lens": [500, 470, 490], "processors": 6, "kv_heads": 2},
+    "e4m3_other_queries": {"lens": [500, 64, 64], "processors": 6, "kv_dtype": torch.float8_e4m3fn},
+    "e5m2_other_queries_cluster": {"lens": [64, 0, 400], "processors": 12, "q_heads": 128, **E5M2_FP16},
+    "e4m3_same_queries": {"lens": [500, 470, 490], "processors": 6, "kv_heads": 2, "kv_dtype": torch.float8_e4m3fn},
     "more_pairs_than_blocks": {"lens": [128] * 7, "processors": 3},
     "line": {"lens": [70, 600, 1, 200, 90], "processors": 4},
     "two_parts_of_a_block": {"lens": [700, 700, 100], "processors": 3},

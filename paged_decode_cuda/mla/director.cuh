@@ -81,10 +81,10 @@ struct MlaExpected {
   Walker walker;  // as expect_even_stretch() says
   int b, head;    // -1: nothing is expected
 
-  PD_MEMBER void start(const Problem& p, const MlaCall& call, bool expects) {
+  PD_MEMBER void start(const Problem& p, const MlaCall& call) {
     walker = {};
     b = head = -1;
-    if (!expects || !call.expects) return;
+    if (!call.expects) return;
     expect_even_stretch(p, call, walker);
     if (walker.pair < 0) return;
     b = call.kv_heads.divide(walker.pair);
@@ -105,20 +105,25 @@ struct MlaExpected {
   }
 };
 
+// As far as queries need it.
+PD_DEVICE Item expected_item(const Problem& p, int b) {
+  Item item = {};
+  item.b = b;
+  item.rows = static_cast<int>(p.max_q_len * p.group);
+  return item;
+}
+
 // Finds the work of this cluster, which both of its blocks do alike.
 struct MlaDirector {
   Walker walker;
   Dealing dealing;
   Ring<2> slot;
-  int asked_b, asked_head;  // whose queries have been asked for before there was work; -1: nobody's
-  bool cut;                 // this cluster has written its record; it has the first keys of one cut pair at most
+  bool cut;  // this cluster has written its record; it has the first keys of one cut pair at most
 
   PD_MEMBER void start(const Problem& p, const MlaCall& call, MlaExpected& expected) {
     dealing = {};
     slot = {};
     cut = false;
-    asked_b = expected.b;
-    asked_head = expected.head;
     int kv_len;
     const bool even = expected.find(p, call, dealing, kv_len);
     walker = expected.walker;
@@ -152,8 +157,6 @@ struct MlaDirector {
     next.exists = walker.next(p, call, dealing, segment, next.item);
     if (next.exists) {
       next.head = segment.head;
-      next.asked = asked_b >= 0 && next.item.b == asked_b && next.head == asked_head;
-      asked_b = -1;
       next.tile = segment.tile;
       next.tile_end = segment.tile_end;
       next.first = segment.first;
@@ -171,6 +174,8 @@ struct MlaDirector {
     }
     barrier_wait(shared_address(&control.work_empty[slot.stage]), slot.phase ^ 1);
     if (lane == 0) {
+      next.asked = next.exists && next.item.b == control.asked.x && next.head == control.asked.y;
+      control.asked.x = -1;  // the first work only
       control.work[slot.stage] = next;
       barrier_arrive(shared_address(&control.work_full[slot.stage]));
     }
@@ -274,22 +279,18 @@ PD_DEVICE void init_work_barriers(Control& control, int loaders, int meeting) {
   publish_barriers();
 }
 
-// A block, once one thread has made its barriers. consume(consumer, expected): what the warps of that one do; weigh():
-// what those of the weigher do, where there is one.
+// A block, once one thread has made its barriers. consume(consumer): what the warps of that one do; weigh(): what those
+// of the weigher do, where there is one.
 template <typename Sizes, typename Loader, typename Control, typename Consume, typename Weigh = void (*)()>
 PD_DEVICE void run_block(const Problem& p, const MlaCall& call, Control& control, uint32_t shared, Consume consume,
                          Weigh weigh = {}) {
   MlaExpected expected;
-  expected.start(p, call, Loader::kExpects);
+  expected.start(p, call);
+  if (threadIdx.x == 0) control.expected = control.asked = make_int2(expected.b, expected.head);
   if (call.cluster > 1) {
     cluster_sync();
   } else {
     __syncthreads();
-  }
-  // Where nothing is expected, nothing is gained by a wait behind the roles, which costs the weigher a register.
-  if constexpr (!Loader::kExpects) {
-    wait_for_predecessor();
-    let_successor_start();
   }
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   if (warpgroup == 0) {
@@ -297,10 +298,8 @@ PD_DEVICE void run_block(const Problem& p, const MlaCall& call, Control& control
     const int warp = threadIdx.x / kWarp;
     Loader loader;
     loader.start(call, warp);
-    if constexpr (Loader::kExpects) {
-      wait_for_predecessor();
-      let_successor_start();
-    }
+    wait_for_predecessor();
+    let_successor_start();
     if (call.box_rows == 0 && Loader::kGatherers > Sizes::kLoaders) {
       if constexpr (Loader::kGatherers > Sizes::kLoaders) loader.gather_tiles(p, call, control, shared, expected);
     } else if (warp == Sizes::kLoaders) {
@@ -314,12 +313,13 @@ PD_DEVICE void run_block(const Problem& p, const MlaCall& call, Control& control
   } else if (Sizes::kWeighers > 0 && warpgroup > Sizes::kConsumers) {
     if constexpr (Sizes::kWeighers > 0) {
       give_registers<Sizes::kWeigherRegisters>();
+      wait_for_predecessor();
       weigh();
     }
   } else {
     take_registers<Sizes::kConsumerRegisters>();
-    if constexpr (Loader::kExpects) wait_for_predecessor();
-    consume(warpgroup - 1, expected);
+    wait_for_predecessor();
+    consume(warpgroup - 1);
   }
   if (blockIdx.y == 0) clear_unclaimed(p);
   // A block stays while another may still copy into it or arrive at its barriers.

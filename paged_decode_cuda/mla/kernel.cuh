@@ -77,17 +77,14 @@ struct MlaConsumer {
   Ring<MlaSizes::kStages> keys;
   Ring<2> slot;
 
-  PD_MEMBER void start(const Problem& p, const MlaCall& call, int consumer, uint32_t address,
-                       const MlaExpected& expected) {
+  PD_MEMBER void start(const Problem& p, const MlaCall& call, const MlaControl& control, int consumer,
+                       uint32_t address) {
     half = consumer;
     lane = threadIdx.x % kWarp;
     row = threadIdx.x / kWarp % 4 * 16 + lane / 4;
     shared = address;
-    if (expected.b < 0) return;
-    Item item = {};
-    item.b = expected.b;
-    item.rows = static_cast<int>(p.max_q_len * p.group);
-    copy_mla_queries(p, call, item, expected.head, shared);
+    if (control.expected.x < 0) return;
+    copy_mla_queries(p, call, expected_item(p, control.expected.x), control.expected.y, shared);
   }
 
   PD_MEMBER int row_of_item(int r) const { return static_cast<int>(blockIdx.y) * MlaSizes::kRows + row + 8 * r; }
@@ -420,9 +417,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     prefetch_description(call.latents);
     prefetch_description(call.rope);
   }
-  run_block<Shape, MlaLoader>(p, call, control, shared, [&](int consumer, const MlaExpected& expected) {
+  run_block<Shape, MlaLoader>(p, call, control, shared, [&](int consumer) {
     MlaTiles<Shape, kFull> tiles = {p, call, control};
-    tiles.own.start(p, call, consumer, shared, expected);
+    tiles.own.start(p, call, control, consumer, shared);
     tiles.run();
   });
 #endif

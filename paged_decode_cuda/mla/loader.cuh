@@ -12,7 +12,6 @@
 namespace paged_attn {
 
 struct MlaLoader : MlaCopier {
-  static constexpr bool kExpects = true;                                // see MlaExpected
   static constexpr int kGatherers = Sizes::kLoaders + 1;                // the director too
   static constexpr int kRuns = kKeys / (kGatherers * kCopyRows);        // of 4 rows, of a warp
   static constexpr int kRunBytes = kGatherers * kCopyRows * kRowBytes;  // from one run of a warp to its next

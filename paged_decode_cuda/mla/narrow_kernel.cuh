@@ -12,7 +12,7 @@
 //
 // Producer warps are those of kernel.cuh. Consumers take turns with the scores of tiles, and each adds every tile to
 // its half of the latents. A warpgroup of its own makes weights of scores, while consumers multiply. A thread of a
-// consumer has two keys, or two latents, of 16 rows; one of the weigher has 32 keys of a row.
+// consumer has two keys, or two latents, of 16 rows; one of the weigher has 16 keys of two rows.
 //
 //   consumer 0   scores n     | values n - 1 | values n     | scores n + 2 | ...
 //   consumer 1   ... n - 1    | scores n + 1 | values n     | values n + 1 | ...
@@ -55,21 +55,24 @@ constexpr int kNarrowConsumers = NarrowMlaSizes::kConsumers * kWarpgroup;
 constexpr int kNarrowOwn = NarrowMlaSizes::kLatents / 16 / kCopyLanes + 1;
 using QueryWords = uint32_t[kNarrowOwn][8];
 
-struct NarrowQuery {
-  int64_t q_head;
-  int token;
+// A row of this block; of rows that there are not, the last one that there is.
+struct NarrowRow {
+  int q_head, token;
   bool exists;
 };
 
+PD_DEVICE NarrowRow narrow_row(const Problem& p, const MlaCall& call, const Item& item, int head, int row) {
+  const int group = static_cast<int>(p.group), own = static_cast<int>(blockIdx.y) * NarrowMlaSizes::kRows + row;
+  const int known = item.first_row + min(own, item.rows - 1), token = call.group.divide(known);
+  return {head * group + known - token * group, token, own < item.rows};
+}
+
 // This lane's part of a row of queries.
-PD_DEVICE NarrowQuery load_narrow_query(const Problem& p, const MlaCall& call, const MlaWork& work, int row,
-                                        QueryWords& words) {
-  const Item& item = work.item;
-  const int place = this_thread() % kCopyLanes, group = static_cast<int>(p.group);
-  const int own = static_cast<int>(blockIdx.y) * NarrowMlaSizes::kRows + row, known = min(own, item.rows - 1);
-  const int token = call.group.divide(item.first_row + known);
-  const NarrowQuery query = {work.head * group + item.first_row + known - token * group, token, own < item.rows};
-  const int64_t b = item.b, q = item.q_begin + token;
+PD_DEVICE void load_narrow_query(const Problem& p, const MlaCall& call, const Item& item, int head, int row,
+                                 QueryWords& words) {
+  const int place = this_thread() % kCopyLanes;
+  const NarrowRow query = narrow_row(p, call, item, head, row);
+  const int64_t b = item.b, q = item.q_begin + query.token;
   const int64_t rope = b * p.q_stride_batch + q * p.q_stride_token + query.q_head * p.q_stride_head;
   const int64_t latents = b * p.qv_stride_batch + q * p.qv_stride_token + query.q_head * p.qv_stride_head;
 #pragma unroll
@@ -87,7 +90,6 @@ PD_DEVICE NarrowQuery load_narrow_query(const Problem& p, const MlaCall& call, c
       words[i][4 * h + 3] = piece.w;
     }
   }
-  return query;
 }
 
 // Stores it as fp16, multiplied by 2^up; up is returned. A product takes keys in the order in which a thread has them:
@@ -128,37 +130,50 @@ PD_DEVICE int store_narrow_query(const QueryWords& words, int row, uint32_t quer
   return up;
 }
 
-// Both consumers bring the queries of this block's rows.
-template <bool kFull, bool kBf16>
-PD_DEVICE void copy_narrow_queries(const Problem& p, const MlaCall& call, const MlaWork& work, NarrowControl& control,
-                                   uint32_t queries) {
+// Both consumers bring the queries of this block's rows of an item.
+template <bool kBf16>
+PD_DEVICE void copy_narrow_queries(const Problem& p, const MlaCall& call, const Item& item, int head,
+                                   NarrowControl& control, uint32_t queries) {
   constexpr int kAtOnce = kNarrowConsumers / kCopyLanes, kOwnRows = NarrowMlaSizes::kRows / kAtOnce;
   const unsigned thread = this_thread() - kWarpgroup;
-  const Item& item = work.item;
-  const float natural = score_scale(p, item.b, work.head);
+  const float natural = score_scale(p, item.b, head);
   QueryWords words[kOwnRows];
-  NarrowQuery query[kOwnRows];
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r)
-    query[r] = load_narrow_query(p, call, work, thread / kCopyLanes + r * kAtOnce, words[r]);
+    load_narrow_query(p, call, item, head, thread / kCopyLanes + r * kAtOnce, words[r]);
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
     const unsigned row = thread / kCopyLanes + r * kAtOnce;
     const int up = store_narrow_query<kBf16>(words[r], row, queries);
-    if (thread % kCopyLanes > 0) continue;
-    const float unscale = __uint_as_float(static_cast<uint32_t>(127 - up) << 23);
-    control.scale[row] = natural * unscale;
-    const KvRange seen = row_keys(p, call, item, query[r].token);
-    control.seen[row] = make_int2(static_cast<int>(seen.begin), static_cast<int>(seen.end));
-    if constexpr (kFull) {
-      control.slope[row] = row_slope(p, item.b, static_cast<int>(query[r].q_head));
-      control.position[row] = item.kv_len - item.q_len + query[r].token;
-    }
+    if (thread % kCopyLanes == 0) control.scale[row] = natural * __uint_as_float(static_cast<uint32_t>(127 - up) << 23);
   }
   fence_async_proxy();
 }
 
-#define asm asm
+template <typename... Arguments>
+PD_DEVICE void copy_any_narrow_queries(const Problem& p, Arguments&&... arguments) {
+  if (p.q_dtype == DType::kBFloat16) {
+    copy_narrow_queries<true>(p, arguments...);
+  } else {
+    copy_narrow_queries<false>(p, arguments...);
+  }
+}
+
+// What those who weigh have to know of a row, of which one thread each tells them.
+template <bool kFull>
+PD_DEVICE void describe_rows(const Problem& p, const MlaCall& call, const MlaWork& work, NarrowControl& control) {
+  const int row = this_thread() - kWarpgroup;
+  if (row >= NarrowMlaSizes::kRows) return;
+  const Item& item = work.item;
+  const NarrowRow own = narrow_row(p, call, item, work.head, row);
+  const KvRange seen = row_keys(p, call, item, own.token);
+  control.seen[row] = make_int2(static_cast<int>(seen.begin), static_cast<int>(seen.end));
+  if constexpr (kFull) {
+    control.slope[row] = row_slope(p, item.b, own.q_head);
+    control.position[row] = item.kv_len - item.q_len + own.token;
+  }
+}
+
 // ---- Operands ----
 
 // As fp8_pair_to_fp16(), which the compiler gives the upper half shifted down: here every instruction counts.
@@ -286,21 +301,13 @@ struct NarrowTiles {
     slot.advance();
   }
 
-  // The next work, with its queries; nullptr at the end. Work without rows for this block only lets its tiles pass.
+  // The next work; nullptr at the end. Work without rows for this block only lets its tiles pass.
   PD_MEMBER const MlaWork* next() {
     while (true) {
       barrier_wait(shared_address(&control.work_full[slot.stage]), slot.phase);
       const MlaWork& work = control.work[slot.stage];
       if (!work.exists) return nullptr;
-      if (row_of_item(0) < work.item.rows) {
-        if (p.q_dtype == DType::kBFloat16) {
-          copy_narrow_queries<kFull, true>(p, call, work, control, shared);
-        } else {
-          copy_narrow_queries<kFull, false>(p, call, work, control, shared);
-        }
-        barrier_meet(shared_address(&control.meet), 0);
-        return &work;
-      }
+      if (row_of_item(0) < work.item.rows) return &work;
 #pragma unroll 1
       for (int tiles = work.tile_end - work.tile; tiles > 0; --tiles) {
         await_keys();
@@ -550,7 +557,17 @@ struct NarrowTiles {
   }
 
   PD_MEMBER void run() {
-    while (const MlaWork* const work = next()) {
+    // Where queries can be asked for before there is work, they are, by the code that all others take: it is long, and
+    // a second copy of it would come from memory too.
+    for (bool ahead = control.expected.x >= 0;; ahead = false) {
+      const MlaWork* const work = ahead ? nullptr : next();
+      if (!ahead && !work) return;
+      const Item item = ahead ? expected_item(p, control.expected.x) : work->item;
+      const int head = ahead ? control.expected.y : work->head;
+      if (ahead || !work->asked) copy_any_narrow_queries(p, call, item, head, control, shared);
+      if (ahead) continue;
+      describe_rows<kFull>(p, call, *work, control);
+      barrier_meet(shared_address(&control.meet), 0);
 #pragma unroll
       for (int i = 0; i < kMatrices * kRows / 2; ++i) acc[i / (kRows / 2)][i % (kRows / 2)] = 0.f;
       add_tiles(*work);
@@ -596,7 +613,7 @@ __global__ void __launch_bounds__(NarrowMlaSizes::kThreads, 1)
   }
   run_block<NarrowMlaSizes, NarrowLoader>(
       p, call, control, shared,
-      [&](int consumer, const MlaExpected&) {
+      [&](int consumer) {
         NarrowTiles<Kv, kFull> tiles = {p, call, control};
         tiles.start(consumer, shared);
         tiles.run();

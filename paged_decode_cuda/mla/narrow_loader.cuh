@@ -15,7 +15,6 @@ PD_DEVICE uint32_t narrow_place(unsigned key, unsigned piece) {
 
 struct NarrowLoader : MlaCopier {
   using Sizes = NarrowMlaSizes;
-  static constexpr bool kExpects = false;  // see MlaExpected, for which registers are too few
 
   Ring<Sizes::kStages> ring;
   uint32_t edge_phases;  // a bit for every stage

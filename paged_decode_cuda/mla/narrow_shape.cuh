@@ -17,6 +17,7 @@ struct NarrowControl {
   uint64_t work_full[2], work_empty[2];
   uint64_t meet;  // as in MlaControl, with the weigher
   MlaWork work[2];
+  int2 expected, asked;  // as in MlaControl
   // Of the rows
   int2 seen[kRows];    // keys: the first, and behind the last
   float scale[kRows];  // from q.k to a score

@@ -1,8 +1,9 @@
 // The warps that make weights of scores in the kernel for 8-bit caches. They stand between the two products, which are
 // the consumers': these leave q.k of a tile in shared memory and find the weights there, one tile later.
 //
-// A thread has 32 of the keys of one row: pieces 2 i + h of 8 keys, where h = lane / 16. So what belongs to a row is in
-// registers, and the two threads that have a row are in one warp.
+// A thread has two rows next to each other and two pieces of 8 keys. The four threads that have a row are in one warp.
+// Consumers wait for this code, and theirs takes its place in the caches of instructions between two tiles: so it is
+// short, and what few tiles need (keys that nobody sees, scores that are no multiples of q.k) has a loop of its own.
 #pragma once
 
 #include "../prefill/weights.cuh"
@@ -10,115 +11,154 @@
 
 namespace paged_attn {
 
-// Where q.k of a row and a key lies: a key has the 64 rows in 256 bytes. Groups of 8 rows stand in another order for
-// each of 8 keys, so that neither those who store them nor those who load them meet in a bank.
+// Where q.k of 8 rows and a key lies. Keys and groups of keys stand apart, so that neither those who store scores nor
+// those who load them meet in a bank.
 PD_DEVICE uint32_t score_place(unsigned key, unsigned group) {
-  return key * NarrowMlaSizes::kRows * 4 + (group ^ key % 8 ^ key / 8 % 2 * 2) * 32;
+  using Sizes = NarrowMlaSizes;
+  return key % 8 * Sizes::kScoreRow + key / 8 * Sizes::kScoreGroup + group * 32;
 }
 
 template <bool kFull>
 struct NarrowWeigher {
   using Sizes = NarrowMlaSizes;
-  static constexpr int kKeys = Sizes::kKeys, kOwnPieces = kKeys / 16;
-  static constexpr int kAtOnce = kFull ? 1 : kOwnPieces;  // pieces; with every score there are no registers for more
-  static constexpr float kMost = 4096.f;                  // what weights of a thread add up to; fp16 holds them
+  static constexpr int kKeys = Sizes::kKeys, kOwnRows = 2, kPiece = 8, kPieces = 2;
+  static constexpr float kMost = 4096.f;  // what weights that a thread has of a row add up to; fp16 holds them
 
   const Problem& p;
   const MlaCall& call;
   NarrowControl& control;
   uint32_t shared;
-  Ring<2> slot;
-  uint32_t count;  // of tiles before this one
-  // Of the row
-  float base, l;   // reference score in log2 units, and this thread's part of the sum of weights
-  bool multiples;  // scores are positive multiples of q.k
-  float scale;     // from what is compared to log2 units
+  uint32_t count, works;  // tiles and works before this one
+  // Of the rows
+  float base[kOwnRows], l[kOwnRows];  // reference score in log2 units, and this thread's part of the sum of weights
+  float scale[kOwnRows];              // from what is compared to log2 units
 
+  // Bits 0, 1 and 3 of the lane say which rows, the others which keys: so no two of them meet in a bank.
   static PD_MEMBER unsigned thread() { return static_cast<unsigned>(this_thread()) % kWarpgroup; }
-  static PD_MEMBER unsigned row() { return thread() / kWarp * 16 + thread() % 16; }
-  static PD_MEMBER unsigned half() { return thread() % kWarp / 16; }
+  static PD_MEMBER unsigned piece() { return thread() / 4 % 2 + thread() / 16 % 2 * 2; }  // the other one is 4 further
+  static PD_MEMBER unsigned group() { return thread() / 32 * 2 + thread() / 8 % 2; }      // of 8 rows
+  static PD_MEMBER unsigned pair() { return thread() % 4; }                               // in the group
+  static PD_MEMBER unsigned row() { return group() * 8 + pair() * 2; }
+
+  // Scores are positive multiples of q.k, and these may be compared in their place.
+  PD_MEMBER bool multiples() const { return !kFull && control.scale[row()] > 0.f; }
 
   PD_MEMBER void start(uint32_t address) {
     shared = address;
-    slot = {};
-    count = 0;
+    count = works = 0;
   }
 
-  // 8 scores of the row, in what is compared: positive multiples of them where that is possible.
-  PD_MEMBER void load_scores(float (&s)[8], int i, int first_key, bool edge) const {
-    const unsigned key = half() * 8;
-    const uint32_t from = shared + Sizes::kScoresAt + i * 16 * Sizes::kRows * 4 + row() % 8 * 4;
-#pragma unroll
-    for (int k = 0; k < 8; ++k) s[k] = load_shared_float(from + score_place(key + k, row() / 8));
-    if constexpr (kFull) {
-      const int distance = control.position[row()] - first_key - i * 16 - static_cast<int>(key);
-      const float slope = control.slope[row()];
-#pragma unroll
-      for (int k = 0; k < 8; ++k)
-        s[k] = pd_score(s[k], control.scale[row()], p.softcap, slope, fabsf(static_cast<float>(distance - k)));
-    } else if (!multiples) {
-#pragma unroll
-      for (int k = 0; k < 8; ++k) s[k] *= control.scale[row()];
-    }
-    if (edge) {
-      const int2 seen = control.seen[row()];
-#pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        const int own = first_key + i * 16 + static_cast<int>(key) + k;
-        if (own < seen.x || own >= seen.y) s[k] = -INFINITY;
-      }
-    }
+  // Where the scores of this thread's key `k` of piece `h` are.
+  PD_MEMBER uint32_t scores() const {
+    return shared + Sizes::kScoresAt + score_place(piece() * kPiece, group()) + pair() * 8;
   }
+  static PD_MEMBER uint32_t scores_of(uint32_t from, int h, int k) { return from + score_place(h * 4 * kPiece + k, 0); }
 
-  // Stores the weights of a tile; what this thread's add up to.
-  PD_MEMBER float put_weights(int first_key, bool edge) const {
-    const uint32_t target = shared + Sizes::kWeightsAt + count % Sizes::kWeightBuffers * Sizes::kWeightBytes;
-    float sum = 0.f;
-#pragma unroll kAtOnce
-    for (int i = 0; i < kOwnPieces; ++i) {
-      float s[8];
-      load_scores(s, i, first_key, edge);
-#pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        s[k] = fast_exp2(fmaf(s[k], kFull ? PD_LOG2E : scale, -base));
-        sum += s[k];
-      }
-      store_piece(target + row() * kRowBytes + ((2 * i + half()) ^ row() % 8) * 16, pack_pair<false>(s[0], s[1]),
-                  pack_pair<false>(s[2], s[3]), pack_pair<false>(s[4], s[5]), pack_pair<false>(s[6], s[7]));
-    }
-    return sum;
-  }
-
-  // The reference of a row moves to its largest score so far, and its sum with it.
-  PD_MEMBER void move_base(int first_key, bool edge) {
-    float top = -INFINITY;
+  // From q.k to scores, or to what is compared, where these are no positive multiples of it; -inf for keys that a row
+  // does not see.
+  PD_MEMBER void finish_scores(int first_key) const {
 #pragma unroll 1
-    for (int i = 0; i < kOwnPieces; ++i) {
-      float s[8];
-      load_scores(s, i, first_key, edge);
+    for (int i = 0; i < kPieces * kPiece; ++i) {
+      const int h = i / kPiece, k = i % kPiece;
+      const uint32_t place = scores_of(scores(), h, k);
+      const int key = first_key + (static_cast<int>(piece()) + h * 4) * kPiece + k;
+      float s[kOwnRows];
+      load_shared_floats(place, s[0], s[1]);
 #pragma unroll
-      for (int k = 0; k < 8; ++k) top = fmaxf(top, s[k] * scale);
+      for (int r = 0; r < kOwnRows; ++r) {
+        const unsigned own = row() + r;
+        if constexpr (kFull) {
+          const float distance = fabsf(static_cast<float>(control.position[own] - key));
+          s[r] = pd_score(s[r], control.scale[own], p.softcap, control.slope[own], distance);
+        } else if (!multiples()) {
+          s[r] *= control.scale[own];
+        }
+        const int2 seen = control.seen[own];
+        if (key < seen.x || key >= seen.y) s[r] = -INFINITY;
+      }
+      store_shared_floats(place, s[0], s[1]);
     }
-    const float moved = fmaxf(base, fmaxf(top, __shfl_xor_sync(~0u, top, 16)));
-    const float factor = fast_rescale(base, moved);
-    base = moved;
-    l *= factor;
-    if (half() == 0) control.factor[count % Sizes::kWeightBuffers][row()] = factor;
   }
 
-  // A reference moves only when weights are so large that their sum says it. Then they are made again.
+  // Stores the weights of a tile. `sum`: of those that this thread has of each row.
+  PD_MEMBER void put_weights(float (&sum)[kOwnRows]) const {
+    const uint32_t from = scores();
+    const uint32_t target = shared + Sizes::kWeightsAt + count % Sizes::kWeightBuffers * Sizes::kWeightBytes +
+                            row() * kRowBytes + (piece() ^ pair() * 2) * 16;
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) sum[r] = 0.f;
+#pragma unroll 1
+    for (int h = 0; h < kPieces; ++h) {
+      uint32_t words[kOwnRows][kPiece / 2];
+#pragma unroll
+      for (int k = 0; k < kPiece; k += 2) {
+        float s[2][kOwnRows];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) load_shared_floats(scores_of(from, h, k + i), s[i][0], s[i][1]);
+#pragma unroll
+        for (int r = 0; r < kOwnRows; ++r) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            s[i][r] = fast_exp2(fmaf(s[i][r], scale[r], -base[r]));
+            sum[r] += s[i][r];
+          }
+          words[r][k / 2] = pack_pair<false>(s[0][r], s[1][r]);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kOwnRows; ++r)
+        store_piece((target ^ (h * 4 + r) * 16) + r * kRowBytes, words[r][0], words[r][1], words[r][2], words[r][3]);
+    }
+  }
+
+  // The values of the threads that have a row, joined.
+  template <typename Join>
+  static PD_MEMBER float of_row(float x, Join join) {
+#pragma unroll
+    for (int step = 4; step <= 16; step *= 4) x = join(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+  }
+
+  // References of rows move to their largest scores so far, and their sums with them.
+  PD_MEMBER void move_base() {
+    float top[kOwnRows];
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) top[r] = -INFINITY;
+#pragma unroll 1
+    for (int i = 0; i < kPieces * kPiece; ++i) {
+      float s[kOwnRows];
+      load_shared_floats(scores_of(scores(), i / kPiece, i % kPiece), s[0], s[1]);
+#pragma unroll
+      for (int r = 0; r < kOwnRows; ++r) top[r] = fmaxf(top[r], s[r] * scale[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) {
+      const float moved = fmaxf(base[r], of_row(top[r], [](float x, float y) { return fmaxf(x, y); }));
+      const float factor = fast_rescale(base[r], moved);
+      base[r] = moved;
+      l[r] *= factor;
+      if (piece() == 0) control.factor[count % Sizes::kWeightBuffers][row() + r] = factor;
+    }
+  }
+
+  // References move only when weights are so large that their sums say it. Then they are made again.
   PD_MEMBER void weigh_tile(int first_key, bool edge) {
     const uint32_t buffer = count % Sizes::kWeightBuffers, round = count / Sizes::kWeightBuffers;
     barrier_wait(shared_address(&control.weights_empty[buffer]), round % 2 ^ 1);
+    const bool special = edge || !multiples();
     barrier_wait(shared_address(&control.scores_full), count % 2);
-    float sum = put_weights(first_key, edge);
-    const bool moved = __any_sync(~0u, !(sum <= kMost));
+    if (special) finish_scores(first_key);
+    float sum[kOwnRows];
+    put_weights(sum);
+    const bool fit = sum[0] <= kMost && sum[1] <= kMost;
+    const bool moved = __any_sync(~0u, !fit);
     if (moved) {
-      move_base(first_key, edge);
-      sum = put_weights(first_key, edge);
+      move_base();
+      put_weights(sum);
     }
     barrier_arrive(shared_address(&control.scores_empty));
-    l += sum;
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) l[r] += sum[r];
     if (thread() % kWarp == 0) control.moved[buffer][thread() / kWarp] = moved;
     fence_async_proxy();
     barrier_arrive(shared_address(&control.ready[buffer]));
@@ -127,28 +167,34 @@ struct NarrowWeigher {
 
   PD_MEMBER void weigh(const MlaWork& work) {
     barrier_meet(shared_address(&control.meet), 0);
-    multiples = !kFull && control.scale[row()] > 0.f;
-    scale = multiples ? control.scale[row()] * PD_LOG2E : PD_LOG2E;
-    base = kNoBase;
-    l = 0.f;
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) {
+      scale[r] = multiples() ? control.scale[row() + r] * PD_LOG2E : PD_LOG2E;
+      base[r] = kNoBase;
+      l[r] = 0.f;
+    }
 #pragma unroll 1
     for (int tile = work.tile; tile < work.tile_end; ++tile) {
       const int first_key = tile * kKeys;
       weigh_tile(first_key, first_key + kKeys > work.item.inner_end || first_key < work.item.inner_begin);
     }
-    const float sum = l + __shfl_xor_sync(~0u, l, 16);
-    if (half() == 0) control.ml[row()] = make_float2(base > kNoBase ? base : -INFINITY, sum);
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) {
+      const float sum = of_row(l[r], [](float x, float y) { return x + y; });
+      if (piece() == 0) control.ml[row() + r] = make_float2(base[r] > kNoBase ? base[r] : -INFINITY, sum);
+    }
     barrier_meet(shared_address(&control.meet), 1);
   }
 
   PD_MEMBER void run() {
     while (true) {
-      barrier_wait(shared_address(&control.work_full[slot.stage]), slot.phase);
-      const MlaWork& work = control.work[slot.stage];
+      const uint32_t place = works % 2;
+      barrier_wait(shared_address(&control.work_full[place]), works / 2 % 2);
+      const MlaWork& work = control.work[place];
       if (!work.exists) return;
       if (static_cast<int>(blockIdx.y) * Sizes::kRows < work.item.rows) weigh(work);
-      barrier_arrive(shared_address(&control.work_empty[slot.stage]));
-      slot.advance();
+      barrier_arrive(shared_address(&control.work_empty[place]));
+      ++works;
     }
   }
 };

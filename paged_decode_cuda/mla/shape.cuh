@@ -61,10 +61,11 @@ struct MlaWork {
   int head;
   int tile, tile_end;  // counted from the start of the request
   int behind;          // clusters that have the keys behind them
-  bool first;          // it has the first keys
-  bool two_parts;      // this one and another are all: they are added in this kernel
-  bool asked;          // it has the queries that are asked for before there is work
-  bool exists;
+  // Bits, for the director's registers
+  bool first : 1;      // it has the first keys
+  bool two_parts : 1;  // this one and another are all: they are added in this kernel
+  bool asked : 1;      // it has the queries that are asked for before there is work
+  bool exists : 1;
 };
 
 // Barriers and messages, outside of the dynamic part.
@@ -75,6 +76,7 @@ struct MlaControl {
   uint64_t work_full[2], work_empty[2];
   uint64_t meet;  // of all consumers, twice for each work with rows: its queries are there, its sums are
   MlaWork work[2];
+  int2 expected, asked;  // see MlaExpected: request and kv_head; whose queries work still finds asked for
   // What the consumer that has weighed a tile tells the other one
   bool moved[kWarpgroup / 32];    // reference scores, in which 16 rows
   float factor[MlaSizes::kRows];  // of sums, where one has moved

@@ -60,7 +60,8 @@ struct NarrowMlaSizes : MlaSizes {
   static constexpr int kProducerRegisters = 48, kWeigherRegisters = 48, kConsumerRegisters = 208;
 
   static constexpr int kWeightBuffers = 2;
-  static constexpr int kKeyBytes = kColumns * kNarrowColumn, kScoreBytes = kRows * kKeys * 4;
+  static constexpr int kScoreRow = kRows * 4 + 32, kScoreGroup = 8 * kScoreRow + 64;  // bytes of a key, of 8 keys
+  static constexpr int kKeyBytes = kColumns * kNarrowColumn, kScoreBytes = kKeys / 8 * kScoreGroup;
   static constexpr int kKeysAt = kQueryBytes, kWeightsAt = kKeysAt + kStages * kKeyBytes;
   static constexpr int kScoresAt = kWeightsAt + kWeightBuffers * kWeightBytes;
   static constexpr int kSharedBytes = kScoresAt + kScoreBytes + kBlockBytes;

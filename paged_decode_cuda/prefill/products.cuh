@@ -201,10 +201,8 @@ PD_DEVICE void load_piece(uint32_t shared, uint32_t& x, uint32_t& y, uint32_t& z
                : "memory");
 }
 
-PD_DEVICE float load_shared_float(uint32_t shared) {
-  float x;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(shared) : "memory");
-  return x;
+PD_DEVICE void load_shared_floats(uint32_t shared, float& x, float& y) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(shared) : "memory");
 }
 
 PD_DEVICE void store_shared_floats(uint32_t shared, float x, float y) {

@@ -215,10 +215,10 @@ PD_DEVICE void store_piece(uint32_t target, uint32_t x, uint32_t y, uint32_t z, 
   const uint32_t words[4] = {x, y, z, w};
   memcpy(shared_at(target), words, 16);
 }
-PD_DEVICE float load_shared_float(uint32_t from) {
-  float x;
-  memcpy(&x, shared_at(from), 4);
-  return x;
+PD_DEVICE void load_shared_floats(uint32_t from, float& x, float& y) {
+  float pair[2];
+  memcpy(pair, shared_at(from), 8);
+  x = pair[0], y = pair[1];
 }
 PD_DEVICE void store_shared_floats(uint32_t target, float x, float y) {
   const float pair[2] = {x, y};
