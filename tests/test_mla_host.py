@@ -25,7 +25,7 @@ def library(tmp_path_factory):
         )
         for sums in ("FewSums", "ManySums")
     ]
-    for path, control in (("mla/kernel.cuh", "MlaControl"), ("mla/narrow_kernel.cuh", "NarrowControl")):
+    for path, control in (("mla/kernel.cuh", "MlaControl"), ("mla/narrow_kernel.cuh", "NarrowControl<Sizes>")):
         in_shared_memory += [
             (path, f"__shared__ {control} control;", f"{control}& control = block_control<{control}>();"),
             (path, "extern __shared__ uint8_t raw[];", "uint8_t* const raw = block_raw();"),
@@ -120,6 +120,20 @@ CASES = {
 }
 
 
+# Over 8-bit caches up to 32 rows have a kernel, and more have another one.
+CASES |= {
+    f"{name}_of_64_rows": CASES[name] | {"q_heads": 64}
+    for name in (
+        "e4m3_leftpad",
+        "e4m3_alibi",
+        "e4m3_large_scores",
+        "e4m3_negative_scale",
+        "e5m2_softcap",
+        "e4m3_packed",
+    )
+}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_attends(library, name):
     case = Case(**CASES[name])
@@ -177,6 +191,10 @@ def test_plans(library):
         ({"page_size": 16, "max_pages": 256}, {"box_rows": 16}),
         ({"page_size": 8, "max_pages": 512}, {"box_rows": 0}),
         ({"page_size": 8, "max_pages": 512, "kv_dtype": 1}, {"box_rows": 8}),
+        ({"kv_dtype": 1}, {"rows": 64, "clusters": 66}),
+        ({"kv_dtype": 1, "q_heads": 32}, {"rows": 32, "clusters": 132, "parts": 264}),
+        ({"kv_dtype": 1, "q_heads": 16, "max_q_len": 3}, {"rows": 64, "clusters": 132}),
+        ({"q_heads": 16}, {"rows": 64}),
         ({"deterministic": 1}, {"clusters": 64, "splits": 2, "parts": 128, "balanced": 0}),
         ({"num_splits": 4}, {"clusters": 128, "splits": 4}),
         ({"batch": 4, "max_q_len": 1024}, {"balanced": 0, "cut": 0, "parts": 0, "clusters": 4096}),

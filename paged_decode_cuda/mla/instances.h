@@ -12,8 +12,8 @@ constexpr int kCombineFewParts = 32;
 const void* mla_kernel_fp16(bool all_scores);
 const void* mla_kernel_bf16(bool all_scores);
 // Of 8-bit caches, with q in either.
-const void* mla_kernel_e4m3(bool all_scores);
-const void* mla_kernel_e5m2(bool all_scores);
+const void* mla_kernel_e4m3(bool few_rows, bool all_scores);
+const void* mla_kernel_e5m2(bool few_rows, bool all_scores);
 const void* mla_combine_kernel(int threads);
 
 }  // namespace paged_attn

@@ -6,6 +6,8 @@
 //     scores^T [64 keys, 64 rows]      = keys [64, 576]        q^T [576, 64]         keys in registers
 //     sums^T   [256 latents, 64 rows] += latents^T [256, 64]   weights^T [64, 64]    latents in registers
 //
+// Requests of up to 32 rows have blocks of 32 rows: the same with 32 in place of 64, and four tiles of keys.
+//
 // fp16 holds every value of both formats exactly. q comes as fp16 too: each row is multiplied by the power of two that
 // brings its largest number to 2^14 or above, and the inverse goes into the scale of its scores. What is lost is below
 // 2^-28 of the largest number of the row.
@@ -61,17 +63,19 @@ struct NarrowRow {
   bool exists;
 };
 
+template <typename Sizes>
 PD_DEVICE NarrowRow narrow_row(const Problem& p, const MlaCall& call, const Item& item, int head, int row) {
-  const int group = static_cast<int>(p.group), own = static_cast<int>(blockIdx.y) * NarrowMlaSizes::kRows + row;
+  const int group = static_cast<int>(p.group), own = static_cast<int>(blockIdx.y) * Sizes::kRows + row;
   const int known = item.first_row + min(own, item.rows - 1), token = call.group.divide(known);
   return {head * group + known - token * group, token, own < item.rows};
 }
 
 // This lane's part of a row of queries.
+template <typename Sizes>
 PD_DEVICE void load_narrow_query(const Problem& p, const MlaCall& call, const Item& item, int head, int row,
                                  QueryWords& words) {
   const int place = this_thread() % kCopyLanes;
-  const NarrowRow query = narrow_row(p, call, item, head, row);
+  const NarrowRow query = narrow_row<Sizes>(p, call, item, head, row);
   const int64_t b = item.b, q = item.q_begin + query.token;
   const int64_t rope = b * p.q_stride_batch + q * p.q_stride_token + query.q_head * p.q_stride_head;
   const int64_t latents = b * p.qv_stride_batch + q * p.qv_stride_token + query.q_head * p.qv_stride_head;
@@ -80,7 +84,7 @@ PD_DEVICE void load_narrow_query(const Problem& p, const MlaCall& call, const It
     const bool last = i == kNarrowOwn - 1;
     const char* const from = last ? static_cast<const char*>(p.q) + rope * 2
                                   : static_cast<const char*>(p.qv.data) + latents * 2 + i * kCopyLanes * 32;
-    const bool has = query.exists && (!last || place < NarrowMlaSizes::kRope / 16);
+    const bool has = query.exists && (!last || place < Sizes::kRope / 16);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const uint4 piece = has ? reinterpret_cast<const uint4*>(from + place * 32)[h] : make_uint4(0, 0, 0, 0);
@@ -94,9 +98,8 @@ PD_DEVICE void load_narrow_query(const Problem& p, const MlaCall& call, const It
 
 // Stores it as fp16, multiplied by 2^up; up is returned. A product takes keys in the order in which a thread has them:
 // of 16 dims these are 0, 1, 4, 5, 8, 9, 12, 13, then the others. So q is stored in that order.
-template <bool kBf16>
+template <typename Sizes, bool kBf16>
 PD_DEVICE int store_narrow_query(const QueryWords& words, int row, uint32_t queries) {
-  using Sizes = NarrowMlaSizes;
   constexpr int kTop = 127 + 14;  // exponent of what the largest value becomes
   const unsigned place = this_thread() % kCopyLanes;
   float top = 0.f;
@@ -131,41 +134,42 @@ PD_DEVICE int store_narrow_query(const QueryWords& words, int row, uint32_t quer
 }
 
 // Both consumers bring the queries of this block's rows of an item.
-template <bool kBf16>
+template <typename Sizes, bool kBf16>
 PD_DEVICE void copy_narrow_queries(const Problem& p, const MlaCall& call, const Item& item, int head,
-                                   NarrowControl& control, uint32_t queries) {
-  constexpr int kAtOnce = kNarrowConsumers / kCopyLanes, kOwnRows = NarrowMlaSizes::kRows / kAtOnce;
+                                   NarrowControl<Sizes>& control, uint32_t queries) {
+  constexpr int kAtOnce = kNarrowConsumers / kCopyLanes, kOwnRows = Sizes::kRows / kAtOnce;
   const unsigned thread = this_thread() - kWarpgroup;
   const float natural = score_scale(p, item.b, head);
   QueryWords words[kOwnRows];
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r)
-    load_narrow_query(p, call, item, head, thread / kCopyLanes + r * kAtOnce, words[r]);
+    load_narrow_query<Sizes>(p, call, item, head, thread / kCopyLanes + r * kAtOnce, words[r]);
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
     const unsigned row = thread / kCopyLanes + r * kAtOnce;
-    const int up = store_narrow_query<kBf16>(words[r], row, queries);
+    const int up = store_narrow_query<Sizes, kBf16>(words[r], row, queries);
     if (thread % kCopyLanes == 0) control.scale[row] = natural * __uint_as_float(static_cast<uint32_t>(127 - up) << 23);
   }
   fence_async_proxy();
 }
 
-template <typename... Arguments>
+template <typename Sizes, typename... Arguments>
 PD_DEVICE void copy_any_narrow_queries(const Problem& p, Arguments&&... arguments) {
   if (p.q_dtype == DType::kBFloat16) {
-    copy_narrow_queries<true>(p, arguments...);
+    copy_narrow_queries<Sizes, true>(p, arguments...);
   } else {
-    copy_narrow_queries<false>(p, arguments...);
+    copy_narrow_queries<Sizes, false>(p, arguments...);
   }
 }
 
 // What those who weigh have to know of a row, of which one thread each tells them.
-template <bool kFull>
-PD_DEVICE void describe_rows(const Problem& p, const MlaCall& call, const MlaWork& work, NarrowControl& control) {
+template <typename Sizes, bool kFull>
+PD_DEVICE void describe_rows(const Problem& p, const MlaCall& call, const MlaWork& work,
+                             NarrowControl<Sizes>& control) {
   const int row = this_thread() - kWarpgroup;
-  if (row >= NarrowMlaSizes::kRows) return;
+  if (row >= Sizes::kRows) return;
   const Item& item = work.item;
-  const NarrowRow own = narrow_row(p, call, item, work.head, row);
+  const NarrowRow own = narrow_row<Sizes>(p, call, item, work.head, row);
   const KvRange seen = row_keys(p, call, item, own.token);
   control.seen[row] = make_int2(static_cast<int>(seen.begin), static_cast<int>(seen.end));
   if constexpr (kFull) {
@@ -246,16 +250,15 @@ struct NarrowPlace {
   PD_MEMBER int row(int j) const { return 8 * j + t * 2; }  // of the block, and the next one
 };
 
-template <typename Kv, bool kFull>
+template <typename Kv, typename Sizes, bool kFull>
 struct NarrowTiles {
-  using Sizes = NarrowMlaSizes;
   static constexpr int kKeys = Sizes::kKeys, kRows = Sizes::kRows;
   static constexpr int kOperands = 3;                  // that products may read, or that are made
   static constexpr int kMatrices = Sizes::kDimV / 64;  // of latents that a consumer has
 
   const Problem& p;
   const MlaCall& call;
-  NarrowControl& control;
+  NarrowControl<Sizes>& control;
   uint32_t shared;
   unsigned half;  // of the latents: whose consumer this is
   Ring<Sizes::kStages> keys;
@@ -379,7 +382,8 @@ struct NarrowTiles {
     for (int j = 0; j < kRows / 8; ++j) {
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        store_shared_floats(target + score_place(place.key() + r * 8, j), s[4 * j + 2 * r], s[4 * j + 2 * r + 1]);
+        store_shared_floats(target + score_place<Sizes>(place.key() + r * 8, j), s[4 * j + 2 * r],
+                            s[4 * j + 2 * r + 1]);
     }
     barrier_arrive(shared_address(&control.scores_full));
   }
@@ -407,7 +411,7 @@ struct NarrowTiles {
     const NarrowPlace place;
 #pragma unroll
     for (int j = 0; j < kRows / 8; ++j) {
-      if (!control.moved[buffer][j / 2]) continue;
+      if (!control.moved[buffer][j / Sizes::kGroups]) continue;
       const float2 factor = *reinterpret_cast<const float2*>(&control.factor[buffer][place.row(j)]);
 #pragma unroll
       for (int m = 0; m < kMatrices; ++m) {
@@ -463,7 +467,7 @@ struct NarrowTiles {
     const int64_t part = mla_part(call, blockIdx.x, blockIdx.y, work.first);
     const NarrowPlace place;
     const int own = place.thread;
-    if (half == 0 && own < kRows && row_of_item(own) < work.item.rows) call.ml[part * kRows + own] = ml;
+    if (half == 0 && own < kRows && row_of_item(own) < work.item.rows) call.ml[part * MlaSizes::kRows + own] = ml;
 #pragma unroll
     for (int j = 0; j < kRows / 8; j += 2) {
 #pragma unroll
@@ -494,7 +498,7 @@ struct NarrowTiles {
     }
     meet_own();
     if (own < kRows && row_of_item(own) < work.item.rows) {
-      const float2 other = load_shared_by_blocks(call.ml + part * kRows + own);
+      const float2 other = load_shared_by_blocks(call.ml + part * MlaSizes::kRows + own);
       const float top = fmaxf(ml.x, other.x), shift = top == -INFINITY ? 0.f : top;
       const float mine = fast_exp2(ml.x - shift), theirs = fast_exp2(other.x - shift);
       control.own_factor[half][own] = mine;
@@ -564,9 +568,9 @@ struct NarrowTiles {
       if (!ahead && !work) return;
       const Item item = ahead ? expected_item(p, control.expected.x) : work->item;
       const int head = ahead ? control.expected.y : work->head;
-      if (ahead || !work->asked) copy_any_narrow_queries(p, call, item, head, control, shared);
+      if (ahead || !work->asked) copy_any_narrow_queries<Sizes>(p, call, item, head, control, shared);
       if (ahead) continue;
-      describe_rows<kFull>(p, call, *work, control);
+      describe_rows<Sizes, kFull>(p, call, *work, control);
       barrier_meet(shared_address(&control.meet), 0);
 #pragma unroll
       for (int i = 0; i < kMatrices * kRows / 2; ++i) acc[i / (kRows / 2)][i % (kRows / 2)] = 0.f;
@@ -584,8 +588,8 @@ struct NarrowTiles {
   }
 };
 
-PD_DEVICE void init_narrow_barriers(const MlaCall& call, NarrowControl& control) {
-  using Sizes = NarrowMlaSizes;
+template <typename Sizes>
+PD_DEVICE void init_narrow_barriers(const MlaCall& call, NarrowControl<Sizes>& control) {
   for (int i = 0; i < Sizes::kStages; ++i) {
     barrier_init(shared_address(&control.keys_full[i]), Sizes::kLoaders * kWarp);
     barrier_init(shared_address(&control.keys_empty[i]), Sizes::kConsumerWarps * call.cluster);
@@ -598,12 +602,12 @@ PD_DEVICE void init_narrow_barriers(const MlaCall& call, NarrowControl& control)
   init_work_barriers(control, Sizes::kLoaders, Sizes::kMeeting);
 }
 
-template <typename Kv, bool kFull>
-__global__ void __launch_bounds__(NarrowMlaSizes::kThreads, 1)
+template <typename Kv, typename Sizes, bool kFull>
+__global__ void __launch_bounds__(Sizes::kThreads, 1)
     narrow_mla_kernel(const __grid_constant__ Problem p, const __grid_constant__ MlaCall call) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ uint8_t raw[];
-  __shared__ NarrowControl control;
+  __shared__ NarrowControl<Sizes> control;
   // The same in every block of a cluster, as its copies go to the same place.
   const uint32_t shared = (shared_address(raw) + kBlockBytes - 1) & ~(kBlockBytes - 1u);
   if (threadIdx.x == 0) {
@@ -611,15 +615,15 @@ __global__ void __launch_bounds__(NarrowMlaSizes::kThreads, 1)
     prefetch_description(call.latents);
     prefetch_description(call.rope);
   }
-  run_block<NarrowMlaSizes, NarrowLoader>(
+  run_block<Sizes, NarrowLoader<Sizes>>(
       p, call, control, shared,
       [&](int consumer) {
-        NarrowTiles<Kv, kFull> tiles = {p, call, control};
+        NarrowTiles<Kv, Sizes, kFull> tiles = {p, call, control};
         tiles.start(consumer, shared);
         tiles.run();
       },
       [&] {
-        NarrowWeigher<kFull> weigher = {p, call, control};
+        NarrowWeigher<Sizes, kFull> weigher = {p, call, control};
         weigher.start(shared);
         weigher.run();
       });

@@ -13,8 +13,9 @@ PD_DEVICE uint32_t narrow_place(unsigned key, unsigned piece) {
   return piece / 4 * Sizes::kNarrowColumn + key * Sizes::kNarrowRow + (piece % 4 ^ key / 2 % 4) * 16;
 }
 
+template <typename Sizes_>
 struct NarrowLoader : MlaCopier {
-  using Sizes = NarrowMlaSizes;
+  using Sizes = Sizes_;
 
   Ring<Sizes::kStages> ring;
   uint32_t edge_phases;  // a bit for every stage
@@ -38,8 +39,8 @@ struct NarrowLoader : MlaCopier {
   }
 
   // As MlaLoader::copy_boxes(), by whole tiles.
-  PD_MEMBER void copy_boxes(const Problem& p, const MlaCall& call, NarrowControl& control, const KeyPlaces& places,
-                            uint32_t stage, int key, int head) {
+  PD_MEMBER void copy_boxes(const Problem& p, const MlaCall& call, NarrowControl<Sizes>& control,
+                            const KeyPlaces& places, uint32_t stage, int key, int head) {
     const bool inside = key >= places.key_begin && key + kKeys <= places.key_end;
     int2 place = make_int2(-1, 0);
     if (has_box) {
@@ -65,7 +66,7 @@ struct NarrowLoader : MlaCopier {
   }
 
   // Piece by piece, with zeros where nobody sees a key. Every lane arrives when its own are there.
-  PD_MEMBER void gather(const Problem& p, const MlaCall& call, NarrowControl& control, const KeyPlaces& places,
+  PD_MEMBER void gather(const Problem& p, const MlaCall& call, NarrowControl<Sizes>& control, const KeyPlaces& places,
                         uint32_t stage, int key, int head) const {
     const Lookup at = look_up(p, call, places, key, head);
     const int piece = lane % kCopyLanes;

@@ -9,10 +9,11 @@ namespace paged_attn {
 constexpr float kNoBase = -1.7e38f;
 
 // Barriers and messages, outside of the dynamic part.
+template <typename Sizes>
 struct NarrowControl {
-  static constexpr int kRows = NarrowMlaSizes::kRows, kConsumers = NarrowMlaSizes::kConsumers;
-  static constexpr int kBuffers = NarrowMlaSizes::kWeightBuffers, kWarps = 4;
-  uint64_t keys_full[NarrowMlaSizes::kStages], keys_empty[NarrowMlaSizes::kStages], edge[NarrowMlaSizes::kStages];
+  static constexpr int kRows = Sizes::kRows, kConsumers = Sizes::kConsumers;
+  static constexpr int kBuffers = Sizes::kWeightBuffers, kWarps = 4;
+  uint64_t keys_full[Sizes::kStages], keys_empty[Sizes::kStages], edge[Sizes::kStages];
   uint64_t scores_full, scores_empty, ready[kBuffers], weights_empty[kBuffers];
   uint64_t work_full[2], work_empty[2];
   uint64_t meet;  // as in MlaControl, with the weigher
@@ -25,7 +26,7 @@ struct NarrowControl {
   int position[kRows];
   float2 ml[kRows];  // of a finished row: reference score, sum of weights
   // With the weights of a tile
-  alignas(4) bool moved[kBuffers][kWarps];   // reference scores, in which 16 rows
+  alignas(4) bool moved[kBuffers][kWarps];   // reference scores, in the rows of which weigher
   alignas(8) float factor[kBuffers][kRows];  // of sums, where one has moved; read in pairs
   // Of the end of a row, by half of the latents
   float own_factor[kConsumers][kRows], other_factor[kConsumers][kRows];  // of parts that are added

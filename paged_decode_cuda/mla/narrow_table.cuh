@@ -7,9 +7,12 @@
 namespace paged_attn {
 
 template <typename Kv>
-const void* find_narrow_mla_kernel(bool all_scores) {
-  return all_scores ? reinterpret_cast<const void*>(&narrow_mla_kernel<Kv, true>)
-                    : reinterpret_cast<const void*>(&narrow_mla_kernel<Kv, false>);
+const void* find_narrow_mla_kernel(bool few_rows, bool all_scores) {
+  if (few_rows)
+    return all_scores ? reinterpret_cast<const void*>(&narrow_mla_kernel<Kv, FewRowsMlaSizes, true>)
+                      : reinterpret_cast<const void*>(&narrow_mla_kernel<Kv, FewRowsMlaSizes, false>);
+  return all_scores ? reinterpret_cast<const void*>(&narrow_mla_kernel<Kv, NarrowMlaSizes, true>)
+                    : reinterpret_cast<const void*>(&narrow_mla_kernel<Kv, NarrowMlaSizes, false>);
 }
 
 }  // namespace paged_attn

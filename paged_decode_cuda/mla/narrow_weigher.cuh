@@ -1,9 +1,10 @@
 // The warps that make weights of scores in the kernel for 8-bit caches. They stand between the two products, which are
 // the consumers': these leave q.k of a tile in shared memory and find the weights there, one tile later.
 //
-// A thread has two rows next to each other and two pieces of 8 keys. The four threads that have a row are in one warp.
-// Consumers wait for this code, and theirs takes its place in the caches of instructions between two tiles: so it is
-// short, and what few tiles need (keys that nobody sees, scores that are no multiples of q.k) has a loop of its own.
+// A thread has two rows next to each other and two pieces of 8 keys, or one piece where the block has 32 rows. The
+// threads that have a row are in one warp. Consumers wait for this code, and theirs takes its place in the caches of
+// instructions between two tiles: so it is short, and what few tiles need (keys that nobody sees, scores that are no
+// multiples of q.k) has a loop of its own.
 #pragma once
 
 #include "../prefill/weights.cuh"
@@ -13,31 +14,36 @@ namespace paged_attn {
 
 // Where q.k of 8 rows and a key lies. Keys and groups of keys stand apart, so that neither those who store scores nor
 // those who load them meet in a bank.
+template <typename Sizes>
 PD_DEVICE uint32_t score_place(unsigned key, unsigned group) {
-  using Sizes = NarrowMlaSizes;
   return key % 8 * Sizes::kScoreRow + key / 8 * Sizes::kScoreGroup + group * 32;
 }
 
-template <bool kFull>
+template <typename Sizes, bool kFull>
 struct NarrowWeigher {
-  using Sizes = NarrowMlaSizes;
-  static constexpr int kKeys = Sizes::kKeys, kOwnRows = 2, kPiece = 8, kPieces = 2;
+  static constexpr int kKeys = Sizes::kKeys, kOwnRows = 2, kGroups = Sizes::kGroups;
+  static constexpr int kPiece = 8, kPieces = kGroups;      // keys of a piece, pieces of a thread
+  static constexpr int kOther = kKeys / kPiece / kPieces;  // pieces from one of them to the other
   static constexpr float kMost = 4096.f;  // what weights that a thread has of a row add up to; fp16 holds them
 
   const Problem& p;
   const MlaCall& call;
-  NarrowControl& control;
+  NarrowControl<Sizes>& control;
   uint32_t shared;
   uint32_t count, works;  // tiles and works before this one
   // Of the rows
   float base[kOwnRows], l[kOwnRows];  // reference score in log2 units, and this thread's part of the sum of weights
   float scale[kOwnRows];              // from what is compared to log2 units
 
-  // Bits 0, 1 and 3 of the lane say which rows, the others which keys: so no two of them meet in a bank.
+  // Bits 0 and 1 of the lane, and 3 with 64 rows, say which rows, the others which keys: so no two meet in a bank.
   static PD_MEMBER unsigned thread() { return static_cast<unsigned>(this_thread()) % kWarpgroup; }
-  static PD_MEMBER unsigned piece() { return thread() / 4 % 2 + thread() / 16 % 2 * 2; }  // the other one is 4 further
-  static PD_MEMBER unsigned group() { return thread() / 32 * 2 + thread() / 8 % 2; }      // of 8 rows
-  static PD_MEMBER unsigned pair() { return thread() % 4; }                               // in the group
+  static PD_MEMBER unsigned piece() {  // the first one
+    return kGroups == 1 ? thread() / 4 % 8 : thread() / 4 % 2 + thread() / 16 % 2 * 2;
+  }
+  static PD_MEMBER unsigned group() {  // of 8 rows
+    return thread() / kWarp * kGroups + (kGroups == 1 ? 0 : thread() / 8 % 2);
+  }
+  static PD_MEMBER unsigned pair() { return thread() % 4; }  // in the group
   static PD_MEMBER unsigned row() { return group() * 8 + pair() * 2; }
 
   // Scores are positive multiples of q.k, and these may be compared in their place.
@@ -50,9 +56,11 @@ struct NarrowWeigher {
 
   // Where the scores of this thread's key `k` of piece `h` are.
   PD_MEMBER uint32_t scores() const {
-    return shared + Sizes::kScoresAt + score_place(piece() * kPiece, group()) + pair() * 8;
+    return shared + Sizes::kScoresAt + score_place<Sizes>(piece() * kPiece, group()) + pair() * 8;
   }
-  static PD_MEMBER uint32_t scores_of(uint32_t from, int h, int k) { return from + score_place(h * 4 * kPiece + k, 0); }
+  static PD_MEMBER uint32_t scores_of(uint32_t from, int h, int k) {
+    return from + score_place<Sizes>(h * kOther * kPiece + k, 0);
+  }
 
   // From q.k to scores, or to what is compared, where these are no positive multiples of it; -inf for keys that a row
   // does not see.
@@ -61,7 +69,7 @@ struct NarrowWeigher {
     for (int i = 0; i < kPieces * kPiece; ++i) {
       const int h = i / kPiece, k = i % kPiece;
       const uint32_t place = scores_of(scores(), h, k);
-      const int key = first_key + (static_cast<int>(piece()) + h * 4) * kPiece + k;
+      const int key = first_key + (static_cast<int>(piece()) + h * kOther) * kPiece + k;
       float s[kOwnRows];
       load_shared_floats(place, s[0], s[1]);
 #pragma unroll
@@ -107,7 +115,8 @@ struct NarrowWeigher {
       }
 #pragma unroll
       for (int r = 0; r < kOwnRows; ++r)
-        store_piece((target ^ (h * 4 + r) * 16) + r * kRowBytes, words[r][0], words[r][1], words[r][2], words[r][3]);
+        store_piece((target ^ (h * kOther + r) * 16) + r * kRowBytes, words[r][0], words[r][1], words[r][2],
+                    words[r][3]);
     }
   }
 
@@ -115,7 +124,7 @@ struct NarrowWeigher {
   template <typename Join>
   static PD_MEMBER float of_row(float x, Join join) {
 #pragma unroll
-    for (int step = 4; step <= 16; step *= 4) x = join(x, __shfl_xor_sync(~0u, x, step));
+    for (int step = 4; step <= 16; step *= 2 * kGroups) x = join(x, __shfl_xor_sync(~0u, x, step));
     return x;
   }
 

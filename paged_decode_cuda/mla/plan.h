@@ -13,14 +13,16 @@ namespace paged_attn {
 struct MlaPlan {
   Plan work;         // an item is the rows of a cluster
   bool all_scores;   // with softcap and ALiBi
+  bool few_rows;     // of 8-bit caches: a block has 32
+  int rows;          // of a block
   int shared_bytes;  // of a block
   int threads;
   int32_t box_rows;  // slots of a page that one bulk copy takes; 0: pages are too small for that
   int64_t clusters;  // of the grid
-  int cluster;       // blocks of each: 64 rows of the same keys in each block
+  int cluster;       // blocks of each, with rows of the same keys
   bool read_once;    // no two clusters copy the same keys, as far as the host can tell
   bool cut;          // some rows may have their keys in several clusters
-  int64_t parts;     // that all clusters may leave, 64 rows each
+  int64_t parts;     // that all clusters may leave, with room for 64 rows each
   bool adds_two;     // where a row has two parts, the cluster with the first keys adds the other one
   bool expects;      // a cluster knows its first request before it knows any length, if these hardly differ
   // The kernel that adds the other parts: shares (see combine.cu), log2 of those of an item.

@@ -41,16 +41,17 @@ MlaCall mla_call(const Problem& p, const MlaPlan& plan) {
   return call;
 }
 
-const void* find_kernel(const Problem& p, bool all_scores) {
-  if (p.cache.dtype == DType::kFloat8E4M3) return mla_kernel_e4m3(all_scores);
-  if (p.cache.dtype == DType::kFloat8E5M2) return mla_kernel_e5m2(all_scores);
+const void* find_kernel(const Problem& p, const MlaPlan& plan) {
+  const bool all_scores = plan.all_scores;
+  if (p.cache.dtype == DType::kFloat8E4M3) return mla_kernel_e4m3(plan.few_rows, all_scores);
+  if (p.cache.dtype == DType::kFloat8E5M2) return mla_kernel_e5m2(plan.few_rows, all_scores);
   return p.q_dtype == DType::kBFloat16 ? mla_kernel_bf16(all_scores) : mla_kernel_fp16(all_scores);
 }
 
 }  // namespace
 
 Numbers mla_numbers(const MlaPlan& plan) {
-  return {{"rows_per_tile", MlaSizes::kRows * plan.cluster},
+  return {{"rows_per_tile", plan.rows * plan.cluster},
           {"tile_keys", MlaSizes::kKeys},
           {"items", plan.work.items},
           {"splits", plan.work.max_splits.divisor},
@@ -80,7 +81,7 @@ void launch_mla(const Problem& p, const MlaPlan& plan, const Context& context) {
     call.combine_shift = plan.combine_shift;
   }
   const Grid grid = {plan.clusters, plan.threads, plan.shared_bytes};
-  launch_in_clusters(find_kernel(p, plan.all_scores), grid, plan.cluster, context, split, call);
+  launch_in_clusters(find_kernel(p, plan), grid, plan.cluster, context, split, call);
   if (plan.cut) {
     const void* const kernel = mla_combine_kernel(plan.combine_threads);
     launch(kernel, {plan.combine_blocks, plan.combine_threads, 0}, context, split, call);

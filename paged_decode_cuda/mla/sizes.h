@@ -45,26 +45,35 @@ struct MlaSizes {
   static_assert(kRows == 1 << kRowShift && kKeys == 1 << kTileShift, "as the plan counts them");
 };
 
-// The same with 8-bit keys, which are widened in registers by the warps that multiply them.
-struct NarrowMlaSizes : MlaSizes {
+// The same with 8-bit keys, which are widened in registers by the warps that multiply them, and with fewer rows too:
+// what is multiplied with each operand is less then, and there is room for more tiles.
+template <int kRows_, int kStages_>
+struct NarrowSizes : MlaSizes {
+  static constexpr int kRows = kRows_, kStages = kStages_;
   static constexpr int kNarrowRow = kColumn;  // bytes of a key in one column
   static constexpr int kNarrowColumn = kKeys * kNarrowRow;
   static constexpr int kNarrowPieces = kDim / 16;  // of a key
-  static constexpr int kStages = 3;
 
   static constexpr int kWeighers = 1;
   static constexpr int kThreads = (1 + kConsumers + kWeighers) * kWarpgroup;
   static constexpr int kMeeting = kThreads - kWarpgroup;  // threads of consumers and weigher
+  static constexpr int kGroups = kRows / 32;              // of 8 rows, of a warp of the weigher
 
   // The four warpgroups together have 512.
   static constexpr int kProducerRegisters = 48, kWeigherRegisters = 48, kConsumerRegisters = 208;
 
   static constexpr int kWeightBuffers = 2;
-  static constexpr int kScoreRow = kRows * 4 + 32, kScoreGroup = 8 * kScoreRow + 64;  // bytes of a key, of 8 keys
+  static constexpr int kScoreRow = kRows * 4 + 32, kScoreGroup = 8 * kScoreRow + 32 * kGroups;  // of a key, of 8 keys
+  static constexpr int kQueryBytes = kRows * kColumns * kRowBytes, kWeightBytes = kRows * kKeys * 2;
   static constexpr int kKeyBytes = kColumns * kNarrowColumn, kScoreBytes = kKeys / 8 * kScoreGroup;
   static constexpr int kKeysAt = kQueryBytes, kWeightsAt = kKeysAt + kStages * kKeyBytes;
   static constexpr int kScoresAt = kWeightsAt + kWeightBuffers * kWeightBytes;
   static constexpr int kSharedBytes = kScoresAt + kScoreBytes + kBlockBytes;
 };
+
+using NarrowMlaSizes = NarrowSizes<64, 3>;
+using FewRowsMlaSizes = NarrowSizes<32, 4>;  // of requests that have no more rows
+constexpr int kFewRowsShift = 5;
+static_assert(FewRowsMlaSizes::kRows == 1 << kFewRowsShift);
 
 }  // namespace paged_attn

@@ -322,10 +322,8 @@ PD_DEVICE void await_value(float sum) {
                : "memory");
 }
 
-#define PD_LIST_32                                                                                                 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
-  "%24, "                                                                                                          \
-  "%25, %26, %27, %28, %29, %30, %31"
+#define PD_LIST_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define PD_LIST_32 PD_LIST_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define PD_LIST_48 PD_LIST_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define PD_LIST_64 PD_LIST_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define PD_LIST_128                                                                                              \
@@ -376,17 +374,21 @@ PD_DEVICE void await_value(float sum) {
 PD_PRODUCTS_OF(Bf16)
 PD_PRODUCTS_OF(Fp16)
 
-// The left operand in registers as of multiply_values(), the right one as of multiply_scores(): keys meet 64 rows of q.
-PD_DEVICE void multiply_keys(Fp16, float (&d)[32], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t q,
-                             int keep) {
-  asm volatile(
-      "{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" PD_LIST_32
-      "}, {%32, %33, %34, %35}, %36, keep, 1, 1, 0;\n}\n"
-      : PD_OPERANDS_32(d, 0)
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(q), "r"(keep)
-      : "memory");
-}
+// The left operand in registers as of multiply_values(), the right one as of multiply_scores(): keys meet rows of q.
+#define PD_KEYS(ROWS, COUNT, A, B, C, D, Q, KEEP)                                                                 \
+  PD_DEVICE void multiply_keys(Fp16, float (&d)[COUNT], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,       \
+                               uint64_t q, int keep) {                                                            \
+    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #KEEP ", 0;\nwgmma.mma_async.sync.aligned.m64n" #ROWS \
+                 "k16.f32.f16.f16 {" PD_LIST_##COUNT "}, {%" #A ", %" #B ", %" #C ", %" #D "}, %" #Q              \
+                                                     ", keep, 1, 1, 0;\n}\n"                                      \
+                 : PD_OPERANDS_##COUNT(d, 0)                                                                      \
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(q), "r"(keep)                                          \
+                 : "memory");                                                                                     \
+  }
+PD_KEYS(64, 32, 32, 33, 34, 35, 36, 37)
+PD_KEYS(32, 16, 16, 17, 18, 19, 20, 21)
 
+#undef PD_KEYS
 #undef PD_PRODUCTS_OF
 #undef PD_PRODUCTS
 

@@ -8,7 +8,7 @@ using namespace paged_attn;
 extern "C" {
 
 struct PlanNumbers {
-  int64_t clusters, cluster, cut, parts, box_rows, balanced, splits, items;
+  int64_t clusters, cluster, cut, parts, box_rows, balanced, splits, items, rows;
 };
 
 // "" or why the route does not serve the call. Without `out` it is only planned.
@@ -25,7 +25,8 @@ const char* attend(const Call* call, PlanNumbers* numbers) {
               plan.box_rows,
               plan.work.balanced,
               plan.work.max_splits.divisor,
-              plan.work.items};
+              plan.work.items,
+              plan.rows};
   machine.dice.seed(static_cast<unsigned>(call->seed));
   if (call->out != 0) launch_mla(p, plan, context);
   return "";
