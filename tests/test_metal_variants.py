@@ -15,8 +15,7 @@ PICKED = {
     "fast": "",  # fast math, Metal's default
     "asan": "",  # with UndefinedBehaviorSanitizer
     # An error also for memory that two threadgroups of a dispatch share: these wrong requests overlap, in rows of q.
-    # What test_func calls, keys in rows without a cache, differs from test_varlen in strides alone.
-    "count": "not (cu_seqlens_q and falls) and not test_func",
+    "count": "not (cu_seqlens_q and falls)",
     # Lanes are threads, only barriers order them; four times as slow.
     "tsan": "test_named or test_feature_alone or test_more_or_fewer_rows",
 }

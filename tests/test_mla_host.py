@@ -44,7 +44,7 @@ CASES = {
     "apart": {"lens": [130, 1, 300], "apart": True},
     "fp16": {"lens": [130, 70], "dtype": torch.float16},
     "e4m3": {"lens": [200, 70], "kv_dtype": torch.float8_e4m3fn},
-    "e5m2_fp16": {"lens": [130, 1], "kv_dtype": torch.float8_e5m2, "dtype": torch.float16, "apart": True},
+    "e5m2_fp16": {"lens": [130, 1], "apart": True, **E5M2_FP16},
     "e4m3_cluster": {"lens": [300, 90], "kv_dtype": torch.float8_e4m3fn, "q_heads": 128, "processors": 4},
     "e4m3_cluster_pages_of_16": {"lens": [200], "kv_dtype": torch.float8_e4m3fn, "q_heads": 128, "page_size": 16},
     "e4m3_pages_of_3": {"lens": [200, 129], "kv_dtype": torch.float8_e4m3fn, "page_size": 3},

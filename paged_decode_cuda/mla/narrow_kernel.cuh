@@ -153,15 +153,6 @@ PD_DEVICE void copy_narrow_queries(const Problem& p, const MlaCall& call, const 
   fence_async_proxy();
 }
 
-template <typename Sizes, typename... Arguments>
-PD_DEVICE void copy_any_narrow_queries(const Problem& p, Arguments&&... arguments) {
-  if (p.q_dtype == DType::kBFloat16) {
-    copy_narrow_queries<Sizes, true>(p, arguments...);
-  } else {
-    copy_narrow_queries<Sizes, false>(p, arguments...);
-  }
-}
-
 // What those who weigh have to know of a row, of which one thread each tells them.
 template <typename Sizes, bool kFull>
 PD_DEVICE void describe_rows(const Problem& p, const MlaCall& call, const MlaWork& work,
@@ -369,7 +360,7 @@ struct NarrowTiles {
         [](uint32_t x, uint32_t y, NarrowOperand& own) { widen_keys<Kv>(x, y, own); },
         [&](const NarrowOperand& own, int i) {
           const uint64_t q = advance(queries, i / 4 * kRows * kRowBytes + i % 4 * 32);
-          multiply_keys(Fp16{}, s, own[0], own[1], own[2], own[3], q, i > 0);
+          multiply_keys(s, own[0], own[1], own[2], own[3], q, i > 0);
         });
   }
 
@@ -402,7 +393,7 @@ struct NarrowTiles {
         },
         [](uint32_t x, uint32_t y, NarrowOperand& own) { widen_latents<Kv>(x, y, own); },
         [&](const NarrowOperand& own, int i) {
-          multiply_keys(Fp16{}, acc[i / 4], own[0], own[1], own[2], own[3], advance(weights, i % 4 * 32), 1);
+          multiply_keys(acc[i / 4], own[0], own[1], own[2], own[3], advance(weights, i % 4 * 32), 1);
         });
   }
 
@@ -568,7 +559,13 @@ struct NarrowTiles {
       if (!ahead && !work) return;
       const Item item = ahead ? expected_item(p, control.expected.x) : work->item;
       const int head = ahead ? control.expected.y : work->head;
-      if (ahead || !work->asked) copy_any_narrow_queries<Sizes>(p, call, item, head, control, shared);
+      if (ahead || !work->asked) {
+        if (p.q_dtype == DType::kBFloat16) {
+          copy_narrow_queries<Sizes, true>(p, call, item, head, control, shared);
+        } else {
+          copy_narrow_queries<Sizes, false>(p, call, item, head, control, shared);
+        }
+      }
       if (ahead) continue;
       describe_rows<Sizes, kFull>(p, call, *work, control);
       barrier_meet(shared_address(&control.meet), 0);

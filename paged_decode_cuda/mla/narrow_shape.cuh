@@ -26,7 +26,7 @@ struct NarrowControl {
   int position[kRows];
   float2 ml[kRows];  // of a finished row: reference score, sum of weights
   // With the weights of a tile
-  alignas(4) bool moved[kBuffers][kWarps];   // reference scores, in the rows of which weigher
+  alignas(4) bool moved[kBuffers][kWarps];   // reference scores, in the rows of which warp
   alignas(8) float factor[kBuffers][kRows];  // of sums, where one has moved; read in pairs
   // Of the end of a row, by half of the latents
   float own_factor[kConsumers][kRows], other_factor[kConsumers][kRows];  // of parts that are added

@@ -30,7 +30,7 @@ struct NarrowWeigher {
   const MlaCall& call;
   NarrowControl<Sizes>& control;
   uint32_t shared;
-  uint32_t count, works;  // tiles and works before this one
+  uint32_t count, works;  // tiles and works before this one; a Ring of works would take a register more, and spill
   // Of the rows
   float base[kOwnRows], l[kOwnRows];  // reference score in log2 units, and this thread's part of the sum of weights
   float scale[kOwnRows];              // from what is compared to log2 units

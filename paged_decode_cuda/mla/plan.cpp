@@ -38,7 +38,7 @@ bool few_rows_of(const Problem& p) {
 }
 
 int row_shift_of(int cluster, bool few_rows) {
-  return few_rows ? kFewRowsShift : MlaSizes::kRowShift + (cluster > 1 ? 1 : 0);
+  return few_rows ? FewRowsMlaSizes::kRowShift : MlaSizes::kRowShift + (cluster > 1 ? 1 : 0);
 }
 
 // Items of all requests, at most.
@@ -100,7 +100,7 @@ const char* mla_why_not(const Problem& p, const DeviceLimits& limits) {
       if (!aligned(stride, dtype_bytes(p.q_dtype))) return "a stride of qv is no multiple of 16 bytes";
     }
   }
-  const int64_t items = items_of(p, few_rows_of(p) ? kFewRowsShift : MlaSizes::kRowShift);
+  const int64_t items = items_of(p, row_shift_of(1, few_rows_of(p)));
   return items * p.kv_heads > INT32_MAX / MlaSizes::kRows ? "there are more rows than 32 bits count" : "";
 }
 
@@ -123,14 +123,14 @@ MlaPlan plan_mla(const Problem& p, const DeviceLimits& limits) {
   Plan& work = plan.work;
   plan.all_scores = p.softcap != 0.f || p.alibi_slopes;
   const bool narrow = dtype_bytes(p.cache.dtype) == 1;
-  plan.few_rows = few_rows_of(p);
-  plan.rows = plan.few_rows ? FewRowsMlaSizes::kRows : MlaSizes::kRows;
-  plan.shared_bytes = plan.few_rows ? FewRowsMlaSizes::kSharedBytes
-                      : narrow      ? NarrowMlaSizes::kSharedBytes
-                                    : MlaSizes::kSharedBytes;
+  const bool few_rows = few_rows_of(p);
+  plan.rows = few_rows ? FewRowsMlaSizes::kRows : MlaSizes::kRows;
+  plan.shared_bytes = few_rows ? FewRowsMlaSizes::kSharedBytes
+                      : narrow ? NarrowMlaSizes::kSharedBytes
+                               : MlaSizes::kSharedBytes;
   plan.threads = narrow ? NarrowMlaSizes::kThreads : MlaSizes::kThreads;
   plan.cluster = cluster_of(p);
-  const int row_shift = row_shift_of(plan.cluster, plan.few_rows);
+  const int row_shift = row_shift_of(plan.cluster, few_rows);
   plan.read_once = longest_query(p) * p.group <= int64_t{1} << row_shift;
   plan_tables(p, MlaSizes::kTileShift, work);
   plan_pieces(split_latents(p), work);

@@ -13,8 +13,7 @@ namespace paged_attn {
 struct MlaPlan {
   Plan work;         // an item is the rows of a cluster
   bool all_scores;   // with softcap and ALiBi
-  bool few_rows;     // of 8-bit caches: a block has 32
-  int rows;          // of a block
+  int rows;          // of a block: 64, or 32 where requests with 8-bit caches have no more
   int shared_bytes;  // of a block
   int threads;
   int32_t box_rows;  // slots of a page that one bulk copy takes; 0: pages are too small for that

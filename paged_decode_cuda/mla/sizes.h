@@ -49,7 +49,8 @@ struct MlaSizes {
 // what is multiplied with each operand is less then, and there is room for more tiles.
 template <int kRows_, int kStages_>
 struct NarrowSizes : MlaSizes {
-  static constexpr int kRows = kRows_, kStages = kStages_;
+  static constexpr int kRows = kRows_, kRowShift = kRows == 32 ? 5 : 6, kStages = kStages_;
+  static_assert(kRows == 1 << kRowShift);
   static constexpr int kNarrowRow = kColumn;  // bytes of a key in one column
   static constexpr int kNarrowColumn = kKeys * kNarrowRow;
   static constexpr int kNarrowPieces = kDim / 16;  // of a key
@@ -73,7 +74,5 @@ struct NarrowSizes : MlaSizes {
 
 using NarrowMlaSizes = NarrowSizes<64, 3>;
 using FewRowsMlaSizes = NarrowSizes<32, 4>;  // of requests that have no more rows
-constexpr int kFewRowsShift = 5;
-static_assert(FewRowsMlaSizes::kRows == 1 << kFewRowsShift);
 
 }  // namespace paged_attn

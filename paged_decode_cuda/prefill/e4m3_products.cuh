@@ -56,15 +56,7 @@ PD_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
                  : "l"(a), "l"(b), "r"(keep)                                                                      \
                  : "memory");                                                                                     \
   }                                                                                                               \
-  PD_DEVICE void multiply_e4m3(float (&d)[COUNT], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b, \
-                               int keep) {                                                                        \
-    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #F ", 0;\nwgmma.mma_async.sync.aligned.m64n" #COLUMNS \
-                 "k32.f32.e4m3.e4m3 {" PD_LIST_##COUNT "}, {%" #A ", %" #B ", %" #C ", %" #D "}, %" #E            \
-                                                       ", keep, 1, 1;\n}\n"                                       \
-                 : PD_OPERANDS_##COUNT(d, 0)                                                                      \
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(keep)                                          \
-                 : "memory");                                                                                     \
-  }
+  PD_LEFT_IN_REGISTERS(multiply_e4m3, "k32.f32.e4m3.e4m3", "", COLUMNS, COUNT, A, B, C, D, E, F)
 
 PD_E4M3_PRODUCTS(64, 32, 32, 33, 34, 35, 36, 37)
 PD_E4M3_PRODUCTS(128, 64, 64, 65, 66, 67, 68, 69)

@@ -374,21 +374,23 @@ PD_DEVICE void await_value(float sum) {
 PD_PRODUCTS_OF(Bf16)
 PD_PRODUCTS_OF(Fp16)
 
-// The left operand in registers as of multiply_values(), the right one as of multiply_scores(): keys meet rows of q.
-#define PD_KEYS(ROWS, COUNT, A, B, C, D, Q, KEEP)                                                                 \
-  PD_DEVICE void multiply_keys(Fp16, float (&d)[COUNT], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,       \
-                               uint64_t q, int keep) {                                                            \
-    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #KEEP ", 0;\nwgmma.mma_async.sync.aligned.m64n" #ROWS \
-                 "k16.f32.f16.f16 {" PD_LIST_##COUNT "}, {%" #A ", %" #B ", %" #C ", %" #D "}, %" #Q              \
-                                                     ", keep, 1, 1, 0;\n}\n"                                      \
-                 : PD_OPERANDS_##COUNT(d, 0)                                                                      \
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(q), "r"(keep)                                          \
-                 : "memory");                                                                                     \
+// d = or += 64 rows in registers times as many rows of shared memory as d has columns. TERMS: the instruction's name
+// behind the columns; LAYOUT: what it says of the right operand. A to F are the numbers of the operands behind the
+// sums.
+#define PD_LEFT_IN_REGISTERS(NAME, TERMS, LAYOUT, COLUMNS, COUNT, A, B, C, D, E, F)                                  \
+  PD_DEVICE void NAME(float (&d)[COUNT], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b, int keep) { \
+    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #F                                                       \
+                 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #COLUMNS TERMS " {" PD_LIST_##COUNT                       \
+                 "}, {%" #A ", %" #B ", %" #C ", %" #D "}, %" #E ", keep, 1, 1" LAYOUT ";\n}\n"                      \
+                 : PD_OPERANDS_##COUNT(d, 0)                                                                         \
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(keep)                                             \
+                 : "memory");                                                                                        \
   }
-PD_KEYS(64, 32, 32, 33, 34, 35, 36, 37)
-PD_KEYS(32, 16, 16, 17, 18, 19, 20, 21)
 
-#undef PD_KEYS
+// Keys, or latents, in fp16 meet rows of q, or of weights.
+PD_LEFT_IN_REGISTERS(multiply_keys, "k16.f32.f16.f16", ", 0", 64, 32, 32, 33, 34, 35, 36, 37)
+PD_LEFT_IN_REGISTERS(multiply_keys, "k16.f32.f16.f16", ", 0", 32, 16, 16, 17, 18, 19, 20, 21)
+
 #undef PD_PRODUCTS_OF
 #undef PD_PRODUCTS
 

@@ -351,10 +351,10 @@ PD_DEVICE void multiply_values(Type, float (&d)[kCount], uint32_t a0, uint32_t a
   multiply_terms<Type>(d, left_terms<Type>(a0, a1, a2, a3), v, 1,
                        [](const Matrix& b, int term, int column) { return b.at(term, column); });
 }
-template <typename Type, int kCount>
-PD_DEVICE void multiply_keys(Type, float (&d)[kCount], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t q,
+template <int kCount>
+PD_DEVICE void multiply_keys(float (&d)[kCount], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t q,
                              int keep) {
-  multiply_terms<Type>(d, left_terms<Type>(a0, a1, a2, a3), q, keep,
+  multiply_terms<Fp16>(d, left_terms<Fp16>(a0, a1, a2, a3), q, keep,
                        [](const Matrix& b, int term, int column) { return b.at(column, term); });
 }
 
