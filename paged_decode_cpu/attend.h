@@ -29,6 +29,11 @@ constexpr int64_t kMemoryPage = 4096;  // the smallest piece of memory with a tr
 #endif
 constexpr int64_t kReadsAheadFrom = PD_READS_AHEAD_FROM;  // bytes of the keys of a slot
 
+#ifndef PD_LONG_TILES_READ_AHEAD
+#define PD_LONG_TILES_READ_AHEAD 0
+#endif
+constexpr bool kLongTilesReadAhead = PD_LONG_TILES_READ_AHEAD;  // then tiles of few rows are as long as can be
+
 // Probabilities are relative to a score that may lie this much (in log2) below the largest one: a row changes it once
 // or twice then, and not at every new maximum.
 constexpr float kMaxLogProbability = 8.f;
@@ -37,19 +42,6 @@ constexpr float kMaxLogProbability = 8.f;
 constexpr int64_t kSoftmaxSteps = 2;
 
 inline int64_t round_up(int64_t n, int64_t step) { return pd_ceil_div(n, step) * step; }
-
-// Two tiles of all heads, the current one and the next, take a quarter of an L2 of 1 MiB. With more to multiply than to
-// read, and where less than 32 keys would come out (64 in a small call), they take half: every row of every tile costs
-// some overhead.
-template <class Ops>
-int64_t tile_keys(const Problem& p, const Item& item) {
-  if (item.rows() >= Ops::kMinPackedRows) return item.heads() == 1 ? kMaxTile : kMaxTile / 2;
-  const int64_t slot_bytes = item.heads() * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
-  const int64_t quarter = (int64_t(128) << 10) / slot_bytes / 16 * 16,
-                half = (int64_t(256) << 10) / slot_bytes / 16 * 16;
-  const int64_t keys = item.rows() >= 8 ? half : pd_max(quarter, pd_min(half, item.small ? 64 : 32));
-  return pd_min(pd_max(keys, 16), kMaxTile);
-}
 
 // The factors of one kv_head.
 struct HeadScale {
@@ -96,6 +88,20 @@ inline bool lie_in_caches(const Problem& p, const Item& item, KvRange keys) {
 template <class Ops>
 bool reads_ahead(const Problem& p, const Item& item) {
   return p.cache.k_stride_head == p.head_dim && item.heads() * p.head_dim * Ops::kBytes >= kReadsAheadFrom;
+}
+
+// Two tiles of all heads, the current one and the next, take a quarter of an L2 of 1 MiB. With more to multiply than to
+// read, and where less than 32 keys would come out (64 in a small call), they take half: every row of every tile costs
+// some overhead.
+template <class Ops>
+int64_t tile_keys(const Problem& p, const Item& item) {
+  if (item.rows() >= Ops::kMinPackedRows) return item.heads() == 1 ? kMaxTile : kMaxTile / 2;
+  if (kLongTilesReadAhead && reads_ahead<Ops>(p, item)) return kMaxTile;
+  const int64_t slot_bytes = item.heads() * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
+  const int64_t quarter = (int64_t(128) << 10) / slot_bytes / 16 * 16,
+                half = (int64_t(256) << 10) / slot_bytes / 16 * 16;
+  const int64_t keys = item.rows() >= 8 ? half : pd_max(quarter, pd_min(half, item.small ? 64 : 32));
+  return pd_min(pd_max(keys, 16), kMaxTile);
 }
 
 // Scratch memory of one item, carved from one allocation.

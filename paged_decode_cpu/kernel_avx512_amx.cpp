@@ -3,6 +3,9 @@
 // on an 8-bit cache, which it looks up faster.
 #if defined(__x86_64__)
 #define PD_LANES 16
+// These processors fetch by themselves what few rows read, and their L2 of 2 MiB has room for long tiles.
+#define PD_READS_AHEAD_FROM 2048
+#define PD_LONG_TILES_READ_AHEAD 1
 #include "attend.h"
 #include "ops_amx_few.h"
 #include "ops_bf16.h"

@@ -1,9 +1,12 @@
 // The matrix unit of an Intel processor (AMX): many rows multiply in tiles of 16 rows x 32 elements, which are
 // bfloat16. float16 and float32 go through it in pieces (ops_pieces.h).
 //
-//   tiles 4 5      left:  16 rows x 32 elements of queries or probabilities each
-//   tiles 6 7      right: 16 steps x 16 columns of keys or values each
-//   tiles 0 1 2 3  their four products, 16 x 16 floats each
+//   tile 4         left:  16 rows x 32 elements of queries or probabilities
+//   tile 6         right: 16 steps x 16 columns of keys or values
+//   tiles 0 1 2 3  four products, 16 x 16 floats each: of two tiles of rows and two of columns
+//
+// A core whose other hardware thread is busy has few tiles to spare: each tile that is in use makes all products slower
+// there (docs/cpu.md). So both sides have one tile, which is loaded more often.
 //
 // The panels of tile.h are what the right tiles want: a row of a tile is one step of a panel, 16 columns of it. All
 // tiles are whole: rows and keys are filled up (kRowStep, kValueKeys).
@@ -170,33 +173,35 @@ struct OpsAmx : OpsOfPiece<kCacheType, 0>::type {
     }
   }
 
-  // The tiles of one pair of pieces: which of its two sides are new, and the products.
-  template <int kRowTiles, int kColumnTiles, bool kNewLeft, bool kNewRight>
+  // The products of one pair of pieces. From one product to the next one of the two sides stays.
+  template <int kRowTiles, int kColumnTiles>
   [[gnu::always_inline]] static void multiply_tiles(const Elem* a, int64_t a_stride, const Elem* b) {
     constexpr int64_t kStride = kPanel * 4;
-    if constexpr (kNewRight) _tile_loadd(6, b, kStride);
-    if constexpr (kNewLeft) _tile_loadd(4, a, a_stride);
+    const auto left = [&](int64_t tile) { _tile_loadd(4, a + 8 * a_stride * tile, a_stride); };
+    const auto right = [&](int64_t tile) { _tile_loadd(6, b + 32 * tile, kStride); };
+    right(0);
+    left(0);
     _tile_dpbf16ps(0, 4, 6);
-    if constexpr (kColumnTiles == 2) {
-      if constexpr (kNewRight) _tile_loadd(7, b + 32, kStride);
-      _tile_dpbf16ps(1, 4, 7);
-    }
     if constexpr (kRowTiles == 2) {
-      if constexpr (kNewLeft) _tile_loadd(5, a + 8 * a_stride, a_stride);
-      _tile_dpbf16ps(2, 5, 6);
+      left(1);
+      _tile_dpbf16ps(2, 4, 6);
     }
-    if constexpr (kRowTiles == 2 && kColumnTiles == 2) _tile_dpbf16ps(3, 5, 7);
+    if constexpr (kColumnTiles == 1) return;
+    right(1);
+    if constexpr (kRowTiles == 2) {
+      _tile_dpbf16ps(3, 4, 6);
+      left(0);
+    }
+    _tile_dpbf16ps(1, 4, 6);
   }
 
-  template <int kRowTiles, int kColumnTiles, const auto& kProducts, int kFirst = 0>
+  template <int kRowTiles, int kColumnTiles, const auto& kProducts>
   [[gnu::always_inline]] static void multiply_pieces(const Elem* a, int64_t a_stride, const Elem* b,
                                                      const PieceStrides& piece) {
-    constexpr int i = kProducts.left[kFirst], j = kProducts.right[kFirst], last = kFirst - (kFirst > 0);
-    constexpr bool kNewLeft = kFirst == 0 || i != kProducts.left[last];
-    constexpr bool kNewRight = kFirst == 0 || j != kProducts.right[last];
-    multiply_tiles<kRowTiles, kColumnTiles, kNewLeft, kNewRight>(a + i * piece.a, a_stride, b + j * piece.b);
-    if constexpr (kFirst + 1 < kProducts.count)
-      multiply_pieces<kRowTiles, kColumnTiles, kProducts, kFirst + 1>(a, a_stride, b, piece);
+#pragma GCC unroll 4
+    for (int i = 0; i < kProducts.count; ++i)
+      multiply_tiles<kRowTiles, kColumnTiles>(a + kProducts.left[i] * piece.a, a_stride,
+                                              b + kProducts.right[i] * piece.b);
   }
 
   // c[16 * kRowTiles rows][16 * kColumnTiles columns] = (c, or 0) + a x b; strides of a and c in bytes.

@@ -9,10 +9,13 @@
 //            Half of the products are with zeros, yet nothing is laid out. (A value that is infinite makes its
 //            neighbour's sum NaN; attend_again mends that.)
 //
-//   tiles 0 to 3   sums of values: two rows for each query (even and odd columns), 32 columns each
-//   tile 4         probabilities: two rows for each query, 16 keys
-//   tile 5         scores of 16 keys: 16 columns of queries
-//   tiles 6 7      16 keys and 16 pairs of queries, 32 elements each; or 16 keys of values, 32 columns each
+//   tiles 0 1   sums of values: two rows for each query (even and odd columns), 32 columns each
+//   tile 4      probabilities: two rows for each query, 16 keys
+//   tile 5      scores of 16 keys: 16 columns of queries
+//   tile 6      16 keys, 32 elements each; or 16 keys of values, 32 columns each
+//   tile 7      16 pairs of queries, 32 elements each
+//
+// Few tiles, as in ops_amx.h.
 //
 // All kv_heads go through each step before the next one (scores, softmax, values), so that none waits for its own sums.
 #pragma once
@@ -37,7 +40,7 @@ struct OpsAmxFew : OpsAmx<DType::kBFloat16, DType::kBFloat16> {
 
   static TileConfig config(int64_t rows) {
     TileConfig config;
-    for (int tile = 0; tile <= 4; ++tile) config.rows[tile] = static_cast<uint8_t>(2 * pd_min(rows, kRowsAtOnce));
+    config.rows[0] = config.rows[1] = config.rows[4] = static_cast<uint8_t>(2 * pd_min(rows, kRowsAtOnce));
     return config;
   }
 
@@ -124,9 +127,16 @@ struct OpsAmxFew : OpsAmx<DType::kBFloat16, DType::kBFloat16> {
   // Asks for lines that are read after the 16 rows at hand: they were fetched with their tile, but the processor drops
   // some fetches, and the first cache is nearer.
   [[gnu::always_inline]] static void ask_for(const Rows& rows, int64_t j, int64_t from, int64_t bytes) {
-    for (int i = 0; i < kKeys; ++i)
+    const char* const* slots = rows.slots + j;
+    const auto ask = [&](auto slot_of) __attribute__((always_inline)) {
       for (int64_t at = from; at < from + bytes; at += 64)
-        __builtin_prefetch(rows.slots[j + i] + rows.offset + at, 0, 3);
+        for (int i = 0; i < kKeys; ++i) __builtin_prefetch(slot_of(i) + rows.offset + at, 0, 3);
+    };
+    if (const int64_t distance = rows.distances[j / kKeys]) {
+      ask([&](int i) { return slots[0] + i * distance; });
+    } else {
+      ask([&](int i) { return slots[i]; });
+    }
   }
 
   // scores[16 keys][16 rows] to rows.
@@ -189,49 +199,38 @@ struct OpsAmxFew : OpsAmx<DType::kBFloat16, DType::kBFloat16> {
     memory_is_read();
   }
 
-  // acc += probabilities x values of one head, for kTimes 32 columns from `column` on.
-  template <int kTimes>
+  // acc += probabilities x values of one head, for kColumns columns from `column` on.
   static void sum_values(const ScratchFew& s, int64_t n, Rows values, int64_t column, float* acc, Prefetcher& next) {
-    const int64_t stride = s.width * int64_t(sizeof(float)) / 2, bytes = 64 * kTimes;
+    constexpr int64_t kBytesAtOnce = kColumns * kBytes;
+    const int64_t stride = s.width * int64_t(sizeof(float)) / 2;
     const Elem* p = s.values;
-    alignas(64) Elem copy[kKeys * 32 * kTimes];
+    alignas(64) Elem copy[kKeys * kColumns];
     values.offset += column * kBytes;
     acc += column / 2;
     _tile_loadd(0, acc, stride);
     _tile_loadd(1, acc + 16, stride);
-    if constexpr (kTimes == 4) _tile_loadd(2, acc + 32, stride);
-    if constexpr (kTimes == 4) _tile_loadd(3, acc + 48, stride);
     for (int64_t j = 0; j < n; j += kKeys, p += kProbabilityTile) {
-      const Place place = place_of(values, j, bytes, copy);
-      next.advance(kTimes * kKeys);
+      const Place place = place_of(values, j, kBytesAtOnce, copy);
+      next.advance(2 * kKeys);
       // After the last keys comes what follows in the slots: more columns, or the next head.
       const bool last = j + kKeys >= n;
-      ask_for(values, last ? 0 : j + kKeys, last ? bytes : 0, bytes);
+      ask_for(values, last ? 0 : j + kKeys, last ? kBytesAtOnce : 0, kBytesAtOnce);
       _tile_loadd(4, p, 64);
       _tile_loadd(6, place.first, place.distance);
       _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, place.first + 64, place.distance);
-      _tile_dpbf16ps(1, 4, 7);
-      if constexpr (kTimes == 4) {
-        _tile_loadd(6, place.first + 128, place.distance);
-        _tile_dpbf16ps(2, 4, 6);
-        _tile_loadd(7, place.first + 192, place.distance);
-        _tile_dpbf16ps(3, 4, 7);
-      }
+      _tile_loadd(6, place.first + 64, place.distance);
+      _tile_dpbf16ps(1, 4, 6);
     }
     _tile_stored(0, acc, stride);
     _tile_stored(1, acc + 16, stride);
-    if constexpr (kTimes == 4) _tile_stored(2, acc + 32, stride);
-    if constexpr (kTimes == 4) _tile_stored(3, acc + 48, stride);
   }
 
   static void values_in_place(const ScratchFew& s, int64_t n, const Rows& values, const Elem* p, int64_t rows,
                               float* acc, Prefetcher& next) {
     for (int64_t r = 0; r < rows; r += kRowsAtOnce) {
       lay_out_probabilities(p + r * kMaxTile, rows - r, n, s.values);
-      int64_t column = 0;
-      for (; column + 128 <= s.width; column += 128) sum_values<4>(s, n, values, column, acc + r * s.width, next);
-      if (column < s.width) sum_values<2>(s, n, values, column, acc + r * s.width, next);
+      for (int64_t column = 0; column < s.width; column += kColumns)
+        sum_values(s, n, values, column, acc + r * s.width, next);
     }
   }
 

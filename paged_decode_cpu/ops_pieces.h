@@ -57,8 +57,7 @@ struct OpsOfPiece<DType::kFloat16, kPiece> {
   using type = PieceOps<kPiece>;
 };
 
-// Which pieces of the left and of the right are multiplied, and in which order: from one product to the next only one
-// of the two changes, so that its tiles alone are loaded. The product of two second pieces is 2^-16 of that of the
+// Which pieces of the left and of the right are multiplied. The product of two second pieces is 2^-16 of that of the
 // first ones; only with kSmallest it is among them.
 template <int kLeft, int kRight, bool kSmallest>
 struct PieceProducts {
