@@ -569,7 +569,9 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
       packed || !(reads_ahead<Ops>(p, item) || (item.small && keys.begin < keys.end && lie_in_caches(p, item, keys)));
   TileRows tiles[2];
   TileRows *tile = &tiles[0], *next = &tiles[1];
-  tile->locate(p.cache, item.batch, keys.begin, keys.end, packed ? s.tile : pd_min(item.small ? 32 : kLanes, s.tile));
+  const bool long_tiles = packed || (kLongTilesReadAhead && reads_ahead<Ops>(p, item));
+  tile->locate(p.cache, item.batch, keys.begin, keys.end,
+               long_tiles ? s.tile : pd_min(item.small ? 32 : kLanes, s.tile));
   if (fetched) list_runs<Ops>(p, item, *tile, s.runs);
 
   // Load the query
