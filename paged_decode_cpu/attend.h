@@ -563,15 +563,14 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
     s.scales[h] = head_scale(p, item.batch, item.kv_head_begin + h, Ops::kUnit);
 
   // The first keys: nothing has fetched them, so they are few, but their translations come while the query is loaded.
-  // Many rows multiply for so long that it does not matter. Only what is fetched depends on `fetched`, not the result.
-  const bool packed = rows >= Ops::kMinPackedRows;
-  const bool fetched =
-      packed || !(reads_ahead<Ops>(p, item) || (item.small && keys.begin < keys.end && lie_in_caches(p, item, keys)));
+  // Many rows multiply for so long that it does not matter, and where nothing is fetched ahead all tiles are alike.
+  // Only what is fetched depends on `fetched`, not the result.
+  const bool packed = rows >= Ops::kMinPackedRows, ahead = reads_ahead<Ops>(p, item);
+  const bool fetched = packed || !(ahead || (item.small && keys.begin < keys.end && lie_in_caches(p, item, keys)));
   TileRows tiles[2];
   TileRows *tile = &tiles[0], *next = &tiles[1];
-  const bool long_tiles = packed || (kLongTilesReadAhead && reads_ahead<Ops>(p, item));
-  tile->locate(p.cache, item.batch, keys.begin, keys.end,
-               long_tiles ? s.tile : pd_min(item.small ? 32 : kLanes, s.tile));
+  const bool whole = packed || (kLongTilesReadAhead && ahead);
+  tile->locate(p.cache, item.batch, keys.begin, keys.end, whole ? s.tile : pd_min(item.small ? 32 : kLanes, s.tile));
   if (fetched) list_runs<Ops>(p, item, *tile, s.runs);
 
   // Load the query
