@@ -32,7 +32,7 @@ constexpr int64_t kReadsAheadFrom = PD_READS_AHEAD_FROM;  // bytes of the keys o
 #ifndef PD_LONG_TILES_READ_AHEAD
 #define PD_LONG_TILES_READ_AHEAD 0
 #endif
-constexpr bool kLongTilesReadAhead = PD_LONG_TILES_READ_AHEAD;  // then tiles of few rows are as long as can be
+constexpr bool kLongTilesReadAhead = PD_LONG_TILES_READ_AHEAD;  // then all tiles of few rows have kMaxTile keys
 
 // Probabilities are relative to a score that may lie this much (in log2) below the largest one: a row changes it once
 // or twice then, and not at every new maximum.
@@ -82,13 +82,16 @@ inline bool lie_in_caches(const Problem& p, const Item& item, KvRange keys) {
   return nanoseconds() - start < kLongest;
 }
 
-// Whether the processor fetches the next keys better by itself, once each head's are asked for while those of the head
-// before are multiplied (attend_tile_dot): its prefetchers follow such addresses within every page of memory, and our
-// fetches of the next tile would hold the few places that requests of the first cache have.
-template <class Ops>
-bool reads_ahead(const Problem& p, const Item& item) {
-  return p.cache.k_stride_head == p.head_dim && item.heads() * p.head_dim * Ops::kBytes >= kReadsAheadFrom;
+// Whether the processor fetches the next keys of few rows better by itself, once each head's are asked for while those
+// of the head before are multiplied: its prefetchers follow such addresses within every page of memory, and our fetches
+// of the next tile would hold the few places that requests of the first cache have. (The cache alone tells: whoever
+// sizes the scratch memory, with other Ops, must find the same.)
+inline bool reads_ahead(const Problem& p, const Item& item) {
+  return p.cache.k_stride_head == p.head_dim &&
+         item.heads() * p.head_dim * dtype_bytes(p.cache.dtype) >= kReadsAheadFrom;
 }
+
+inline bool has_long_tiles(const Problem& p, const Item& item) { return kLongTilesReadAhead && reads_ahead(p, item); }
 
 // Two tiles of all heads, the current one and the next, take a quarter of an L2 of 1 MiB. With more to multiply than to
 // read, and where less than 32 keys would come out (64 in a small call), they take half: every row of every tile costs
@@ -96,7 +99,7 @@ bool reads_ahead(const Problem& p, const Item& item) {
 template <class Ops>
 int64_t tile_keys(const Problem& p, const Item& item) {
   if (item.rows() >= Ops::kMinPackedRows) return item.heads() == 1 ? kMaxTile : kMaxTile / 2;
-  if (kLongTilesReadAhead && reads_ahead<Ops>(p, item)) return kMaxTile;
+  if (has_long_tiles(p, item)) return kMaxTile;
   const int64_t slot_bytes = item.heads() * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
   const int64_t quarter = (int64_t(128) << 10) / slot_bytes / 16 * 16,
                 half = (int64_t(256) << 10) / slot_bytes / 16 * 16;
@@ -565,12 +568,13 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
   // The first keys: nothing has fetched them, so they are few, but their translations come while the query is loaded.
   // Many rows multiply for so long that it does not matter, and where nothing is fetched ahead all tiles are alike.
   // Only what is fetched depends on `fetched`, not the result.
-  const bool packed = rows >= Ops::kMinPackedRows, ahead = reads_ahead<Ops>(p, item);
-  const bool fetched = packed || !(ahead || (item.small && keys.begin < keys.end && lie_in_caches(p, item, keys)));
+  const bool packed = rows >= Ops::kMinPackedRows;
+  const bool fetched =
+      packed || !(reads_ahead(p, item) || (item.small && keys.begin < keys.end && lie_in_caches(p, item, keys)));
   TileRows tiles[2];
   TileRows *tile = &tiles[0], *next = &tiles[1];
-  const bool whole = packed || (kLongTilesReadAhead && ahead);
-  tile->locate(p.cache, item.batch, keys.begin, keys.end, whole ? s.tile : pd_min(item.small ? 32 : kLanes, s.tile));
+  const int64_t first = packed || has_long_tiles(p, item) ? s.tile : pd_min(item.small ? 32 : kLanes, s.tile);
+  tile->locate(p.cache, item.batch, keys.begin, keys.end, first);
   if (fetched) list_runs<Ops>(p, item, *tile, s.runs);
 
   // Load the query

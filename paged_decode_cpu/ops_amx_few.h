@@ -124,8 +124,8 @@ struct OpsAmxFew : OpsAmx<DType::kBFloat16, DType::kBFloat16> {
     return {reinterpret_cast<const char*>(copy), bytes};
   }
 
-  // Asks for lines that are read after the 16 rows at hand: they were fetched with their tile, but the processor drops
-  // some fetches, and the first cache is nearer.
+  // Asks for lines that are read after the 16 rows at hand. They were fetched with their tile, of which the processor
+  // drops some, or its own prefetchers bring them; and the first cache is nearer.
   [[gnu::always_inline]] static void ask_for(const Rows& rows, int64_t j, int64_t from, int64_t bytes) {
     const char* const* slots = rows.slots + j;
     const auto ask = [&](auto slot_of) __attribute__((always_inline)) {

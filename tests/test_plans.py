@@ -47,6 +47,17 @@ def assert_cover(wanted, shares):
     assert begin >= end or (clipped and clipped[-1][1] == end), (wanted, shares)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_cpu_carves_no_more_than_it_asks_for(native, dtype):
+    """Whatever a row of the cache holds, the memory of a task suffices for it and for a token done once more."""
+    for heads, dim, rows, one_token, small in itertools.product(
+        (1, 2, 3, 4, 8, 16), (32, 64, 80, 128, 192, 256, 512), (1, 4, 7, 8, 16, 23, 24), (True, False), (True, False)
+    ):
+        call = {"kv_heads": heads, "group": rows if one_token else 1, "head_dim": dim, "cache_dtype": dtype}
+        asked, carved = native.scratch.bytes(call, heads, rows, small)
+        assert carved <= asked, (heads, dim, rows, one_token, small)
+
+
 def test_cpu_covers_every_key_once(native):
     rng = random.Random(5)
     for _ in range(2000):

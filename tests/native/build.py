@@ -1,5 +1,5 @@
-"""Compiles the test-only module: spec/, and the planners of the CPU and of Metal, for Python. (CUDA's are compiled by
-test_cuda_plans.py.)
+"""Compiles the test-only module: spec/, the planners of the CPU and of Metal, and the sizes of the CPU's scratch
+memory, for Python. (CUDA's are compiled by test_cuda_plans.py.)
 
 Metal's code is compiled for the host from the files themselves, copied behind a stand-in for what they take from Metal
 (metal_host.h).
@@ -19,7 +19,7 @@ import torch
 
 NATIVE = Path(__file__).resolve().parent
 ROOT = NATIVE.parent.parent
-SOURCES = ("spec.cpp", "cpu.cpp", "metal.cpp")
+SOURCES = ("spec.cpp", "cpu.cpp", "scratch.cpp", "metal.cpp")
 COMPILED_TOO = ("torch-ext/spec/check_tables.cpp", "paged_decode_cpu/kv_write.cpp")
 END_OF_DEALING = "// ---- What goes into scores"  # in item.h: what follows needs the shader's language
 

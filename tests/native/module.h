@@ -111,4 +111,5 @@ inline void fill(Made& made, const py::dict& d) {
 
 void bind_spec(py::module_& m);
 void bind_cpu(py::module_& m);
+void bind_scratch(py::module_& m);
 void bind_metal(py::module_& m);

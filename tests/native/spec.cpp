@@ -68,8 +68,10 @@ void bind_spec(py::module_& m) {
 }
 
 PYBIND11_MODULE(paged_attn_native, m) {
-  py::module_ spec = m.def_submodule("spec"), cpu = m.def_submodule("cpu"), metal = m.def_submodule("metal");
+  py::module_ spec = m.def_submodule("spec"), cpu = m.def_submodule("cpu"), metal = m.def_submodule("metal"),
+              scratch = m.def_submodule("scratch");
   bind_spec(spec);
   bind_cpu(cpu);
+  bind_scratch(scratch);
   bind_metal(metal);
 }
