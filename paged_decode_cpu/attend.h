@@ -8,6 +8,8 @@
 
 #include <time.h>
 
+#include <type_traits>
+
 #include "kernel.h"
 #include "ops_f32.h"
 #include "rotary.h"
@@ -237,23 +239,47 @@ void start_fetch(const Problem& p, const Item& item, const Scratch<Ops>& s, cons
   fetch.start(s.runs, list_runs<Ops>(p, item, next, s.runs), static_cast<uint32_t>(pd_ceil_div(pieces << 16, steps)));
 }
 
-// Reads the query rows of one kind (q, or qv), rotated where asked, into out[heads, rows, stride].
+// The token and the head of its group that a row of an item is.
+struct RowAt {
+  int64_t group, token, head;
+
+  RowAt(const Problem& p, const Item& item)
+      : group(p.group), token(item.row_begin / p.group), head(item.row_begin % p.group) {}
+  void next() {
+    if (++head < group) return;
+    head = 0;
+    ++token;
+  }
+};
+
+// Reads the query rows of one kind (q, or qv), rotated where asked, into out[heads, rows, stride]. `row` has
+// room for one.
 template <class Ops>
 void load_queries(const Problem& p, const Item& item, const Request& request, const void* source, int64_t stride_batch,
                   int64_t stride_token, int64_t stride_head, int64_t n, bool rotated, int64_t stride, int64_t head_rows,
                   float* row, typename Ops::Elem* out) {
+  using Elem = typename Ops::Elem;
+  constexpr bool kFloats = std::is_same_v<Elem, float>;
   const int64_t row_elems = Ops::kLeftPieces * stride;
-  for (int64_t h = item.kv_head_begin; h < item.kv_head_end; ++h, out += (head_rows - item.rows()) * row_elems)
-    for (int64_t r = item.row_begin; r < item.row_end; ++r, out += row_elems) {
-      const int64_t token = r / p.group, head = h * p.group + r % p.group;
-      const int64_t offset = item.batch * stride_batch + (request.q_begin + token) * stride_token + head * stride_head;
+  const bool as_it_is = p.q_dtype == Ops::kElemType && n == stride && !rotated && !Ops::kDealt;
+  for (int64_t h = item.kv_head_begin; h < item.kv_head_end; ++h, out += (head_rows - item.rows()) * row_elems) {
+    RowAt at(p, item);
+    for (int64_t r = 0; r < item.rows(); ++r, at.next(), out += row_elems) {
+      const int64_t head = h * p.group + at.head;
+      const int64_t offset =
+          item.batch * stride_batch + (request.q_begin + at.token) * stride_token + head * stride_head;
       const char* q = static_cast<const char*>(source) + offset * dtype_bytes(p.q_dtype);
+      if (as_it_is) {
+        for (int64_t i = 0; i < n; i += Ops::kChunk) memcpy(out + i, q + i * sizeof(Elem), Ops::kChunk * sizeof(Elem));
+        continue;
+      }
+      if constexpr (kFloats) row = out;
       read_row(p.q_dtype, q, n, row);
       for (int64_t i = n; i < stride; ++i) row[i] = 0.f;
-      if (rotated) rotate(p.rotary, p.q_dtype, rotary_query_position(p, request, item.batch, token), row);
+      if (rotated) rotate(p.rotary, p.q_dtype, rotary_query_position(p, request, item.batch, at.token), row);
       if constexpr (Ops::kDealt)
         for (int64_t i = 0; i < stride; i += Ops::kChunk) Ops::deal(row + i);
-      for (int64_t i = 0; i < stride; i += kLanes) {
+      for (int64_t i = 0; i < stride && !kFloats; i += kLanes) {
         const f32v x = load<DType::kFloat32>(row + i);
         if constexpr (Ops::kLeftPieces > 1) {
           Ops::store_query(out + i, stride, x);
@@ -262,6 +288,17 @@ void load_queries(const Problem& p, const Item& item, const Request& request, co
         }
       }
     }
+  }
+}
+
+// The sums of a row are relative to *m from now on to new_m.
+inline void change_base(float new_m, float* m, f32v* sum, float* acc, int64_t width) {
+  const bool empty = *m == -INFINITY;
+  const float rescale = pd_rescale(*m, new_m);
+  *m = new_m;
+  if (empty) return;
+  *sum *= rescale;
+  for (int64_t d = 0; d < width; d += kLanes) store<DType::kFloat32>(acc + d, load<DType::kFloat32>(acc + d) * rescale);
 }
 
 // What turns the products of one row into scores.
@@ -299,13 +336,7 @@ inline void softmax_row(float* scores, int64_t n, KvRange visible, const ScoreOf
     }
   }
   f32v sum = load<DType::kFloat32>(l);
-  if (any_above(top, splat(*m + kMaxLogProbability))) {
-    const float new_m = max_lanes(top), rescale = pd_rescale(*m, new_m);
-    *m = new_m;
-    sum *= rescale;
-    for (int64_t d = 0; d < width; d += kLanes)
-      store<DType::kFloat32>(acc + d, load<DType::kFloat32>(acc + d) * rescale);
-  }
+  if (any_above(top, splat(*m + kMaxLogProbability))) change_base(max_lanes(top), m, &sum, acc, width);
   const float base = *m == -INFINITY ? 0.f : *m;
   for (int64_t j = 0; j < n; j += kLanes) {
     f32v x = exp2(load<DType::kFloat32>(scores + j) * factor - base);
@@ -316,18 +347,22 @@ inline void softmax_row(float* scores, int64_t n, KvRange visible, const ScoreOf
   store<DType::kFloat32>(l, sum);
 }
 
-// Writes one finished row: sink, normalisation, output type, lse.
-inline void finish_row(const Problem& p, const Request& request, int64_t b, int64_t token, int64_t head, float m,
-                       float l, float* acc) {
+// Ends one row: adds the sink, writes the lse, and returns what the sums of its values are to be multiplied with (0:
+// they count for nothing, whatever they are). write_result follows.
+inline float finish_row(const Problem& p, const Request& request, int64_t b, int64_t token, int64_t head, float m,
+                        float l) {
   float factor = 1.f;
   if (p.sinks) pd_add_sink(load_scalar(p.sinks_dtype, p.sinks, head), &m, &l, &factor);
-  factor = l == 0.f ? 0.f : factor * pd_normalizer(l);
-  for (int64_t d = 0; d < p.head_dim_v; ++d) acc[d] = factor == 0.f ? 0.f : acc[d] * factor;
+  if (p.lse) p.lse[b * p.lse_stride_batch + head * p.lse_stride_head + request.q_begin + token] = pd_lse(m, l);
+  return l == 0.f ? 0.f : factor * pd_normalizer(l);
+}
+
+inline void write_result(const Problem& p, const Request& request, int64_t b, int64_t token, int64_t head,
+                         const float* row) {
   const int64_t offset =
       b * p.out_stride_batch + (request.q_begin + token) * p.out_stride_token + head * p.out_stride_head;
   const DType dtype = out_dtype(p.q_dtype);
-  write_row(dtype, acc, p.head_dim_v, static_cast<char*>(p.out) + offset * dtype_bytes(dtype));
-  if (p.lse) p.lse[b * p.lse_stride_batch + head * p.lse_stride_head + request.q_begin + token] = pd_lse(m, l);
+  write_row(dtype, row, p.head_dim_v, static_cast<char*>(p.out) + offset * dtype_bytes(dtype));
 }
 
 // The products of one tile, few rows: 8, 4, 2 or 1 at a time, on the cache rows in place.
@@ -550,6 +585,31 @@ template <class Ops>
     }
 }
 
+// row = the sums of values of one row, in the order of the elements, times both factors. Returns a NaN, as a float, if
+// a sum is not finite ("or" does not wait as long as a sum would).
+template <class Ops>
+[[gnu::noinline]] u32v scale_sums(const float* acc, int64_t width, float descale, float factor, float* row) {
+  constexpr int kChunkRegs = Ops::kChunk / kLanes;
+  u32v zero = {};
+  for (int64_t d = 0; d < width; d += Ops::kChunk) {
+    f32v chunk[kChunkRegs];
+    if constexpr (Ops::kFewRows) {
+      Ops::load_sums(acc, d, width, chunk);
+    } else {
+#pragma GCC unroll 4
+      for (int i = 0; i < kChunkRegs; ++i) chunk[i] = load<DType::kFloat32>(acc + d + i * kLanes);
+      Ops::in_order(chunk);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < kChunkRegs; ++i) {
+      zero |= bit_cast<u32v>(chunk[i] * 0.f);
+      store<DType::kFloat32>(row + d + i * kLanes, chunk[i] * descale * factor);
+    }
+  }
+  if (factor == 0.f) memset(row, 0, width * sizeof(float));
+  return zero;
+}
+
 template <class Ops>
 void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, float* partial) {
   const Request request = request_of(p, item.batch);
@@ -557,10 +617,10 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
   const int64_t rows = item.rows();
 
   // Which keys
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t token = (item.row_begin + r) / p.group;
-    s.visible[r] = keys_of_token(p, request, token);
-    s.q_pos[r] = static_cast<float>(request.kv_len - request.q_len + token);
+  RowAt at(p, item);
+  for (int64_t r = 0; r < rows; ++r, at.next()) {
+    s.visible[r] = keys_of_token(p, request, at.token);
+    s.q_pos[r] = static_cast<float>(request.kv_len - request.q_len + at.token);
   }
   for (int64_t h = 0; h < item.heads(); ++h)
     s.scales[h] = head_scale(p, item.batch, item.kv_head_begin + h, Ops::kUnit);
@@ -606,32 +666,21 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
   }
 
   // Write the partial, or finish
-  if constexpr (Ops::kFewRows) Ops::put_sums_in_order(s, item);
-  constexpr int kChunkRegs = Ops::kChunk / kLanes;
-  u32v zero = {};  // as floats: NaN if a sum is not finite; "or" does not wait as long as a sum would
+  u32v zero = {};
   for (int64_t h = 0; h < item.heads(); ++h) {
-    const int64_t kv_head = item.kv_head_begin + h;
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t i = h * s.head_rows + r;
+    RowAt row_at(p, item);
+    for (int64_t r = 0; r < rows; ++r, row_at.next()) {
+      const int64_t i = h * s.head_rows + r, head = (item.kv_head_begin + h) * p.group + row_at.head;
       const float l = add_lanes(load<DType::kFloat32>(s.l + i * kLanes));
-      for (int64_t d = 0; d < s.width; d += Ops::kChunk) {
-        f32v chunk[kChunkRegs];
-        memcpy(chunk, s.acc + i * s.width + d, sizeof chunk);
-        Ops::in_order(chunk);
-        for (f32v& x : chunk) {
-          zero |= bit_cast<u32v>(x * 0.f);
-          x *= s.scales[h].v_descale;
-        }
-        memcpy(s.row + d, chunk, sizeof chunk);
-      }
+      const float factor = partial ? 1.f : finish_row(p, request, item.batch, row_at.token, head, s.m[i], l);
+      zero |= scale_sums<Ops>(s.acc + i * s.width, s.width, s.scales[h].v_descale, factor, s.row);
       if (partial) {
         float* out = partial + (h * rows + r) * (p.head_dim_v + 2);
         memcpy(out, s.row, p.head_dim_v * sizeof(float));
         out[p.head_dim_v] = s.m[i];
         out[p.head_dim_v + 1] = l;
       } else {
-        const int64_t q_row = item.row_begin + r;
-        finish_row(p, request, item.batch, q_row / p.group, kv_head * p.group + q_row % p.group, s.m[i], l, s.row);
+        write_result(p, request, item.batch, row_at.token, head, s.row);
       }
     }
   }
@@ -643,8 +692,9 @@ inline void merge_partials(const Problem& p, const Item& item, int64_t count, fl
   const Request request = request_of(p, item.batch);
   const int64_t width = p.head_dim_v;
   float acc[kMaxHeadDimV];
-  for (int64_t h = 0; h < item.heads(); ++h)
-    for (int64_t r = 0; r < item.rows(); ++r) {
+  for (int64_t h = 0; h < item.heads(); ++h) {
+    RowAt at(p, item);
+    for (int64_t r = 0; r < item.rows(); ++r, at.next()) {
       float* first = partials + (h * item.rows() + r) * (width + 2);
       const auto state_of = [&](int64_t i) {
         const float* part = first + i * stride;
@@ -663,9 +713,12 @@ inline void merge_partials(const Problem& p, const Item& item, int64_t count, fl
         first[width + 1] = sum.l;
         continue;
       }
-      const int64_t q_row = item.row_begin + r, kv_head = item.kv_head_begin + h;
-      finish_row(p, request, item.batch, q_row / p.group, kv_head * p.group + q_row % p.group, sum.m, sum.l, acc);
+      const int64_t head = (item.kv_head_begin + h) * p.group + at.head;
+      const float factor = finish_row(p, request, item.batch, at.token, head, sum.m, sum.l);
+      for (int64_t d = 0; d < width; ++d) acc[d] = factor == 0.f ? 0.f : acc[d] * factor;
+      write_result(p, request, item.batch, at.token, head, acc);
     }
+  }
 }
 
 // 8-bit numbers are bfloat16 numbers too.

@@ -40,7 +40,9 @@ struct Products {
   const char *packed, *in_place;
   int64_t min_packed_rows;  // many begin here
   int64_t row_step;         // rows that multiply together; items are cut into multiples of it,
-  int64_t most_rows;        // of so many rows at most
+  int64_t most_rows;        // of so many rows at most,
+
+  int64_t fewest_rows = 128;  // and of no fewer where that is for more items
 
   // In tiles some few rows have a way of their own, if there are keys enough.
   const char* tiles_in_place = nullptr;
@@ -49,6 +51,17 @@ struct Products {
   [[gnu::always_inline]] bool in_tiles_in_place(const Item& item) const {
     return item.rows() >= min_tile_rows && item.rows() <= most_tile_rows &&
            item.keys.end - item.keys.begin >= min_tile_keys;
+  }
+};
+
+// How much longer, in percent, a key of a kv_head takes where a walk reads a part of each slot only: half of each slot
+// lies in half of the sets of the second cache, which then holds half as much. And if so many whole slots would not fit
+// it either.
+struct PartOfSlot {
+  int64_t percent = 0, crowded_percent = 0, crowded_from = INT64_MAX;  // bytes of whole slots
+
+  [[gnu::always_inline]] int64_t percent_of(int64_t slot_bytes) const {
+    return slot_bytes < crowded_from ? percent : crowded_percent;
   }
 };
 
@@ -65,8 +78,7 @@ struct Kernel {
                 bool to_partial);
   // Writes the keys and values of one new token.
   void (*write_token)(const Problem& problem, const TokenWrite& write);
-  // How much longer, in percent, a key of a kv_head takes where a walk reads a part of each slot only.
-  int64_t part_of_slot_percent = 0;
+  PartOfSlot part_of_slot;
 };
 
 #if defined(__x86_64__)

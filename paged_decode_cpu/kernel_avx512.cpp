@@ -8,11 +8,8 @@
 
 namespace paged_attn {
 
-// Half of each slot lies in half of the sets of the second cache, which then holds half as much.
-constexpr int64_t kPartOfSlotPercent = 20;
-
 const Kernel kAvx512Kernel = {"avx512",       products_f32, scratch_bytes_f32, attend_f32,
-                              merge_partials, write_token,  kPartOfSlotPercent};
+                              merge_partials, write_token,  PartOfSlot{20}};
 
 }  // namespace paged_attn
 #endif

@@ -17,6 +17,8 @@ namespace {
 // One head's keys lie so far apart that a few sets of L2 must hold them: they come from L3 for every item.
 constexpr int64_t kTileBlockRows = 512;
 
+constexpr PartOfSlot kPartOfSlot = {40, 80, int64_t(2) << 20};
+
 // float32 would take six products for one: faster on one thread, slower on eight.
 bool goes_through_tiles(const Problem& p) { return p.q_dtype != DType::kFloat32; }
 
@@ -57,6 +59,7 @@ Products products_amx(const Problem& p) {
   using Ops = OpsAmx<DType::kBFloat16, DType::kBFloat16>;
   Products all = {p.q_dtype == DType::kFloat16 ? "tiles_fp16" : "tiles_bf16", products(p).in_place, min_tile_rows(p),
                   Ops::kPartRows, kTileBlockRows};
+  all.fewest_rows = kTileBlockRows / 2;  // laying out keys costs more, beside products in tiles
   if (fits_in_place(p)) {
     all.tiles_in_place = "tiles_in_place_bf16";
     all.min_tile_rows = or_of_tests(OpsAmxFew::kFewestRows);
@@ -112,9 +115,10 @@ void attend_amx(const Problem& p, const Item& item, KvRange keys, char* memory, 
 
 }  // namespace
 
-const Kernel kAvx512IntelKernel = {"avx512_intel", products, scratch_bytes, attend, merge_partials, write_token};
-const Kernel kAvx512AmxKernel = {"avx512_amx", products_amx,   scratch_bytes_amx,
-                                 attend_amx,   merge_partials, write_token};
+const Kernel kAvx512IntelKernel = {"avx512_intel", products,    scratch_bytes, attend,
+                                   merge_partials, write_token, kPartOfSlot};
+const Kernel kAvx512AmxKernel = {"avx512_amx",   products_amx, scratch_bytes_amx, attend_amx,
+                                 merge_partials, write_token,  kPartOfSlot};
 
 }  // namespace paged_attn
 #endif

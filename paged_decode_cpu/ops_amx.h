@@ -53,16 +53,18 @@ inline f32v exp2_of_floor(f32v x) {
 
 // softmax_row for scores that want only a factor, on n keys, filled up to whole pairs of registers.
 template <class Ops, bool kMasked>
-inline void softmax_plain(const float* scores, int64_t n, KvRange visible, float factor, uint16_t* p, float* m,
-                          float* l, float* acc, int64_t width) {
-  const auto seen = [&](int64_t j) -> __mmask16 {
-    const int64_t begin = pd_min(pd_max(visible.begin - j, 0), 16), end = pd_min(pd_max(visible.end - j, 0), 16);
-    return static_cast<__mmask16>(((1u << end) - 1) & ~((1u << begin) - 1));
-  };
+[[gnu::always_inline]] inline void softmax_plain(const float* scores, int64_t n, KvRange visible, float factor,
+                                                 uint16_t* p, float* m, float* l, float* acc, int64_t width) {
+  const __m512i from_first = _mm512_add_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                              _mm512_set1_epi32(static_cast<int>(-visible.begin)));
+  const __m512i count = _mm512_set1_epi32(static_cast<int>(pd_max(visible.end - visible.begin, 0)));
   const auto score = [&](int64_t j) {
     const f32v x = load<DType::kFloat32>(scores + j);
     if constexpr (!kMasked) return x;
-    return bit_cast<f32v>(_mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen(j), bit_cast<__m512>(x)));
+    // Keys before the first one are large numbers without a sign.
+    const __m512i key = _mm512_add_epi32(from_first, _mm512_set1_epi32(static_cast<int>(j)));
+    const __mmask16 seen = _mm512_cmplt_epu32_mask(key, count);
+    return bit_cast<f32v>(_mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, bit_cast<__m512>(x)));
   };
   f32v top = splat(-INFINITY), top1 = top;
   for (int64_t j = 0; j < n; j += 2 * kLanes) {
@@ -71,13 +73,7 @@ inline void softmax_plain(const float* scores, int64_t n, KvRange visible, float
   }
   top = max(top, top1) * factor;
   f32v sum = load<DType::kFloat32>(l), sum1 = f32v{};
-  if (any_above(top, splat(*m + kMaxLogProbability))) {
-    const float new_m = max_lanes(top), rescale = pd_rescale(*m, new_m);
-    *m = new_m;
-    sum *= rescale;
-    for (int64_t d = 0; d < width; d += kLanes)
-      store<DType::kFloat32>(acc + d, load<DType::kFloat32>(acc + d) * rescale);
-  }
+  if (any_above(top, splat(*m + kMaxLogProbability))) change_base(max_lanes(top), m, &sum, acc, width);
   const f32v base = splat(*m == -INFINITY ? 0.f : *m);
   for (int64_t j = 0; j < n; j += 2 * kLanes) {
     const f32v x = exp2_of_floor(score(j) * factor - base), x1 = exp2_of_floor(score(j + kLanes) * factor - base);
@@ -100,10 +96,17 @@ struct SoftmaxRows {
   const float* scores;
   uint16_t* probabilities;
   int64_t done, per_step;
+  const bool plain = problem.softcap == 0.f && !problem.alibi_slopes && s.scales[h].score > 0.f;
 
   [[gnu::always_inline]] void step() {
     const int64_t until = pd_min(part.count, done + per_step);
-    for (; done < until; ++done) row(part.first + done, done * kMaxTile);
+    for (; done < until; ++done) {
+      if (plain) {
+        plain_row(part.first + done, done * kMaxTile);
+      } else {
+        row(part.first + done, done * kMaxTile);
+      }
+    }
     memory_is_read();
   }
   void finish() {
@@ -112,18 +115,28 @@ struct SoftmaxRows {
   }
 
  private:
-  [[gnu::noinline]] void row(int64_t r, int64_t offset) {
-    const int64_t begin = tile.begin + part.from, i = h * s.head_rows + r, n = part.keys;
-    const KvRange visible = {pd_max(s.visible[r].begin - begin, 0), pd_min(s.visible[r].end - begin, n)};
-    float *m = &s.m[i], *l = s.l + i * kLanes, *acc = s.acc + i * s.width;
-    const ScoreOf score = score_of(problem, item, s, h, r, begin);
-    const bool plain = score.softcap == 0.f && score.slope == 0.f && score.scale > 0.f;
-    if (!plain)
-      return softmax_row<Ops>(const_cast<float*>(scores) + offset, n, visible, score, probabilities + offset, m, l, acc,
-                              s.width);
+  KvRange seen_by(int64_t r) const {
+    const int64_t begin = tile.begin + part.from;
+    return {pd_max(s.visible[r].begin - begin, 0), pd_min(s.visible[r].end - begin, part.keys)};
+  }
+
+  [[gnu::noinline]] void plain_row(int64_t r, int64_t offset) {
+    const int64_t i = h * s.head_rows + r, n = part.keys;
+    const KvRange visible = seen_by(r);
     const bool whole = visible.begin <= 0 && visible.end == n && n % (2 * kLanes) == 0;
-    const auto softmax = whole ? softmax_plain<Ops, false> : softmax_plain<Ops, true>;
-    softmax(scores + offset, n, visible, score.scale * PD_LOG2E, probabilities + offset, m, l, acc, s.width);
+    const auto softmax = [&]<bool kMasked>() __attribute__((always_inline)) {
+      softmax_plain<Ops, kMasked>(scores + offset, n, visible, s.scales[h].score * PD_LOG2E, probabilities + offset,
+                                  &s.m[i], s.l + i * kLanes, s.acc + i * s.width, s.width);
+    };
+    if (whole) return softmax.template operator()<false>();
+    softmax.template operator()<true>();
+  }
+
+  [[gnu::noinline]] void row(int64_t r, int64_t offset) {
+    const int64_t i = h * s.head_rows + r;
+    softmax_row<Ops>(const_cast<float*>(scores) + offset, part.keys, seen_by(r),
+                     score_of(problem, item, s, h, r, tile.begin + part.from), probabilities + offset, &s.m[i],
+                     s.l + i * kLanes, s.acc + i * s.width, s.width);
   }
 };
 

@@ -11,7 +11,7 @@
 //
 //   tiles 0 1   sums of values: two rows for each query (even and odd columns), 32 columns each
 //   tile 4      probabilities: two rows for each query, 16 keys
-//   tile 5      scores of 16 keys: 16 columns of queries
+//   tile 5      scores of 16 keys: a column for each query
 //   tile 6      16 keys, 32 elements each; or 16 keys of values, 32 columns each
 //   tile 7      16 pairs of queries, 32 elements each
 //
@@ -30,55 +30,48 @@ struct OpsAmxFew : OpsAmx<DType::kBFloat16, DType::kBFloat16> {
   static constexpr int kFewestRows = 3, kMostRows = 16, kFewestKeys = 32;  // with fewer, vectors are as fast
   static constexpr int kMinPackedRows = kMostRows + 1;                     // never
   static constexpr int kKeys = 16;                                         // of one product
-  static constexpr int64_t kRowsAtOnce = 8;                                // of probabilities
-  static constexpr int kQueryTile = 16 * 32;                               // elements of one right tile of queries
-  static constexpr int kProbabilityTile = 16 * 32;                         // and of one left tile of probabilities
-  static constexpr int kColumns = 64;                                      // head_dim_v is a multiple of it
+  static constexpr int kRowStep = 4;
+  static constexpr int64_t kMostRowsAtOnce = 8;     // of probabilities
+  static constexpr int kProbabilityTile = 16 * 32;  // elements of one left tile of them
+  static constexpr int kColumns = 64;               // head_dim_v is a multiple of it
 
   using Softmax = SoftmaxRows<OpsAmxFew>;
   using ScratchFew = Scratch<OpsAmxFew>;
 
+  // Equal shares: what the last one has beside its rows must lie within head_rows.
+  static int64_t rows_at_once(int64_t rows) { return pd_ceil_div(rows, pd_ceil_div(rows, kMostRowsAtOnce)); }
+
   static TileConfig config(int64_t rows) {
     TileConfig config;
-    config.rows[0] = config.rows[1] = config.rows[4] = static_cast<uint8_t>(2 * pd_min(rows, kRowsAtOnce));
+    config.rows[0] = config.rows[1] = config.rows[4] = static_cast<uint8_t>(2 * rows_at_once(rows));
+    config.row_bytes[5] = config.row_bytes[7] = static_cast<uint16_t>(4 * round_up(rows, kRowStep));
     return config;
   }
 
   // What a product of 16 keys and 32 elements counts as, as start_fetch counts.
   static uint32_t steps_of(int64_t rows) { return static_cast<uint32_t>(kKeys * pd_ceil_div(rows, kMaxDotRows)); }
 
-  static void in_order(f32v*) {}
-
   // A row of sums has the even columns first, then the odd ones.
-  static void put_sums_in_order(const ScratchFew& s, const Item& item) {
-    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const __m512i second = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-    float* sums = s.row;
-    for (int64_t h = 0; h < item.heads(); ++h)
-      for (int64_t r = 0; r < item.rows(); ++r) {
-        float* acc = s.acc + (h * s.head_rows + r) * s.width;
-        memcpy(sums, acc, s.width * sizeof(float));
-        for (int64_t d = 0; d < s.width; d += 32) {
-          const __m512 even = _mm512_loadu_ps(sums + d / 2), odd = _mm512_loadu_ps(sums + (s.width + d) / 2);
-          _mm512_storeu_ps(acc + d, _mm512_permutex2var_ps(even, first, odd));
-          _mm512_storeu_ps(acc + d + 16, _mm512_permutex2var_ps(even, second, odd));
-        }
-      }
+  static void load_sums(const float* acc, int64_t d, int64_t width, f32v* chunk) {
+    const f32v even = load<DType::kFloat32>(acc + d / 2), odd = load<DType::kFloat32>(acc + (width + d) / 2);
+    chunk[0] = interleaved<0>(even, odd, LaneIndices{});
+    chunk[1] = interleaved<1>(even, odd, LaneIndices{});
   }
 
-  // Turns the rows of every head, [row][depth], into right tiles, [32 elements][pair][16 rows], four rows at a time.
+  // Turns the rows of every head, [row][depth], into right tiles, [32 elements][pair][row], four rows at a time.
   static void lay_out_queries(const ScratchFew& s, const Item& item) {
     Elem *q = s.q, *plain = s.keys;  // nothing is there yet
-    for (int64_t h = 0; h < item.heads(); ++h, q += kMostRows * s.depth) {
+    for (int64_t h = 0; h < item.heads(); ++h, q += s.head_rows * s.depth) {
       memcpy(plain, q, item.rows() * s.depth * sizeof(Elem));
       for (int64_t d = 0; d < s.depth; d += 32)
         for (int64_t r = 0; r < item.rows(); r += 4) {
           f32v v[4];
           for (int i = 0; i < 4; ++i) memcpy(&v[i], plain + (r + i) * s.depth + d, sizeof v[i]);
           transpose_quarters(v);
-          Elem* tile = q + d / 32 * kQueryTile + 2 * r;
+          Elem* tile = q + d * s.head_rows + 2 * r;
           for (int pair = 0; pair < 16; ++pair)
-            memcpy(tile + 32 * pair, reinterpret_cast<const float*>(&v[pair % 4]) + pair / 4 * 4, 4 * sizeof(float));
+            memcpy(tile + 2 * s.head_rows * pair, reinterpret_cast<const float*>(&v[pair % 4]) + pair / 4 * 4,
+                   4 * sizeof(float));
         }
     }
     memory_is_read();
@@ -139,11 +132,11 @@ struct OpsAmxFew : OpsAmx<DType::kBFloat16, DType::kBFloat16> {
     }
   }
 
-  // scores[16 keys][16 rows] to rows.
-  static void four_rows(const float* scores, float* out) {
+  // scores[16 keys][stride] to rows.
+  static void four_rows(const float* scores, int64_t stride, float* out) {
     f32v v[4];
     for (int i = 0; i < 4; ++i) {
-      const auto keys = [&](int at) { return _mm_load_ps(scores + 16 * (i + at)); };
+      const auto keys = [&](int at) { return _mm_load_ps(scores + stride * (i + at)); };
       __m512 x = _mm512_broadcast_f32x4(keys(0));
       x = _mm512_mask_broadcast_f32x4(x, 0x00f0, keys(4));
       x = _mm512_mask_broadcast_f32x4(x, 0x0f00, keys(8));
@@ -151,13 +144,6 @@ struct OpsAmxFew : OpsAmx<DType::kBFloat16, DType::kBFloat16> {
     }
     transpose_quarters(v);
     for (int i = 0; i < 4; ++i) store<DType::kFloat32>(out + i * kMaxTile, v[i]);
-  }
-
-  static void sixteen_rows(const float* scores, float* out) {
-    f32v v[16];
-    for (int i = 0; i < 16; ++i) v[i] = load<DType::kFloat32>(scores + 16 * i);
-    transpose(v);
-    for (int i = 0; i < 16; ++i) store<DType::kFloat32>(out + i * kMaxTile, v[i]);
   }
 
   // Scores of the rows of one head. `after` are the rows that are read next.
@@ -173,24 +159,20 @@ struct OpsAmxFew : OpsAmx<DType::kBFloat16, DType::kBFloat16> {
         next.advance(steps);
         ask_for(last ? after : keys, last ? 0 : j + kKeys, d * kBytes, 64);
         _tile_loadd(6, place.first + d * kBytes, place.distance);
-        _tile_loadd(7, q + d / 32 * kQueryTile, 64);
+        _tile_loadd(7, q + d * s.head_rows, 4 * s.head_rows);
         _tile_dpbf16ps(5, 6, 7);
       }
-      _tile_stored(5, products, 64);
+      _tile_stored(5, products, 4 * s.head_rows);
       memory_is_read();
-      if (rows <= 4) {
-        four_rows(products, scores + j);
-      } else {
-        sixteen_rows(products, scores + j);
-      }
+      for (int64_t r = 0; r < rows; r += 4) four_rows(products + r, s.head_rows, scores + r * kMaxTile + j);
     }
   }
 
-  // Left tiles of kRowsAtOnce rows: for every 16 keys a row of probabilities with a zero behind each, then one with a
-  // zero before each.
+  // Left tiles of `rows` rows: for every 16 keys a row of probabilities with a zero behind each, then one with a zero
+  // before each.
   static void lay_out_probabilities(const Elem* p, int64_t rows, int64_t keys, Elem* tiles) {
     for (int64_t j = 0; j < keys; j += kKeys, tiles += kProbabilityTile)
-      for (int64_t r = 0; r < pd_min(rows, kRowsAtOnce); ++r) {
+      for (int64_t r = 0; r < rows; ++r) {
         const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + r * kMaxTile + j));
         const __m512i before = _mm512_cvtepu16_epi32(x);
         _mm512_storeu_si512(tiles + 64 * r, before);
@@ -227,8 +209,9 @@ struct OpsAmxFew : OpsAmx<DType::kBFloat16, DType::kBFloat16> {
 
   static void values_in_place(const ScratchFew& s, int64_t n, const Rows& values, const Elem* p, int64_t rows,
                               float* acc, Prefetcher& next) {
-    for (int64_t r = 0; r < rows; r += kRowsAtOnce) {
-      lay_out_probabilities(p + r * kMaxTile, rows - r, n, s.values);
+    const int64_t at_once = rows_at_once(rows);
+    for (int64_t r = 0; r < rows; r += at_once) {
+      lay_out_probabilities(p + r * kMaxTile, pd_min(rows - r, at_once), n, s.values);
       for (int64_t column = 0; column < s.width; column += kColumns)
         sum_values(s, n, values, column, acc + r * s.width, next);
     }

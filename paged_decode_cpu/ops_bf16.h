@@ -42,6 +42,7 @@ template <DType kCacheType>
 struct OpsBf16 {
   using Elem = uint16_t;
   using Reg = __m512i;
+  static constexpr DType kElemType = DType::kBFloat16;
   static constexpr bool kFp8 = kCacheType != DType::kBFloat16;
   static constexpr int kDepth = 2;
   static constexpr int kRegs = kFp8 ? 2 : 1;

@@ -10,6 +10,7 @@ template <DType kCacheType>
 struct OpsF32 {
   using Elem = float;  // a query element or a probability in scratch memory
   using Reg = f32v;
+  static constexpr DType kElemType = DType::kFloat32;
 #if defined(__AVX512F__)
   // bfloat16 numbers are widened where they lie, two to a lane, in an instruction each: a chunk is dealt out to two
   // registers, its even elements and its odd ones. 8-bit numbers are widened 32 at a time.

@@ -54,6 +54,7 @@ struct OpsNeon {
 template <DType kCacheType>
 struct OpsNeonF32 : OpsNeon {
   using Elem = float;
+  static constexpr DType kElemType = DType::kFloat32;
   struct Chunk {
     f32v low, high;
   };

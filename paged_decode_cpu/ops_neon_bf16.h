@@ -11,6 +11,7 @@ namespace {
 template <DType kCacheType>
 struct OpsNeonBf16 : OpsNeon {
   using Elem = bfloat16_t;
+  static constexpr DType kElemType = DType::kBFloat16;
   using Chunk = bfloat16x8_t;
   using Four = bfloat16x4_t;
   static constexpr int kDepth = 4;

@@ -10,6 +10,7 @@ namespace {
 template <DType kCacheType>
 struct OpsNeonFp16 : OpsNeon {
   using Elem = float16_t;
+  static constexpr DType kElemType = DType::kFloat16;
   using Chunk = float16x8_t;
   using Four = float16x4_t;
   static constexpr int kDepth = 1;

@@ -32,9 +32,9 @@ constexpr int64_t kSlotBytes = int64_t(32) << 10;
 // the kv_heads of a request are shared out among the threads, which needs no merge, and a thread gets one task.
 constexpr int64_t kResidentBytes = int64_t(8) << 20;
 
-// What such a task takes beside its keys, in keys of one kv_head: to begin, for each kv_head (its queries are loaded,
-// its result is written), and for partial results: to wait for them, and for each that one thread reads out of the
-// caches of others.
+// What such a task takes beside its keys, in 16-bit keys of one kv_head (a float32 key counts as two): to begin, for
+// each kv_head (its queries are loaded, its result is written), and for partial results: to wait for them, and for each
+// that one thread reads out of the caches of others.
 constexpr int64_t kBeginKeys = 32, kHeadKeys = 16, kMergeKeys = 64, kPartialKeys = 8;
 constexpr int64_t kFewestSmallKeys = 32;  // of a split
 
@@ -59,10 +59,9 @@ constexpr int64_t kMergeGroup = 8;
 constexpr int64_t kMaxTasksPerThread = 3;
 constexpr int64_t kMaxSplitsPerThread = 4;  // of one item
 
-// Items of many rows are made smaller, down to kFewestItemRows, for a thread to get kItemsPerThread of them: with one
-// or two the slowest core holds up the call.
+// Items of many rows are made smaller, down to Products::fewest_rows, for a thread to get kItemsPerThread of them: with
+// one or two the slowest core holds up the call.
 constexpr int64_t kItemsPerThread = 4;
-constexpr int64_t kFewestItemRows = 128;
 
 // Multiply-adds of a call that is worth waking threads for; and of each thread that takes part, with as many for the
 // wait until all are there. What a row costs beside its keys counts as kRowKeys of them.
@@ -107,7 +106,7 @@ ItemRows rows_of_items(const Problem& p, const Products& products, int64_t threa
   if (p.deterministic || threads == 1) return {whole_steps(most), whole_steps(most)};
   int64_t rows = 0;
   for (int64_t b = 0; b < p.batch; ++b) rows += request_of(p, b).q_len * p.group * p.kv_heads;
-  const int64_t share = pd_max(kFewestItemRows, rows / (threads * kItemsPerThread));
+  const int64_t share = pd_max(products.fewest_rows, rows / (threads * kItemsPerThread));
   return {whole_steps(most), whole_steps(pd_min(most, share))};
 }
 
@@ -120,17 +119,24 @@ void add_items(const Problem& p, const ItemRows& most, int64_t b, int64_t max_he
   const int64_t head_bytes = (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
   const int64_t heads = shared ? pd_max(1, pd_min(max_heads, kSlotBytes / head_bytes)) : 1;
   const int64_t item_rows = shared ? most.shared : most.alone;
-  for (int64_t h = 0; h < p.kv_heads; h += heads)
-    // The last rows of a causal problem see the most keys: they go first.
-    for (int64_t end = rows; end > 0; end -= pd_min(end, item_rows)) {
-      Work work;
-      work.item.batch = b;
+  const size_t first = works.size(), blocks = pd_ceil_div(rows, item_rows);
+  if (works.empty()) works.reserve(blocks * pd_ceil_div(p.kv_heads, heads));
+  // The last rows of a causal problem see the most keys: they go first.
+  for (int64_t end = rows; end > 0; end -= pd_min(end, item_rows)) {
+    Work work = {};
+    work.item.batch = b;
+    work.item.kv_head_end = pd_min(p.kv_heads, heads);
+    work.item.row_begin = pd_max(0, end - item_rows);
+    work.item.row_end = end;
+    work.item.small = small;
+    work.item.keys = keys_of_tokens(p, r, work.item.row_begin / p.group, pd_ceil_div(end, p.group));
+    works.push_back(work);
+  }
+  for (int64_t h = heads; h < p.kv_heads; h += heads)
+    for (size_t block = 0; block < blocks; ++block) {
+      Work work = works[first + block];
       work.item.kv_head_begin = h;
       work.item.kv_head_end = pd_min(p.kv_heads, h + heads);
-      work.item.row_begin = pd_max(0, end - item_rows);
-      work.item.row_end = end;
-      work.item.small = small;
-      work.item.keys = keys_of_tokens(p, r, work.item.row_begin / p.group, pd_ceil_div(end, p.group));
       works.push_back(work);
     }
 }
@@ -168,6 +174,8 @@ int64_t small_splits(int64_t keys, int64_t all, int64_t items, int64_t threads) 
 // The cut whose longest task, times how many of them a thread may get, is the shortest. Of equal ones that with the
 // most heads, which reads longer pieces.
 SmallCut cut_small(const Problem& p, const Kernel& kernel, int64_t threads) {
+  const int64_t slot_bytes = p.kv_heads * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
+  const int64_t key_cost = p.cache.dtype == DType::kFloat32 ? 2 : 1;
   int64_t all = 0, shortest = std::numeric_limits<int64_t>::max();
   for (int64_t b = 0; b < p.batch; ++b) all += request_of(p, b).kv_len;
   SmallCut best = {p.kv_heads, false, all};
@@ -179,8 +187,9 @@ SmallCut cut_small(const Problem& p, const Kernel& kernel, int64_t threads) {
         const int64_t keys = request_of(p, b).kv_len, splits = split ? small_splits(keys, all, items, threads) : 1;
         tasks += items * splits;
         const int64_t merge = splits > 1 ? kMergeKeys + kPartialKeys * heads * splits : 0;
-        const int64_t percent = 100 + (heads < p.kv_heads ? kernel.part_of_slot_percent : 0);
-        const int64_t head = pd_ceil_div(keys, splits) * percent / 100 + kHeadKeys;
+        const int64_t part = pd_ceil_div(keys, splits);
+        const int64_t percent = heads < p.kv_heads ? kernel.part_of_slot.percent_of(part * slot_bytes) : 0;
+        const int64_t head = part * key_cost * (100 + percent) / 100 + kHeadKeys;
         longest = pd_max(longest, kBeginKeys + heads * head + merge);
       }
       if (longest * pd_ceil_div(tasks, threads) >= shortest) continue;
@@ -251,8 +260,10 @@ Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
   const int64_t max_heads = small ? cut.heads : most_heads(p, threads);
   const ItemRows most = rows_of_items(p, kernel.products(p), threads);
   for (int64_t b = 0; b < p.batch; ++b) add_items(p, most, b, max_heads, small, plan.works);
-  int64_t left = 0;
+  int64_t left = 0, whole_heads = 0;
   for (const Work& work : plan.works) left += cost_of(work.item);
+  plan.splits.reserve(plan.works.size());
+  plan.tasks.reserve(plan.works.size());
   const auto few_rows = [](const Work& work) { return work.item.rows() <= kFewRows; };
   const bool falling = threads >= kManyThreads && !small && !p.deterministic && p.num_splits == 0 &&
                        std::all_of(plan.works.begin(), plan.works.end(), few_rows);
@@ -272,7 +283,10 @@ Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
     work.first_group = plan.merge_groups;
     plan.merge_groups += groups_of_merge(work.num_splits);
     if (work.num_splits > 1) plan.partial_floats += work.num_splits * partial_floats(work.item, p.head_dim_v);
-    plan.scratch_bytes = pd_max(plan.scratch_bytes, kernel.scratch_bytes(p, work.item));
+    // Where the same rows come again for other kv_heads, so does this.
+    if (work.item.kv_head_begin == 0) whole_heads = work.item.heads();
+    if (work.item.kv_head_begin == 0 || work.item.heads() != whole_heads)
+      plan.scratch_bytes = pd_max(plan.scratch_bytes, kernel.scratch_bytes(p, work.item));
     for (int64_t split = 0; split < work.num_splits; ++split)
       plan.tasks.push_back({static_cast<int64_t>(w), split, cost_of(work.item, plan.splits[work.first_split + split])});
   }

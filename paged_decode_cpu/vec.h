@@ -338,10 +338,14 @@ constexpr float fp8_unit(DType type) { return type == DType::kFloat8E4M3 ? 256.f
 inline f32v bfloat_to_float(u16v b) { return bit_cast<f32v>(widened(b) << 16); }
 
 inline u16v float_to_bfloat(f32v x) {
+#if defined(__AVX512BF16__)
+  return bit_cast<u16v>(_mm512_cvtneps_pbh(bit_cast<__m512>(x)));  // 0 below the smallest normal number
+#else
   u32v bits = bit_cast<u32v>(x);
   u32v rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   rounded = (bits & 0x7fffffffu) > (255u << 23) ? u32v{} + 0x7fc0u : rounded;
   return __builtin_convertvector(rounded, u16v);
+#endif
 }
 
 // Nearest 8-bit number, ties to even, saturating; NaN stays NaN. The mantissa is rounded in the
