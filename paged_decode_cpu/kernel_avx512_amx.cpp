@@ -16,6 +16,7 @@ namespace {
 
 // One head's keys lie so far apart that a few sets of L2 must hold them: they come from L3 for every item.
 constexpr int64_t kTileBlockRows = 512;
+constexpr int64_t kFewestTileRows = 160;  // laying out keys costs more, beside products in tiles
 
 constexpr PartOfSlot kPartOfSlot = {40, 80, int64_t(2) << 20};
 
@@ -59,7 +60,7 @@ Products products_amx(const Problem& p) {
   using Ops = OpsAmx<DType::kBFloat16, DType::kBFloat16>;
   Products all = {p.q_dtype == DType::kFloat16 ? "tiles_fp16" : "tiles_bf16", products(p).in_place, min_tile_rows(p),
                   Ops::kPartRows, kTileBlockRows};
-  all.fewest_rows = kTileBlockRows / 2;  // laying out keys costs more, beside products in tiles
+  all.fewest_rows = kFewestTileRows;
   if (fits_in_place(p)) {
     all.tiles_in_place = "tiles_in_place_bf16";
     all.min_tile_rows = or_of_tests(OpsAmxFew::kFewestRows);
