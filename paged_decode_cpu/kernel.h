@@ -78,7 +78,7 @@ struct Kernel {
                 bool to_partial);
   // Writes the keys and values of one new token.
   void (*write_token)(const Problem& problem, const TokenWrite& write);
-  PartOfSlot part_of_slot;
+  PartOfSlot part_of_slot = {};
 };
 
 #if defined(__x86_64__)
