@@ -8,8 +8,6 @@
 
 #include <time.h>
 
-#include <type_traits>
-
 #include "kernel.h"
 #include "ops_f32.h"
 #include "rotary.h"
@@ -259,7 +257,7 @@ void load_queries(const Problem& p, const Item& item, const Request& request, co
                   int64_t stride_token, int64_t stride_head, int64_t n, bool rotated, int64_t stride, int64_t head_rows,
                   float* row, typename Ops::Elem* out) {
   using Elem = typename Ops::Elem;
-  constexpr bool kFloats = std::is_same_v<Elem, float>;
+  constexpr bool kFloats = Ops::kElemType == DType::kFloat32;
   const int64_t row_elems = Ops::kLeftPieces * stride;
   const bool as_it_is = p.q_dtype == Ops::kElemType && n == stride && !rotated && !Ops::kDealt;
   for (int64_t h = item.kv_head_begin; h < item.kv_head_end; ++h, out += (head_rows - item.rows()) * row_elems) {

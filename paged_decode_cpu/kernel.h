@@ -55,10 +55,10 @@ struct Products {
 };
 
 // How much longer, in percent, a key of a kv_head takes where a walk reads a part of each slot only: half of each slot
-// lies in half of the sets of the second cache, which then holds half as much. And if so many whole slots would not fit
-// it either.
+// lies in half of the sets of the second cache, which then holds half as much. Keys whose whole slots have
+// `crowded_from` bytes would not fit it at all.
 struct PartOfSlot {
-  int64_t percent = 0, crowded_percent = 0, crowded_from = INT64_MAX;  // bytes of whole slots
+  int64_t percent = 0, crowded_percent = 0, crowded_from = INT64_MAX;
 
   [[gnu::always_inline]] int64_t percent_of(int64_t slot_bytes) const {
     return slot_bytes < crowded_from ? percent : crowded_percent;

@@ -170,7 +170,7 @@ struct OpsAmx : OpsOfPiece<kCacheType, 0>::type {
   [[gnu::always_inline]] static void store_pieces(Elem* p, int64_t piece, f32v x) {
     for (int i = 0; i < kLeftPieces; ++i, p += piece) {
       const f32v first = i < kLeftPieces - 1 ? first_piece(x) : x;
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(bit_cast<__m512>(first)));
+      store<DType::kBFloat16>(p, first);
       x -= first;
     }
   }

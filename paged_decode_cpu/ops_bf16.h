@@ -76,9 +76,7 @@ struct OpsBf16 {
     return _mm512_set1_epi32(pair);
   }
   static Reg load_elems(const Elem* p) { return _mm512_loadu_si512(p); }
-  static void store_elems(Elem* p, f32v x) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(bit_cast<__m512>(x)));
-  }
+  static void store_elems(Elem* p, f32v x) { store<kElemType>(p, x); }
 
   // r[0] and r[1]: what unpacklo and unpackhi would leave of 16-bit numbers.
   static void look_up(__m512i bytes, Reg* r) {

@@ -92,6 +92,11 @@ struct Plan {
   int64_t scratch_bytes = 0;
 };
 
+// Of a key and its value, of so many kv_heads.
+int64_t key_bytes(const Problem& p, int64_t heads) {
+  return heads * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
+}
+
 int64_t cost_of(const Item& item, KvRange keys) { return (keys.end - keys.begin) * item.rows() * item.heads(); }
 int64_t cost_of(const Item& item) { return cost_of(item, item.keys); }
 
@@ -116,8 +121,7 @@ void add_items(const Problem& p, const ItemRows& most, int64_t b, int64_t max_he
   const int64_t rows = r.q_len * p.group;
   if (rows == 0) return;
   const bool shared = rows * p.kv_heads <= kSharedRows;
-  const int64_t head_bytes = (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
-  const int64_t heads = shared ? pd_max(1, pd_min(max_heads, kSlotBytes / head_bytes)) : 1;
+  const int64_t heads = shared ? pd_max(1, pd_min(max_heads, kSlotBytes / key_bytes(p, 1))) : 1;
   const int64_t item_rows = shared ? most.shared : most.alone;
   const size_t first = works.size(), blocks = pd_ceil_div(rows, item_rows);
   if (works.empty()) works.reserve(blocks * pd_ceil_div(p.kv_heads, heads));
@@ -144,7 +148,7 @@ void add_items(const Problem& p, const ItemRows& most, int64_t b, int64_t max_he
 int64_t cached_bytes(const Problem& p) {
   int64_t keys = 0;
   for (int64_t b = 0; b < p.batch; ++b) keys += request_of(p, b).kv_len;
-  return keys * p.kv_heads * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
+  return keys * key_bytes(p, p.kv_heads);
 }
 
 // How many of the threads that there are pay.
@@ -174,7 +178,7 @@ int64_t small_splits(int64_t keys, int64_t all, int64_t items, int64_t threads) 
 // The cut whose longest task, times how many of them a thread may get, is the shortest. Of equal ones that with the
 // most heads, which reads longer pieces.
 SmallCut cut_small(const Problem& p, const Kernel& kernel, int64_t threads) {
-  const int64_t slot_bytes = p.kv_heads * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
+  const int64_t slot_bytes = key_bytes(p, p.kv_heads);
   const int64_t key_cost = p.cache.dtype == DType::kFloat32 ? 2 : 1;
   int64_t all = 0, shortest = std::numeric_limits<int64_t>::max();
   for (int64_t b = 0; b < p.batch; ++b) all += request_of(p, b).kv_len;
@@ -240,8 +244,7 @@ void split_falling(const Item& item, int64_t fewest, int64_t threads, int64_t le
 
 // Keys of the shortest share, where `task_cost` is a thread's share of the call.
 int64_t fewest_keys(const Problem& p, const Item& item, int64_t task_cost) {
-  const int64_t key_bytes = item.heads() * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
-  return pd_max(kLastTaskKeys, pd_min(kLastTaskBytes / key_bytes, task_cost / cost_of(item, {0, 1})));
+  return pd_max(kLastTaskKeys, pd_min(kLastTaskBytes / key_bytes(p, item.heads()), task_cost / cost_of(item, {0, 1})));
 }
 
 int64_t groups_of_merge(int64_t num_splits) {

@@ -50,19 +50,17 @@ inline int64_t rotary_query_position(const Problem& p, const Request& r, int64_t
   return rotary_key_position(p, r, b, is_local(p) ? token : 0);
 }
 
-// All keys that any of the tokens [begin, end) sees. Single tokens may see none. The later a token, the later the first
-// and the last key that it sees.
+// All keys that any of the tokens [begin, end) sees. The later a token, the later the first and the last key that it
+// sees; single tokens may see none.
 inline KvRange keys_of_tokens(const Problem& p, const Request& r, int64_t begin, int64_t end) {
-  KvRange all = {0, 0};
-  if (begin >= end) return all;
-  const KvRange first = keys_of_token(p, r, begin), last = keys_of_token(p, r, end - 1);
-  if (first.begin < first.end && last.begin < last.end) return {first.begin, last.end};
-  for (int64_t token = begin; token < end; ++token) {
+  const auto sees_none = [&](int64_t token) {
     const KvRange keys = keys_of_token(p, r, token);
-    if (keys.begin == keys.end) continue;
-    all = all.begin == all.end ? keys : KvRange{pd_min(all.begin, keys.begin), pd_max(all.end, keys.end)};
-  }
-  return all;
+    return keys.begin == keys.end;
+  };
+  while (begin < end && sees_none(begin)) ++begin;
+  while (begin < end && sees_none(end - 1)) --end;
+  if (begin >= end) return {0, 0};
+  return {keys_of_token(p, r, begin).begin, keys_of_token(p, r, end - 1).end};
 }
 
 inline int64_t cache_row(const Cache& c, int64_t b) { return c.cache_batch_idx ? c.cache_batch_idx[b] : b; }
