@@ -24,10 +24,21 @@ constexpr int64_t kBlockRows = 240;  // of one item on packed keys
 
 constexpr int64_t kMemoryPage = 4096;  // the smallest piece of memory with a translation of its own
 
+#ifndef PD_L2_KIB
+#define PD_L2_KIB 1024
+#endif
+constexpr int64_t kL2Bytes = int64_t(PD_L2_KIB) << 10;  // of the smallest second cache that such processors have
+
 #ifndef PD_READS_AHEAD_FROM
 #define PD_READS_AHEAD_FROM INT64_MAX
 #endif
 constexpr int64_t kReadsAheadFrom = PD_READS_AHEAD_FROM;  // bytes of the keys of a slot
+
+#ifndef PD_ASKED_AGAIN_ROWS
+#define PD_ASKED_AGAIN_ROWS 1
+#endif
+constexpr int64_t kAskedAgainRows = PD_ASKED_AGAIN_ROWS;  // of a kv_head: for fewer, asking for each line twice costs
+                                                          // more than it gains
 
 #ifndef PD_LONG_TILES_READ_AHEAD
 #define PD_LONG_TILES_READ_AHEAD 0
@@ -40,6 +51,10 @@ constexpr float kMaxLogProbability = 8.f;
 
 // What the softmax of kLanes scores counts as in the pace of the fetch, in steps of the products.
 constexpr int64_t kSoftmaxSteps = 2;
+
+// Keys whose values all kv_heads of one row each add before the next keys: those values lie side by side. With more
+// rows the sums, which each kv_head loads and stores, would cost more than that gains.
+constexpr int64_t kSweepKeys = 8;
 
 inline int64_t round_up(int64_t n, int64_t step) { return pd_ceil_div(n, step) * step; }
 
@@ -93,16 +108,15 @@ inline bool reads_ahead(const Problem& p, const Item& item) {
 
 inline bool has_long_tiles(const Problem& p, const Item& item) { return kLongTilesReadAhead && reads_ahead(p, item); }
 
-// Two tiles of all heads, the current one and the next, take a quarter of an L2 of 1 MiB. With more to multiply than to
-// read, and where less than 32 keys would come out (64 in a small call), they take half: every row of every tile costs
-// some overhead.
+// Two tiles of all heads, the current one and the next, take a quarter of L2. With more to multiply than to read, and
+// where less than 32 keys would come out (64 in a small call), they take half: every row of every tile costs some
+// overhead.
 template <class Ops>
 int64_t tile_keys(const Problem& p, const Item& item) {
   if (item.rows() >= Ops::kMinPackedRows) return item.heads() == 1 ? kMaxTile : kMaxTile / 2;
   if (has_long_tiles(p, item)) return kMaxTile;
   const int64_t slot_bytes = item.heads() * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
-  const int64_t quarter = (int64_t(128) << 10) / slot_bytes / 16 * 16,
-                half = (int64_t(256) << 10) / slot_bytes / 16 * 16;
+  const int64_t quarter = kL2Bytes / 8 / slot_bytes / 16 * 16, half = kL2Bytes / 4 / slot_bytes / 16 * 16;
   const int64_t keys = item.rows() >= 8 ? half : pd_max(quarter, pd_min(half, item.small ? 64 : 32));
   return pd_min(pd_max(keys, 16), kMaxTile);
 }
@@ -454,6 +468,7 @@ void softmax_part(const Problem& p, const Item& item, const Scratch<Ops>& s, con
 //   scores    K of head 0, K of head 1, ... K of the last    (then V of head 0)
 //   softmax   nothing
 //   values    V of head 0, V of head 1, ... V of the last    (then K of head 0 of the next tile)
+//             (one row per kv_head: of a few keys, then of the next few)
 //
 // While one entry of this list is multiplied, the lines of the entry after it are asked for once more (then_read): they
 // were fetched with the rest of their tile, but the processor drops some fetches.
@@ -477,8 +492,9 @@ void attend_tile_dot(const Problem& p, const Item& item, const Scratch<Ops>& s, 
   const auto k_offset = [&](int64_t h) { return (item.kv_head_begin + h) * c.k_stride_head * Ops::kBytes; };
   const auto v_offset = [&](int64_t h) { return (item.kv_head_begin + h) * c.v_stride_head * Ops::kBytes; };
   // Once per head is enough: with its last part.
+  const bool asked = rows >= kAskedAgainRows;
   const auto then_read = [&](const Part& part, const char* const* rows, int64_t offset) {
-    next.again = rows && part.first == parts[num_parts - 1].first ? rows + part.from : nullptr;
+    next.again = asked && rows && part.first == parts[num_parts - 1].first ? rows + part.from : nullptr;
     next.again_offset = offset;
   };
   each([&](int64_t h, const Part& part, int64_t row) {
@@ -494,16 +510,21 @@ void attend_tile_dot(const Problem& p, const Item& item, const Scratch<Ops>& s, 
     next.advance(kSoftmaxSteps * part.count * pd_ceil_div(part.keys, kLanes));
     softmax_part(p, item, s, tile, h, part, s.scores + row * kMaxTile, s.p + row * kMaxTile);
   });
-  each([&](int64_t h, const Part& part, int64_t row) {
-    const bool last = h == item.heads() - 1;
-    then_read(part,
-              !last                   ? tile.v
-              : next_tile.n >= tile.n ? next_tile.k
-                                      : nullptr,
-              last ? k_offset(0) : v_offset(h + 1));
-    dot_tile_values<Ops>(part.count, s.p + row * kMaxTile, tile.v + part.from, v_offset(h), part.keys, p.head_dim_v,
-                         s.acc + row * s.width, s.width, next);
-  });
+  const int64_t sweep = rows == 1 ? kSweepKeys : tile.n;
+  for (int64_t j = 0; j < tile.n; j += sweep)
+    each([&](int64_t h, const Part& part, int64_t row) {
+      const int64_t keys = pd_min(part.keys - j, sweep);
+      if (keys <= 0) return;
+      if (h < item.heads() - 1) {
+        then_read(part, tile.v + j, v_offset(h + 1));
+      } else if (j + sweep < part.keys) {
+        then_read(part, tile.v + j + sweep, v_offset(0));
+      } else {
+        then_read(part, next_tile.n >= tile.n ? next_tile.k : nullptr, k_offset(0));
+      }
+      dot_tile_values<Ops>(part.count, s.p + row * kMaxTile + j, tile.v + part.from + j, v_offset(h), keys,
+                           p.head_dim_v, s.acc + row * s.width, s.width, next);
+    });
 }
 
 // One kv_head against one tile, many rows: on keys and values that pack_tile lays out.
@@ -625,10 +646,10 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
 
   // The first keys: nothing has fetched them, so they are few, but their translations come while the query is loaded.
   // Many rows multiply for so long that it does not matter, and where nothing is fetched ahead all tiles are alike.
-  // Only what is fetched depends on `fetched`, not the result.
-  const bool packed = rows >= Ops::kMinPackedRows;
-  const bool fetched =
-      packed || !(reads_ahead(p, item) || (item.small && keys.begin < keys.end && lie_in_caches(p, item, keys)));
+  // Only the order in which memory is read depends on `cached` and `fetched`, not the result.
+  const bool packed = rows >= Ops::kMinPackedRows, ahead = reads_ahead(p, item);
+  const bool cached = item.maybe_cached && !packed && !ahead && keys.begin < keys.end && lie_in_caches(p, item, keys);
+  const bool fetched = packed || !(ahead || cached);
   TileRows tiles[2];
   TileRows *tile = &tiles[0], *next = &tiles[1];
   const int64_t first = packed || has_long_tiles(p, item) ? s.tile : pd_min(item.small ? 32 : kLanes, s.tile);
@@ -648,6 +669,7 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
 
   // For each tile and kv_head: score, update, add; meanwhile fetch the next tile
   Prefetcher fetch = {};
+  fetch.cached = cached;
   while (tile->n > 0) {
     next->locate(p.cache, item.batch, tile->begin + tile->n, keys.end, pd_min(2 * tile->n, s.tile));
     if (fetched) start_fetch<Ops>(p, item, s, *tile, *next, fetch);

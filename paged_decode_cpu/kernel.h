@@ -13,8 +13,9 @@ struct Item {
   int64_t batch;
   int64_t kv_head_begin, kv_head_end;
   int64_t row_begin, row_end;
-  KvRange keys;  // all keys that any of the rows may see
-  bool small;    // the keys and values of the whole call may lie in the processor's caches
+  KvRange keys;       // all keys that any of the rows may see
+  bool small;         // cut as keys are that lie in the processor's caches
+  bool maybe_cached;  // the keys and values of the whole call may lie there: who attends finds out
 
   // Inlined always: a copy compiled for AVX-512 must not serve the other files.
   [[gnu::always_inline]] int64_t heads() const { return kv_head_end - kv_head_begin; }

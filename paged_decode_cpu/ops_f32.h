@@ -11,9 +11,9 @@ struct OpsF32 {
   using Elem = float;  // a query element or a probability in scratch memory
   using Reg = f32v;
   static constexpr DType kElemType = DType::kFloat32;
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
   // bfloat16 numbers are widened where they lie, two to a lane, in an instruction each: a chunk is dealt out to two
-  // registers, its even elements and its odd ones. 8-bit numbers are widened 32 at a time.
+  // registers, its even elements and its odd ones. 8-bit numbers are widened two registers at a time.
   static constexpr bool kDealt = kCacheType == DType::kBFloat16;
   static constexpr bool kFp8 = dtype_bytes(kCacheType) == 1;
 #else
@@ -24,7 +24,7 @@ struct OpsF32 {
   static constexpr int kChunk = kRegs * kLanes;         // elements of a row that one load reads
   static constexpr int kBytes = dtype_bytes(kCacheType);
   static constexpr int kMaxDotRows = 4;                          // rows that share what is loaded
-  static constexpr int kMinPackedRows = kLanes == 16 ? 24 : 12;  // from here on laying out keys and values pays
+  static constexpr int kMinPackedRows = kLanes == 16 ? 24 : 20;  // from here on laying out keys and values pays
   static constexpr int kScoreRows = 24;                          // rows whose scores are at hand together then
   static constexpr int kStepRows = 6;                            // rows of one step of the matrix kernel
   static constexpr int kRowStep = 1;                             // rows of a kv_head are filled to a multiple of it
@@ -59,20 +59,52 @@ struct OpsF32 {
         _mm512_cmpeq_epi16_mask(_mm512_slli_epi16(wide, 9), _mm512_set1_epi16(static_cast<short>(0xfe00)));
     return _mm512_mask_mov_epi16(half, nan, _mm512_set1_epi16(0x7fff));
   }
+  static void load_two(const char* row, Reg* r) {
+    if constexpr (kDealt) return widen(_mm512_loadu_si512(row), r);
+    if constexpr (kFp8) return widen(half_of(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row))), r);
+  }
+  static void load_two_tail(const char* row, int64_t n, Reg* r) {
+    const __mmask32 first = (__mmask32(1) << n) - 1;
+    if constexpr (kDealt) return widen(_mm512_maskz_loadu_epi16(first, row), r);
+    if constexpr (kFp8) return widen(half_of(_mm256_maskz_loadu_epi8(first, row)), r);
+  }
+#elif defined(__AVX2__)
+  static void widen(__m256i x, Reg* r) {
+    if constexpr (kDealt) {
+      r[0] = bit_cast<f32v>(_mm256_slli_epi32(x, 16));
+      r[1] = bit_cast<f32v>(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+    } else {
+      r[0] = half_to_float(bit_cast<u16v>(_mm256_castsi256_si128(x)));
+      r[1] = half_to_float(bit_cast<u16v>(_mm256_extracti128_si256(x, 1)));
+    }
+  }
+  static __m256i half_of(__m128i bytes) {
+    const __m256i wide = _mm256_cvtepi8_epi16(bytes);
+    if constexpr (kCacheType == DType::kFloat8E5M2) return _mm256_slli_epi16(wide, 8);
+    const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<short>(0xbfff)));
+    const __m256i nan = _mm256_cmpeq_epi16(_mm256_slli_epi16(wide, 9), _mm256_set1_epi16(static_cast<short>(0xfe00)));
+    return _mm256_or_si256(half, _mm256_srli_epi16(nan, 1));
+  }
+  static void load_two(const char* row, Reg* r) {
+    if constexpr (kDealt) return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row)), r);
+    if constexpr (kFp8) return widen(half_of(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row))), r);
+  }
+  static void load_two_tail(const char* row, int64_t n, Reg* r) {
+    char padded[kChunk * kBytes] = {};
+    memcpy(padded, row, n * kBytes);
+    load_two(padded, r);
+  }
 #endif
 
   static void load_keys(const char* row, Reg* r) {
-#if defined(__AVX512F__)
-    if constexpr (kDealt) return widen(_mm512_loadu_si512(row), r);
-    if constexpr (kFp8) return widen(half_of(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row))), r);
+#if defined(__AVX2__)
+    if constexpr (kRegs == 2) return load_two(row, r);
 #endif
     r[0] = load<kCacheType>(row);
   }
   static void load_keys_tail(const char* row, int64_t n, Reg* r) {
-#if defined(__AVX512F__)
-    const __mmask32 first = (__mmask32(1) << n) - 1;
-    if constexpr (kDealt) return widen(_mm512_maskz_loadu_epi16(first, row), r);
-    if constexpr (kFp8) return widen(half_of(_mm256_maskz_loadu_epi8(first, row)), r);
+#if defined(__AVX2__)
+    if constexpr (kRegs == 2) return load_two_tail(row, n, r);
 #endif
     r[0] = load_tail<kCacheType>(row, n);
   }

@@ -28,8 +28,11 @@ constexpr int64_t kItemFloats = int64_t(64) << 10;  // of accumulators in one it
 // Bytes of one slot, K and V, that one walk reads; more heads than that are shared out.
 constexpr int64_t kSlotBytes = int64_t(32) << 10;
 
-// Keys and values of fewer bytes may lie in the processor's caches. Then their order matters less than the overhead:
-// the kv_heads of a request are shared out among the threads, which needs no merge, and a thread gets one task.
+// Keys and values of fewer bytes may lie in the processor's caches.
+constexpr int64_t kCachedBytes = int64_t(32) << 20;
+
+// And of fewer than these they probably do. Then their order matters less than the overhead: the kv_heads of a request
+// are shared out among the threads, which needs no merge, and a thread gets one task.
 constexpr int64_t kResidentBytes = int64_t(8) << 20;
 
 // What such a task takes beside its keys, in 16-bit keys of one kv_head (a float32 key counts as two): to begin, for
@@ -115,7 +118,8 @@ ItemRows rows_of_items(const Problem& p, const Products& products, int64_t threa
   return {whole_steps(most), whole_steps(pd_min(most, share))};
 }
 
-void add_items(const Problem& p, const ItemRows& most, int64_t b, int64_t max_heads, bool small,
+// `like`: what all items of a call have in common.
+void add_items(const Problem& p, const ItemRows& most, int64_t b, int64_t max_heads, const Item& like,
                std::vector<Work>& works) {
   const Request r = request_of(p, b);
   const int64_t rows = r.q_len * p.group;
@@ -128,11 +132,11 @@ void add_items(const Problem& p, const ItemRows& most, int64_t b, int64_t max_he
   // The last rows of a causal problem see the most keys: they go first.
   for (int64_t end = rows; end > 0; end -= pd_min(end, item_rows)) {
     Work work = {};
+    work.item = like;
     work.item.batch = b;
     work.item.kv_head_end = pd_min(p.kv_heads, heads);
     work.item.row_begin = pd_max(0, end - item_rows);
     work.item.row_end = end;
-    work.item.small = small;
     work.item.keys = keys_of_tokens(p, r, work.item.row_begin / p.group, pd_ceil_div(end, p.group));
     works.push_back(work);
   }
@@ -262,7 +266,10 @@ Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
   const SmallCut cut = small ? cut_small(p, kernel, threads) : SmallCut{};
   const int64_t max_heads = small ? cut.heads : most_heads(p, threads);
   const ItemRows most = rows_of_items(p, kernel.products(p), threads);
-  for (int64_t b = 0; b < p.batch; ++b) add_items(p, most, b, max_heads, small, plan.works);
+  Item like = {};
+  like.small = small;
+  like.maybe_cached = bytes < kCachedBytes;
+  for (int64_t b = 0; b < p.batch; ++b) add_items(p, most, b, max_heads, like, plan.works);
   int64_t left = 0, whole_heads = 0;
   for (const Work& work : plan.works) left += cost_of(work.item);
   plan.splits.reserve(plan.works.size());

@@ -21,6 +21,7 @@ constexpr int kVectorRegisters = 16;
 #define PD_MAX_TILE 128
 #endif
 constexpr int64_t kMaxTile = PD_MAX_TILE;                    // keys
+constexpr int64_t kLine = 64;                                // bytes of a line of the processor's caches
 constexpr int64_t kPaddedKeys = 32;                          // addresses of a tile are filled up to a multiple of it
 constexpr int kPackedRows = 6;                               // rows of one step of the matrix kernel
 constexpr int kPackedRegs = kVectorRegisters == 32 ? 4 : 2;  // and its columns, in registers
@@ -52,6 +53,7 @@ struct Prefetcher {
   uint32_t pace, due;        // in 2^-16 pieces; pace is per step of the products
   const char* const* again;  // rows to ask for again: those that are read after the ones at hand; or null
   int64_t again_offset;
+  bool cached;  // keys and values lie in the processor's caches: nothing is fetched
 
   void start(const Run* runs, int64_t n, uint32_t pieces_per_step) {
     at = end = nullptr;
@@ -97,6 +99,9 @@ struct ValueRegs {
   static constexpr int kChunk = Ops::kRegs * Ops::kDepth;  // registers of one chunk of values
 };
 
+// Products of values that are made between two looks at the fetch: with 16 registers each has few multiplications.
+constexpr int kValueSteps = kVectorRegisters == 32 ? 1 : 2;
+
 // Chunks that dot_values takes at a time: its accumulators fill half of the registers, at most 8 per row.
 constexpr int value_chunks(int rows, int chunk_regs) {
   int regs = kVectorRegisters / 2 / rows;
@@ -119,33 +124,46 @@ inline void load_block(const char* const* k, int64_t offset, int64_t d, int64_t 
   }
 }
 
-// acc[c] += the products of one query and kLanes keys, lane by lane, over one cache line of each key.
-template <class Ops>
-inline void dot_lines(const typename Ops::Elem* q, const char* const* k, int64_t column, f32v* acc) {
-  constexpr int kChunks = 64 / (Ops::kChunk * Ops::kBytes);
-  typename Ops::Reg query[kChunks * Ops::kRegs], key[Ops::kRegs];
-  for (int i = 0; i < kChunks * Ops::kRegs; ++i) query[i] = Ops::load_elems(q + i * kLanes * Ops::kDepth);
+// acc[c] += the products of one query and kLanes keys, lane by lane, over the elements from *d on, in pieces of kPiece
+// bytes of each key; moves *d behind the last whole one. Only where such a piece is more than one load.
+template <class Ops, int kPiece>
+inline void dot_pieces(const typename Ops::Elem* q, const char* const* k, int64_t offset, int64_t depth, f32v* acc,
+                       int64_t* d) {
+  constexpr int kChunks = kPiece / (Ops::kChunk * Ops::kBytes), kRegs = kChunks * Ops::kRegs;
+  if constexpr (kChunks > 1 && kRegs <= kVectorRegisters - kLanes - kVectorRegisters / 4)
+    for (; *d + kPiece / Ops::kBytes <= depth; *d += kPiece / Ops::kBytes) {
+      typename Ops::Reg query[kRegs], key[Ops::kRegs];
+#pragma GCC unroll 8
+      for (int i = 0; i < kRegs; ++i) query[i] = Ops::load_elems(q + *d + i * kLanes * Ops::kDepth);
 #pragma GCC unroll 16
-  for (int c = 0; c < kLanes; ++c)
-#pragma GCC unroll 4
-    for (int i = 0; i < kChunks; ++i) {
-      Ops::load_keys(k[c] + column + i * Ops::kChunk * Ops::kBytes, key);
+      for (int c = 0; c < kLanes; ++c) {
+        const char* row = one_register(k[c] + offset + *d * Ops::kBytes);
+#pragma GCC unroll 8
+        for (int i = 0; i < kChunks; ++i) {
+          Ops::load_keys(row + i * Ops::kChunk * Ops::kBytes, key);
 #pragma GCC unroll 2
-      for (int r = 0; r < Ops::kRegs; ++r) acc[c] = Ops::dot(acc[c], key[r], query[i * Ops::kRegs + r]);
+          for (int r = 0; r < Ops::kRegs; ++r) acc[c] = Ops::dot(acc[c], key[r], query[i * Ops::kRegs + r]);
+        }
+      }
     }
 }
 
-// acc[r * kKeys + c] += the products of kRows queries and kKeys keys, lane by lane.
+// acc[r * kKeys + c] += the products of kRows queries and kKeys keys, lane by lane. `cached`: the keys lie in the
+// processor's caches.
 template <class Ops, int kRows, int kKeys>
 inline void dot_keys(const typename Ops::Elem* q, int64_t q_stride, const char* const* k, int64_t offset, int64_t depth,
-                     f32v* acc) {
+                     bool cached, f32v* acc) {
   constexpr int kRegElems = kLanes * Ops::kDepth;
   int64_t d = 0;
   // kLanes rows at the stride of many heads share a few sets of the first cache: no line stays there for its second
-  // half.
-  if constexpr (kRows == 1 && Ops::kChunk * Ops::kBytes < 64)
-    for (; d + 64 / Ops::kBytes <= depth; d += 64 / Ops::kBytes)
-      dot_lines<Ops>(q + d, k, offset + d * Ops::kBytes, acc);
+  // half. From farther caches several lines of a key come together sooner, from memory later.
+  if constexpr (kRows == 1) {
+    if (cached) {
+      dot_pieces<Ops, 256>(q, k, offset, depth, acc, &d);
+      dot_pieces<Ops, 128>(q, k, offset, depth, acc, &d);
+    }
+    dot_pieces<Ops, 64>(q, k, offset, depth, acc, &d);
+  }
   const auto step = [&](auto load) {
     typename Ops::Reg query[kRows][Ops::kRegs];
 #pragma GCC unroll 8
@@ -182,7 +200,7 @@ template <class Ops, int kRows>
       next.ask_again<kKeys>(j + part * kKeys, 0, depth * Ops::kBytes);
       f32v acc[kLanes];
       for (f32v& a : acc) a = f32v{};
-      dot_keys<Ops, kRows, kKeys>(q, q_stride, k + j + part * kKeys, offset, depth, acc);
+      dot_keys<Ops, kRows, kKeys>(q, q_stride, k + j + part * kKeys, offset, depth, next.cached, acc);
       sums[part] = sum_lanes(acc);
     }
     if constexpr (kRows > 1) transpose_groups<kRows>(sums);
@@ -239,28 +257,37 @@ inline void dot_values_block(const typename Ops::Elem* p, const char* const* v, 
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
     for (int i = 0; i < kRegs; ++i) sum[r][i] = load<DType::kFloat32>(acc + r * acc_stride + i * kLanes);
-  for (int64_t j = 0; j < n; j += Ops::kDepth) {
-    next.advance(kBlock * Ops::kDepth);
-    next.ask_again<Ops::kDepth>(j, column, kBlock * Ops::kChunk * Ops::kBytes);
-    const char* rows[Ops::kDepth];
+  // Of blocks within a line the first one asks for it.
+  const bool asks = kBlock * Ops::kChunk * Ops::kBytes >= kLine || column % kLine == 0;
+  const auto add = [&]<int kSteps>(int64_t j) {
+    next.advance(kSteps * kBlock * Ops::kDepth);
+    if (asks) next.ask_again<kSteps * Ops::kDepth>(j, column, kBlock * Ops::kChunk * Ops::kBytes);
 #pragma GCC unroll 2
-    for (int c = 0; c < Ops::kDepth; ++c) rows[c] = one_register(v[j + c] + offset + column);
-    typename Ops::Reg value[kRegs];
+    for (int step = 0; step < kSteps; ++step, j += Ops::kDepth) {
+      const char* rows[Ops::kDepth];
+#pragma GCC unroll 2
+      for (int c = 0; c < Ops::kDepth; ++c) rows[c] = one_register(v[j + c] + offset + column);
+      typename Ops::Reg value[kRegs];
 #pragma GCC unroll 8
-    for (int b = 0; b < kBlock; ++b) {
-      if constexpr (kTail) {
-        Ops::load_values_tail(rows, 0, left, value);
-      } else {
-        Ops::load_values(rows, b * Ops::kChunk * Ops::kBytes, value + b * kChunkRegs);
+      for (int b = 0; b < kBlock; ++b) {
+        if constexpr (kTail) {
+          Ops::load_values_tail(rows, 0, left, value);
+        } else {
+          Ops::load_values(rows, b * Ops::kChunk * Ops::kBytes, value + b * kChunkRegs);
+        }
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        typename Ops::Reg weight = Ops::broadcast(p + r * kMaxTile + j);
+#pragma GCC unroll 8
+        for (int i = 0; i < kRegs; ++i) sum[r][i] = Ops::dot(sum[r][i], value[i], weight);
       }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      typename Ops::Reg weight = Ops::broadcast(p + r * kMaxTile + j);
-#pragma GCC unroll 8
-      for (int i = 0; i < kRegs; ++i) sum[r][i] = Ops::dot(sum[r][i], value[i], weight);
-    }
-  }
+  };
+  int64_t j = 0;
+  if constexpr (kValueSteps > 1)
+    for (; j + kValueSteps * Ops::kDepth <= n; j += kValueSteps * Ops::kDepth) add.template operator()<kValueSteps>(j);
+  for (; j < n; j += Ops::kDepth) add.template operator()<1>(j);
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8

@@ -278,6 +278,18 @@ inline u32v widened(u16v x) {
 #endif
 }
 
+// Whole numbers below 256 to 8 bits: for AVX2 g++ 12 takes them out of the register one by one.
+inline u8v narrowed(u32v x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i words = _mm256_packus_epi32(bit_cast<__m256i>(x), bit_cast<__m256i>(x));
+  const __m256i bytes = _mm256_packus_epi16(words, words);  // of both halves the first four count
+  const __m128i joined = _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
+  return bit_cast<u8v>(_mm_cvtsi128_si64(joined));
+#else
+  return __builtin_convertvector(x, u8v);
+#endif
+}
+
 // ---- stored numbers to floats and back. `load` reads kLanes elements, `load_tail` the first n of
 // ---- them (0 <= n < kLanes) and fills with 0.
 
@@ -362,7 +374,7 @@ inline u8v float_to_fp8(f32v x, float largest, float smallest_normal, float step
   u32v subnormal = bit_cast<u32v>(clamped + step) - bit_cast<u32v>(splat(step));
   u32v code = clamped < splat(smallest_normal) ? subnormal : normal;
   code = magnitude > (255u << 23) ? u32v{} + 0x7fu : code;
-  return __builtin_convertvector(code | sign, u8v);
+  return narrowed(code | sign);
 }
 
 template <DType kType>

@@ -415,7 +415,7 @@ FAULTS = [
         "packed products never",
         "cpu",
         "paged_decode_cpu/ops_f32.h",
-        "kLanes == 16 ? 24 : 12",
+        "kLanes == 16 ? 24 : 20",
         "1 << 20",
         "test_explain.py",
     ),
