@@ -40,59 +40,35 @@ struct OpsF32 {
   static Reg load_elems(const Elem* p) { return load<DType::kFloat32>(p); }
   static void store_elems(Elem* p, f32v x) { store<DType::kFloat32>(p, x); }
 
+#if defined(__AVX2__)
+  static void widen_pairs(u32v x, Reg* r) {
+    r[0] = bit_cast<f32v>(x << 16);
+    r[1] = bit_cast<f32v>(x & 0xffff0000u);
+  }
+  static void widen_bytes(u8v2 x, Reg* r) {
+    const Halves half = halves_of_fp8<kCacheType>(x);
+    r[0] = half_to_float(half.low);
+    r[1] = half_to_float(half.high);
+  }
+  // Two registers from a row.
+  static void load_two(const char* row, Reg* r) {
+    if constexpr (kDealt) return widen_pairs(bit_cast<u32v>(load<DType::kFloat32>(row)), r);
+    if constexpr (kFp8) {
+      u8v2 bytes;
+      memcpy(&bytes, row, sizeof bytes);
+      widen_bytes(bytes, r);
+    }
+  }
+  static void load_two_tail(const char* row, int64_t n, Reg* r) {
 #if defined(__AVX512F__)
-  static void widen(__m512i x, Reg* r) {
-    if constexpr (kDealt) {
-      r[0] = bit_cast<f32v>(_mm512_slli_epi32(x, 16));
-      r[1] = bit_cast<f32v>(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
-    } else {
-      r[0] = half_to_float(bit_cast<u16v>(_mm512_castsi512_si256(x)));
-      r[1] = half_to_float(bit_cast<u16v>(_mm512_extracti64x4_epi64(x, 1)));
-    }
-  }
-  // As half_of_fp8, for twice as many.
-  static __m512i half_of(__m256i bytes) {
-    const __m512i wide = _mm512_cvtepi8_epi16(bytes);  // the sign in all upper bits
-    if constexpr (kCacheType == DType::kFloat8E5M2) return _mm512_slli_epi16(wide, 8);
-    const __m512i half = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16(static_cast<short>(0xbfff)));
-    const __mmask32 nan =
-        _mm512_cmpeq_epi16_mask(_mm512_slli_epi16(wide, 9), _mm512_set1_epi16(static_cast<short>(0xfe00)));
-    return _mm512_mask_mov_epi16(half, nan, _mm512_set1_epi16(0x7fff));
-  }
-  static void load_two(const char* row, Reg* r) {
-    if constexpr (kDealt) return widen(_mm512_loadu_si512(row), r);
-    if constexpr (kFp8) return widen(half_of(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row))), r);
-  }
-  static void load_two_tail(const char* row, int64_t n, Reg* r) {
     const __mmask32 first = (__mmask32(1) << n) - 1;
-    if constexpr (kDealt) return widen(_mm512_maskz_loadu_epi16(first, row), r);
-    if constexpr (kFp8) return widen(half_of(_mm256_maskz_loadu_epi8(first, row)), r);
-  }
-#elif defined(__AVX2__)
-  static void widen(__m256i x, Reg* r) {
-    if constexpr (kDealt) {
-      r[0] = bit_cast<f32v>(_mm256_slli_epi32(x, 16));
-      r[1] = bit_cast<f32v>(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
-    } else {
-      r[0] = half_to_float(bit_cast<u16v>(_mm256_castsi256_si128(x)));
-      r[1] = half_to_float(bit_cast<u16v>(_mm256_extracti128_si256(x, 1)));
-    }
-  }
-  static __m256i half_of(__m128i bytes) {
-    const __m256i wide = _mm256_cvtepi8_epi16(bytes);
-    if constexpr (kCacheType == DType::kFloat8E5M2) return _mm256_slli_epi16(wide, 8);
-    const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<short>(0xbfff)));
-    const __m256i nan = _mm256_cmpeq_epi16(_mm256_slli_epi16(wide, 9), _mm256_set1_epi16(static_cast<short>(0xfe00)));
-    return _mm256_or_si256(half, _mm256_srli_epi16(nan, 1));
-  }
-  static void load_two(const char* row, Reg* r) {
-    if constexpr (kDealt) return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row)), r);
-    if constexpr (kFp8) return widen(half_of(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row))), r);
-  }
-  static void load_two_tail(const char* row, int64_t n, Reg* r) {
+    if constexpr (kDealt) return widen_pairs(bit_cast<u32v>(_mm512_maskz_loadu_epi16(first, row)), r);
+    if constexpr (kFp8) return widen_bytes(bit_cast<u8v2>(_mm256_maskz_loadu_epi8(first, row)), r);
+#else
     char padded[kChunk * kBytes] = {};
     memcpy(padded, row, n * kBytes);
     load_two(padded, r);
+#endif
   }
 #endif
 

@@ -344,6 +344,26 @@ inline u16v half_of_fp8(u8v x) {
 }
 #endif
 
+#if defined(__AVX2__)
+// The same for twice as many, the first of them in `low`.
+typedef uint8_t u8v2 __attribute__((vector_size(2 * kLanes)));
+typedef uint16_t u16v2 __attribute__((vector_size(4 * kLanes)));
+struct Halves {
+  u16v low, high;
+};
+template <DType kType>
+inline Halves halves_of_fp8(u8v2 x) {
+#if defined(__AVX512F__)
+  const u16v2 wide = bit_cast<u16v2>(_mm512_cvtepi8_epi16(bit_cast<__m256i>(x)));
+#else
+  const u16v2 wide = bit_cast<u16v2>(_mm256_cvtepi8_epi16(bit_cast<__m128i>(x)));
+#endif
+  if constexpr (kType == DType::kFloat8E5M2) return bit_cast<Halves>(wide << 8);
+  const u16v2 half = (wide << 7) & 0xbfff;  // the sign is in all upper bits
+  return bit_cast<Halves>((wide << 9) == 0xfe00 ? u16v2{} + 0x7fff : half);
+}
+#endif
+
 // What half_of_fp8 leaves to be multiplied.
 constexpr float fp8_unit(DType type) { return type == DType::kFloat8E4M3 ? 256.f : 1.f; }
 
