@@ -81,7 +81,7 @@ class Ceiling(Provider):
     def setup(self, case, inputs):
         if case.kind == "prefill":
             # Where the processor has no arithmetic for it, torch.mm of 16 bits is a hundred times slower than of fp32.
-            has_bf16 = torch.cpu._is_avx512_bf16_supported()
+            has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
             dtype = torch.bfloat16 if case.dtype == "bf16" and has_bf16 else torch.float32
             a, b = torch.ones(2, 2048, 2048, dtype=dtype)
             columns = round(case.flops / (2 * 2048 * 2048))

@@ -23,16 +23,17 @@ struct OpsF32 {
   static constexpr int kRegs = kDealt || kFp8 ? 2 : 1;  // registers that one load of a cache row fills
   static constexpr int kChunk = kRegs * kLanes;         // elements of a row that one load reads
   static constexpr int kBytes = dtype_bytes(kCacheType);
-  static constexpr int kMaxDotRows = 4;                          // rows that share what is loaded
-  static constexpr int kMinPackedRows = kLanes == 16 ? 24 : 20;  // from here on laying out keys and values pays
-  static constexpr int kScoreRows = 24;                          // rows whose scores are at hand together then
-  static constexpr int kStepRows = 6;                            // rows of one step of the matrix kernel
-  static constexpr int kRowStep = 1;                             // rows of a kv_head are filled to a multiple of it
-  static constexpr int kValueKeys = 1;                           // and the keys that the values' product takes
-  static constexpr int kLeftPieces = 1, kRightPieces = 1;        // numbers that one of the left or right is held as
-  static constexpr bool kTiles = false;                          // whether Ops attends to packed keys in its own way
-  static constexpr bool kFewRows = false;                        // whether those tiles read keys in place, for few rows
-  static constexpr bool kNeon = false;                           // whether tile_neon.h multiplies
+  static constexpr int kMaxDotRows = 4;  // rows that share what is loaded
+  // From here on laying out keys and values pays.
+  static constexpr int kMinPackedRows = kLanes == 16 ? 24 : kLanes == 8 ? 20 : 12;
+  static constexpr int kScoreRows = 24;                    // rows whose scores are at hand together then
+  static constexpr int kStepRows = 6;                      // rows of one step of the matrix kernel
+  static constexpr int kRowStep = 1;                       // rows of a kv_head are filled to a multiple of it
+  static constexpr int kValueKeys = 1;                     // and the keys that the values' product takes
+  static constexpr int kLeftPieces = 1, kRightPieces = 1;  // numbers that one of the left or right is held as
+  static constexpr bool kTiles = false;                    // whether Ops attends to packed keys in its own way
+  static constexpr bool kFewRows = false;                  // whether those tiles read keys in place, for few rows
+  static constexpr bool kNeon = false;                     // whether tile_neon.h multiplies
   static constexpr float kUnit = kFp8 ? fp8_unit(kCacheType) : 1.f;  // what a loaded number is to be multiplied with
 
   static f32v dot(f32v acc, Reg a, Reg b) { return acc + a * b; }

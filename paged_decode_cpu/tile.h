@@ -77,7 +77,7 @@ struct Prefetcher {
         end = next->end;
         ++next;
       }
-      for (int i = 0; i < kPiece; i += 64) __builtin_prefetch(at + i, 0, 2);
+      for (int i = 0; i < kPiece; i += kLine) __builtin_prefetch(at + i, 0, 2);
       at += kPiece;
     }
   }
@@ -88,7 +88,7 @@ struct Prefetcher {
     const char* rows[kRows];
 #pragma GCC unroll 16
     for (int c = 0; c < kRows; ++c) rows[c] = one_register(again[j + c] + again_offset + column);
-    for (int64_t b = 0; b < bytes; b += 64)
+    for (int64_t b = 0; b < bytes; b += kLine)
 #pragma GCC unroll 16
       for (int c = 0; c < kRows; ++c) __builtin_prefetch(rows[c] + b, 0, 2);
   }
@@ -162,7 +162,7 @@ inline void dot_keys(const typename Ops::Elem* q, int64_t q_stride, const char* 
       dot_pieces<Ops, 256>(q, k, offset, depth, acc, &d);
       dot_pieces<Ops, 128>(q, k, offset, depth, acc, &d);
     }
-    dot_pieces<Ops, 64>(q, k, offset, depth, acc, &d);
+    dot_pieces<Ops, kLine>(q, k, offset, depth, acc, &d);
   }
   const auto step = [&](auto load) {
     typename Ops::Reg query[kRows][Ops::kRegs];

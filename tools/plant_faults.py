@@ -415,7 +415,7 @@ FAULTS = [
         "packed products never",
         "cpu",
         "paged_decode_cpu/ops_f32.h",
-        "kLanes == 16 ? 24 : 20",
+        "kLanes == 16 ? 24 : kLanes == 8 ? 20 : 12",
         "1 << 20",
         "test_explain.py",
     ),
