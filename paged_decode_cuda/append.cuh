@@ -44,7 +44,7 @@ PD_DEVICE NewToken find_new_token(const Problem& p, const FastDivisor& seqlen_ne
   if (cu) {
     token.b = find_request(cu, static_cast<int>(p.batch), index);
     token.t = static_cast<int>(index - cu[token.b]);
-    token.exists = index >= cu[0] && index < cu[token.b + 1];
+    token.exists = index >= cu[0] && index < cu[token.b + 1] && index < p.append.total_new;
   } else {
     token.b = seqlen_new.divide(static_cast<int>(index));
     token.t = static_cast<int>(index) - token.b * static_cast<int>(seqlen_new.divisor);

@@ -84,7 +84,8 @@ struct RowSum {
 // Where a row of the partial of a block begins. A block leaves one partial at most, for the pair whose first
 // keys are not its own.
 PD_DEVICE TaggedWord* partial_row(const Plan& plan, int block, int row) {
-  return plan.partials + static_cast<uint32_t>(block * plan.rows_per_tile + row) * row_words(plan.partial_quads);
+  const uint32_t rows_before = static_cast<uint32_t>(block) * plan.rows_per_tile + row;
+  return plan.partials + static_cast<uint64_t>(rows_before) * static_cast<uint32_t>(row_words(plan.partial_quads));
 }
 
 PD_DEVICE void write_partial(const Plan& plan, int row, int quad, const RowSum& sum) {

@@ -7,8 +7,8 @@ namespace {
 
 template <typename T>
 const void* kernel_for(const Problem& p) {
-  // Dimensions per lane: 4 and 8 cover head_dim 128 and 256, the widest one (576, 512).
-  if (p.qv) return reinterpret_cast<const void*>(&fallback_kernel<T, 8, 16, true>);
+  // Dimensions per lane: 4 and 8 cover head_dim 128 and 256, the widest ones (576, 512).
+  if (p.qv) return reinterpret_cast<const void*>(&fallback_kernel<T, 18, 16, true>);
   const int64_t widest = pd_max(p.head_dim, p.head_dim_v);
   if (widest <= 128) return reinterpret_cast<const void*>(&fallback_kernel<T, 4, 4, false>);
   if (widest <= 256) return reinterpret_cast<const void*>(&fallback_kernel<T, 8, 8, false>);

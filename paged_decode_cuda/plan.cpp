@@ -30,8 +30,10 @@ int64_t longest_query(const Problem& p) {
   return says_nothing ? pd_ceil_div(p.total_q, p.batch) : said;
 }
 
+bool hides_lengths(const Problem& p) { return p.deterministic && p.cu_seqlens_q; }
+
 bool has_few_rows(const Problem& p, int64_t most) {
-  return !(p.deterministic && p.cu_seqlens_q) && longest_query(p) * p.group <= most;
+  return !hides_lengths(p) && longest_query(p) * p.group <= most;
 }
 
 void plan_tables(const Problem& p, int tile_shift, Plan& plan) {

@@ -99,10 +99,13 @@ int64_t packed_tiles(const Problem& p, int row_shift);
 // Tokens of the longest request, as far as the host can tell.
 int64_t longest_query(const Problem& p);
 
+// Whether nothing may be planned by the lengths of packed requests: what the host knows of them is said of the longest
+// one or of all, and a result must not depend on the other requests.
+bool hides_lengths(const Problem& p);
+
 constexpr int64_t kFewRows = 16;  // of a request and kv_head: what a tile of the decode kernel holds
 
-// Whether no request has more than `most` rows, as far as the host can tell. Never where a result must not depend on
-// the other requests: then neither may the kernel, and a request may have many rows or few.
+// Whether no request has more than `most` rows, as far as the host can tell. Never with hides_lengths().
 bool has_few_rows(const Problem& p, int64_t most = kFewRows);
 
 // Cuts that do not depend on the batch: num_splits of them, or one for every `split_keys` keys, `limit` at most.

@@ -221,7 +221,7 @@ PD_FN void store_partial(constant Arguments& a, Operands operands, Item item, in
 // Tokens of q past cu_seqlens_q[batch] belong to no request: out 0, lse -inf.
 PD_FN void clear_unclaimed(constant Arguments& a, Tables tables, Output output, int group, int groups, Worker worker) {
   if (!has_cu_seqlens_q) return;
-  for (int token = max(tables.cu_seqlens_q[a.batch], 0) + group; token < a.total_q; token += groups) {
+  for (int token = clamp(tables.cu_seqlens_q[a.batch], 0, a.total_q) + group; token < a.total_q; token += groups) {
     for (int i = worker.index; i < a.q_heads * head_dim_v; i += worker.threads) {
       const int head = i / head_dim_v;
       const long row = token * a.out.middle + head * a.out.head;

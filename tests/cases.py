@@ -417,6 +417,9 @@ NAMED = {
     "llama4_chunk": Case(kv_len=200, q_len=3, chunk=64, causal=True, head_dim=128),
     "deepseek_latent": Case(q_heads=16, kv_heads=1, head_dim=576, head_dim_v=512, layout="latent", kv_len=200),
     "deepseek_qv": Case(q_heads=16, kv_heads=1, head_dim=64, head_dim_v=512, qv=True, page_size=64, kv_len=200),
+    # More dimensions of q . k than the rotary part of DeepSeek has: of every size beside qv.
+    "qv_beside_512": Case(q_heads=8, kv_heads=1, head_dim=512, qv=True, kv_len=90, q_len=3, causal=True),
+    "qv_beside_576": Case(q_heads=8, kv_heads=2, head_dim=576, head_dim_v=512, qv=True, kv_len=90),
     "deepseek_prefill": Case(q_len=9, causal=True, head_dim=192, head_dim_v=128, kv_heads=4, kv_len=90),
     "llama_step": Case(kv_len=120, append=1, rotary_dim=128, head_dim=128, rotary_interleaved=False, causal=True),
     "llama_step_fp8": Case(kv_len=120, append=1, rotary_dim=64, kv_dtype="float8_e4m3fn", descale="full", causal=True),

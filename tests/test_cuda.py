@@ -1,6 +1,7 @@
 """What the contract promises of a GPU alone: CUDA graphs, streams, caches beyond 2^31 elements, bounded workspace; and
 every way in which the keys are dealt to thread blocks."""
 
+import dataclasses
 import itertools
 import os
 import shutil
@@ -301,6 +302,94 @@ def test_more_elements_than_32_bits_count(paged_attn, device):
             assert torch.equal(a, b), (kv_dtype, page_size)
         del big, results, caches
         torch.cuda.empty_cache()
+
+
+def test_a_workspace_beyond_64_gib(paged_attn, device):
+    """The partials of so many rows have more 16-byte words than 32 bits count; they must not share any."""
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 72 << 30:
+        pytest.skip("needs 72 GiB of free memory")
+    torch.manual_seed(0)
+    tokens, kv_len = 65536, 1024
+    q = torch.randn(1, 64, 8, 512, device=device).bfloat16().expand(tokens // 64, -1, -1, -1).reshape(1, -1, 8, 512)
+    k, v = (torch.randn(kv_len // 16, 16, 1, 512, device=device).bfloat16() for _ in range(2))
+    table = torch.arange(1024, device=device).int().view(1, -1)  # 32 splits, of which two have keys
+    out = paged_attn.flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=kv_len, block_table=table % (kv_len // 16), deterministic=True
+    ).view(-1, 64, 8, 512)
+    for i in range(1, len(out)):
+        assert torch.equal(out[i], out[0])
+    del out
+    torch.cuda.empty_cache()
+
+
+def test_more_new_tokens_than_32_bits_count(paged_attn, device):
+    """Refused, whatever cu_seqlens_k_new says; one row stands for all of them here."""
+    k = torch.zeros(1, 1, 8, device=device).expand(2**31 + 8, 1, 8)
+    cache, table, zero = torch.zeros(1, 16, 1, 8, device=device), *torch.zeros(2, 1, device=device).int()
+    with pytest.raises(RuntimeError, match=r"^cuda: expected fewer than 2\^31 tokens .* got 2147483656$"):
+        paged_attn.kv_paged_write(k, k, cache, cache, table[None], zero, cu_seqlens_k_new=torch.cat((zero, zero + 1)))
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_cu_seqlens_k_new_ends_behind_the_tokens(paged_attn, device, many):
+    """A GPU does not see it. What lies behind k and v is not read, so it is not written either."""
+    tokens, behind = (2 * 8 * torch.cuda.get_device_properties(device).multi_processor_count + 1, 7) if many else (5, 7)
+    k, v = (torch.full((tokens + behind, 2, 64), 9.0, device=device).bfloat16() for _ in range(2))
+    caches = [torch.zeros(1 + (tokens + 64) // 16, 16, 2, 64, device=device).bfloat16() for _ in range(2)]
+    table = torch.arange(len(caches[0]), device=device).int()[None]
+    cu = torch.tensor([0, tokens + 64], dtype=torch.int32, device=device)
+    paged_attn.kv_paged_write(
+        k[:tokens], v[:tokens], *caches, table, torch.zeros(1, device=device).int(), cu_seqlens_k_new=cu
+    )
+    for cache in caches:
+        flat = cache.view(-1, 2, 64)
+        assert (flat[:tokens] == 9).all() and (flat[tokens:] == 0).all()
+
+
+@pytest.mark.parametrize("cu", [[2, 66], [0, 50, 20, 66], [70, 66]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_wrong_cu_seqlens_q_writes_nothing_outside(paged_attn, device, cu, dtype):
+    """Few rows over many keys, so that keys are cut; what lies around out and lse stays as it is."""
+    batch, around = len(cu) - 1, 1 << 20
+    q = torch.randn(66, 32, 128, device=device).to(dtype)
+    k_cache, v_cache = (torch.randn(2048, 16, 8, 128, device=device).to(dtype) for _ in range(2))
+    room = torch.full((2 * around + q.numel(),), 7.0, device=device, dtype=dtype)
+    out = room[around:-around].view_as(q)
+    table = torch.arange(2048, device=device).int().expand(batch, -1).contiguous()
+    paged_attn.flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=30000, block_table=table, causal=True, out=out, max_seqlen_q=64,
+        cu_seqlens_q=torch.tensor(cu, dtype=torch.int32, device=device), return_softmax_lse=True,
+    )  # fmt: skip
+    torch.cuda.synchronize()
+    assert (room[:around] == 7).all() and (room[-around:] == 7).all()
+
+
+DETERMINISTIC = {  # shapes at which the size of the batch would choose another way
+    "8-bit cache, few rows": Case(kv_dtype="float8_e4m3fn", descale="full", q_len=8, head_dim=128, causal=True),
+    "splits of a prompt": Case(q_len=64, num_splits=4, head_dim=128, causal=True),
+    "prompt": Case(q_len=64, head_dim=128, causal=True),
+    "head_dim 80, pages of 12": Case(q_len=64, head_dim=80, causal=True, page_size=12),
+    "float32": Case(dtype="float32", q_len=16, head_dim=64, causal=True),
+}
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_deterministic_does_not_see_a_large_batch(paged_attn, device, name):
+    case = dataclasses.replace(DETERMINISTIC[name], batch=24, lens=(1100,) * 24, q_heads=32, kv_heads=8)
+    call = cases.build(case).to(device)
+    call.kwargs["deterministic"] = True
+    before = cases.build(case)
+    out, lse = run(paged_attn, call)
+    judge(out, lse, call, before)
+    k_cache, v_cache = call.caches()
+    for requests in (1, 9, 13):
+        few = {
+            name: x[:requests] if name in ("q", "cache_seqlens", "block_table", "k_descale", "v_descale") else x
+            for name, x in call.kwargs.items()
+        }
+        alone = paged_attn.flash_attn_with_kvcache(k_cache=k_cache, v_cache=v_cache, **few)
+        assert torch.equal(alone[0], out[:requests]) and torch.equal(alone[1], lse[:requests]), requests
 
 
 @pytest.mark.parametrize("options", [{}, {"num_splits": 8}, {"deterministic": True}], ids=str)

@@ -172,6 +172,39 @@ def test_every_key_is_dealt_once(library, seed):
     assert routes == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("gpu", GPUS)
+def test_what_is_deterministic_does_not_see_the_batch(library, gpu):
+    """The route of a request and its cuts are those that it has alone."""
+    rng, routes = random.Random(7), set()
+    for _ in range(150):
+        lens, others = [rng.choice([0, 100, 2000])], [rng.randint(0, 2000) for _ in range(rng.choice([1, 9, 30]))]
+        options = {
+            "deterministic": 1, "num_splits": rng.choice([0, 0, 1, 7]), "kv_heads": rng.choice([1, 8]),
+            "group": rng.choice([1, 4, 16]), "head_dim": rng.choice([60, 64, 128, 256]),
+            "kv_bytes": rng.choice([1, 2, 4]), "window_left": rng.choice([-1, -1, 400]),
+        }  # fmt: skip
+        if rng.random() < 0.5:
+            rows = ({"q_len": rng.choice([1, 3, 17])},) * 2
+        else:
+            q_lens = [rng.choice([1, 3, 17])]
+            rows = {"q_lens": q_lens}, {"q_lens": q_lens + [rng.choice([0, 1, 2, 20]) for _ in others]}
+        # As wide a block table for both.
+        alone, beside = (
+            plan(library, GPUS[gpu], shares=300_000, lens=of, max_pages=200, **options, **own)
+            for of, own in ((lens, rows[0]), (lens + others, rows[1]))
+        )
+        shown = f"{lens}, {rows[0]} beside {others}, {rows[1]}, {options}"
+        for name in ("route", "warps", "rows_per_tile", "tile_keys"):
+            assert getattr(alone[0], name) == getattr(beside[0], name), (name, shown)
+        cuts = [
+            sorted((s.head, s.first_row, s.tile, s.tile_end) for s in shares if s.b == 0)
+            for _, shares in (alone, beside)
+        ]
+        assert cuts[0] == cuts[1], shown
+        routes.add(alone[0].route)
+    assert routes == {1, 2, 3}  # decode_basic deals by the lengths that it finds
+
+
 def test_shares_differ_by_little(library):
     """Equal requests on a whole GPU: no block has more than a tenth above the average, one tile aside."""
     for batch, kv_len in ((1, 8192), (1, 60000), (10, 8192), (64, 4096), (33, 8192), (256, 1024)):

@@ -151,6 +151,26 @@ def test_features_together(paged_attn, device, seed):
     on_the_route(paged_attn, random_case(random.Random(seed)), device)
 
 
+@pytest.mark.parametrize("q_heads", [16, 128])
+def test_deterministic_does_not_see_the_tokens_of_others(paged_attn, device, q_heads):
+    """Packed requests; the second one has more tokens than the first."""
+    torch.manual_seed(0)
+    q = torch.randn(20, q_heads, 576, device=device).bfloat16()
+    k_cache = torch.randn(130, 64, 1, 576, device=device).bfloat16()
+    table = torch.randperm(130, device=device).int().view(2, -1)
+    results = []
+    for cu in ([0, 8], [0, 8, 20]):
+        requests = len(cu) - 1
+        out, lse = paged_attn.flash_attn_with_kvcache(
+            q[: cu[-1]], k_cache, k_cache[..., :512], block_table=table[:requests], causal=True, deterministic=True,
+            cache_seqlens=torch.full((requests,), 4099, dtype=torch.int32, device=device),
+            cu_seqlens_q=torch.tensor(cu, dtype=torch.int32, device=device), max_seqlen_q=12 if requests > 1 else 8,
+            return_softmax_lse=True,
+        )  # fmt: skip
+        results.append((out[:8], lse[:, :8]))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_graph_is_replayed_with_other_lengths(paged_attn, device, form):
     lens = (700, 0, 2300, 64, 511)

@@ -4,6 +4,7 @@ addresses outside of shared memory end the run.
 """
 
 import ctypes
+import itertools
 import random
 
 import pytest
@@ -201,6 +202,21 @@ def test_plans(library):
     ):
         reason, numbers = explained(library, **options)
         assert reason == "" and {name: getattr(numbers, name) for name in expected} == expected, options
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_deterministic_does_not_see_the_batch(library, packed):
+    """The kernel, the rows of an item and the cuts of a request are those that it has alone."""
+    for q_heads, kv_dtype, num_splits, q_len in itertools.product((16, 32, 64, 128), (0, 1), (0, 4), (1, 3, 8)):
+        options = {"deterministic": 1, "q_heads": q_heads, "kv_dtype": kv_dtype, "num_splits": num_splits}
+        found = set()
+        for batch, longest in ((1, q_len), (2, 12), (40, 30)):
+            longest = longest if packed else q_len
+            options |= {"batch": batch, "max_q_len": longest, "cu_seqlens_q": packed << 20, "num_pages": 5000}
+            reason, n = explained(library, total_q=q_len + (batch - 1) * longest, **options)
+            assert reason == ""
+            found.add((n.cluster, n.rows, n.splits, n.balanced))
+        assert len(found) == 1, (q_heads, kv_dtype, num_splits, q_len, found)
 
 
 def test_why_not(library):

@@ -33,6 +33,7 @@ PREFILL_REFUSES = {
         "window_left": 400,
     },
     "num_splits above 1 and more rows than it is meant for": {"num_splits": 2, "max_q_len": 20000},
+    "deterministic and num_splits above 1": {"num_splits": 2, "deterministic": 1},
     "float32": {"kv_bytes": 4, "q_bytes": 4},
     "qv": {"qv": 1},
     "head_dim or head_dim_v above 256": {"head_dim": 512},
@@ -62,9 +63,68 @@ def test_where_prefill_begins(library):
     assert "no more rows" in refusal(library, [100], max_q_len=1, deterministic=1)
 
 
+def gpu(name):
+    """Options of a GPU of planner.GPUS without wgmma; 8.6 stands for all of its limits."""
+    processors, of_block, of_processor = planner.GPUS[name]
+    capability = {"sm_80": 80, "sm_86, sm_89, sm_120": 86}[name]
+    return {"capability": capability, "processors": processors, "shared_per_block": of_block,
+            "shared_per_processor": of_processor}  # fmt: skip
+
+
+OTHER_GPUS = [name for name in planner.GPUS if name != "sm_90"]
+
+
+def alone_and_beside(rng):
+    """A request by itself and among others, as arguments of call_of; the same options for both, `deterministic`."""
+    lens, q_len = [rng.choice([0, 100, 4096, 60000])], rng.choice([1, 3, 5, 8, 64, 70, 500])
+    others = [rng.randint(0, 9000) for _ in range(rng.choice([1, 7, 12, 40, 300]))]
+    options = {
+        "deterministic": 1, "num_splits": rng.choice([0, 0, 1, 2, 4, 40]), "kv_heads": rng.choice([1, 4, 8]),
+        "group": rng.choice([1, 4, 16]), "head_dim": rng.choice([64, 80, 128, 192, 256]), "page_size": 16,
+        "window_right": rng.choice([0, -1]), "window_left": rng.choice([-1, -1, 400]), "softcap": rng.choice([0, 0, 3]),
+    }  # fmt: skip
+    options |= rng.choice([{}, {"kv_bytes": 1}, {"kv_bytes": -1}, {"kv_bytes": 1, "q_bytes": 1}])
+    if rng.random() < 0.5:
+        return (lens, None), (lens + others, None), options | {"max_q_len": q_len}
+    q_lens = [rng.choice([0, 1, 2, 40, 900]) for _ in others]
+    return (lens, [q_len]), (lens + others, [q_len, *q_lens]), options
+
+
+def test_what_is_deterministic_does_not_see_the_batch(library):
+    """The route of a request, its tiles and its cuts are those that it has alone."""
+    rng, routes = random.Random(5), set()
+    for _ in range(2000):
+        alone, beside, options = alone_and_beside(rng)
+        shown = f"{alone} beside {beside}, {options}"
+        refused = refusal(library, *alone, **options)
+        assert (refusal(library, *beside, **options) == "") == (refused == ""), shown
+        routes.add(refused)
+        if refused:
+            continue
+        one, many = (numbers_of(library, *call, **options) for call in (alone, beside))
+        for name in ("rows", "keys", "threads", "parts", "box_rows"):
+            assert getattr(one, name) == getattr(many, name), (name, shown)
+    assert len(routes) > 2 and "" in routes
+
+
+@pytest.mark.parametrize("name", OTHER_GPUS)
+def test_what_is_deterministic_does_not_see_the_batch_on_other_gpus(library, name):
+    rng, routes = random.Random(6), set()
+    for _ in range(2000):
+        alone, beside, options = alone_and_beside(rng)
+        refused, other = (mma_refusal(library, *call, **options, **gpu(name)) for call in (alone, beside))
+        assert (refused == "") == (other == ""), f"{alone} beside {beside}, {options}"
+        routes.add(refused)
+        if refused:
+            continue
+        one, many = (mma_numbers_of(library, *call, **options, **gpu(name)) for call in (alone, beside))
+        assert (one.head_dim, one.keys, one.rows, one.threads) == (many.head_dim, many.keys, many.rows, many.threads)
+    assert len(routes) > 2 and "" in routes
+
+
 def test_where_widening_begins(library):
     """With more than 32 rows, or where three quarters of the multiprocessors have work; products of 8 bits widen
-    nothing, and what must not depend on other requests does not."""
+    nothing. What must not depend on other requests widens 33 rows and packed ones."""
     few, e4m3, e5m2 = "an 8-bit cache and no more rows than the decode kernel is faster for", 1, -1
     many, some = {"lens": [4096] * 32, "group": 4}, {"lens": [4096] * 9, "group": 4}
     for q_bytes, kv_bytes, head_dim in ((2, e4m3, 128), (2, e5m2, 64), (e5m2, e5m2, 128), (e4m3, e4m3, 256)):
@@ -73,6 +133,8 @@ def test_where_widening_begins(library):
         assert refusal(library, max_q_len=8, **some, **options) == few
         assert refusal(library, max_q_len=9, **some, **options) == ""
         assert refusal(library, q_lens=[5] * 9, deterministic=1, **some, **options) == ""
+        assert refusal(library, max_q_len=8, deterministic=1, **many, **options) == few
+        assert refusal(library, max_q_len=9, deterministic=1, **many, **options) == ""
     assert refusal(library, max_q_len=5, q_bytes=e4m3, kv_bytes=e4m3, **some) == ""
 
 
@@ -204,7 +266,7 @@ def test_how_keys_are_cut(library):
     assert parts([100], **one) == 32 and parts([100] * 8, **one) == 16 and parts([100] * 60, **one) == 2
     assert parts([100] * 67, **one) == 1 and parts(PROMPTS) == 1
     assert parts([100], **one, window_left=900) == 1 and parts([100], **one, window_left=2000) == 3
-    assert parts([100], **one, deterministic=1) == 1 and parts([100], **one, deterministic=1, num_splits=5) == 5
+    assert parts([100], **one, deterministic=1) == 1 and parts([100], **one, deterministic=1, num_splits=1) == 1
     assert parts([100], **one, num_splits=1) == 1 and parts([100] * 67, **one, num_splits=3) == 3
     assert numbers_of(library, [100] * 8, **one).blocks == 128
     # Packed requests: one fills its tiles of rows, of several each may end with a row in a tile of its own.
@@ -241,15 +303,6 @@ def test_parts_hold_every_tile_of_keys_once(library, parts):
         assert (begin, end) == (0, -(-last // 128)), (b, first_row)
 
 
-def gpu(name):
-    """Options of a GPU of planner.GPUS without wgmma; 8.6 stands for all of its limits."""
-    processors, of_block, of_processor = planner.GPUS[name]
-    capability = {"sm_80": 80, "sm_86, sm_89, sm_120": 86}[name]
-    return {"capability": capability, "processors": processors, "shared_per_block": of_block,
-            "shared_per_processor": of_processor}  # fmt: skip
-
-
-OTHER_GPUS = [name for name in planner.GPUS if name != "sm_90"]
 MMA_REFUSES = {
     "a device of compute capability 9.0, which has the route prefill": {"capability": 90},
     "8-bit q": {"q_bytes": 1, "kv_bytes": 1},

@@ -1,5 +1,7 @@
 """Properties that need no reference: what must not change a result, or not by a bit."""
 
+import itertools
+
 import cases
 import pytest
 import reference
@@ -87,20 +89,43 @@ def one_request(call, b):
     return kwargs, rows
 
 
+@pytest.mark.parametrize("num_splits", [0, 4])
 @pytest.mark.parametrize("case", SHAPES, ids=str)
-def test_deterministic_does_not_see_the_batch(paged_attn, device, case):
+def test_deterministic_does_not_see_the_batch(paged_attn, device, case, num_splits):
     """Every request alone gives the bits that it gives in the batch, and in the batch turned around."""
     call = cases.build(case).to(device)
-    out, lse = run(paged_attn, call, deterministic=True)
+    options = {"deterministic": True, "num_splits": num_splits}
+    out, lse = run(paged_attn, call, **options)
     k_cache, v_cache = call.caches()
     for b in range(case.batch):
         kwargs, rows = one_request(call, b)
-        alone = paged_attn.flash_attn_with_kvcache(k_cache=k_cache, v_cache=v_cache, deterministic=True, **kwargs)
+        alone = paged_attn.flash_attn_with_kvcache(k_cache=k_cache, v_cache=v_cache, **(kwargs | options))
         assert torch.equal(alone[0], out[rows])
         assert torch.equal(alone[1], lse[:, rows] if case.varlen_q else lse[rows])
     if not case.varlen_q and case.page_size:
         turned = {name: call.kwargs[name].flip(0) for name in ("q", "block_table", "cache_seqlens")}
-        assert torch.equal(run(paged_attn, call, deterministic=True, **turned)[0].flip(0), out)
+        assert torch.equal(run(paged_attn, call, **options, **turned)[0].flip(0), out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("q_len", [1, 2, 5])
+def test_deterministic_does_not_see_the_queries_of_others(paged_attn, device, q_len, dtype):
+    """Packed requests lie side by side in memory; the scores of the second one are far larger, or not numbers."""
+    q_lens, kv_len = (q_len, 40), 200
+    for seed, factor in itertools.product(range(3), (1.0, 20.0, torch.nan)):
+        torch.manual_seed(seed)
+        q = torch.randn(sum(q_lens), 8, 64).to(dtype)
+        k_cache, v_cache = (torch.randn(2, kv_len, 2, 64).to(dtype).to(device) for _ in range(2))
+        q[q_len:] *= factor
+        results = []
+        for requests in (1, 2):
+            cu = torch.tensor([0, *itertools.accumulate(q_lens[:requests])], dtype=torch.int32, device=device)
+            out, lse = paged_attn.flash_attn_with_kvcache(
+                q[: cu[-1]].to(device), k_cache, v_cache, cache_seqlens=kv_len, cu_seqlens_q=cu, max_seqlen_q=40,
+                causal=True, deterministic=True, return_softmax_lse=True,
+            )  # fmt: skip
+            results.append((out[:q_len], lse[:, :q_len]))
+        assert_same_bits(*results)
 
 
 @pytest.mark.parametrize("case", SHAPES, ids=str)

@@ -29,7 +29,7 @@ int64_t tiles_of(int64_t tokens, const Problem& p, const DecodeInstance& instanc
 RowTiles cut_rows(const Problem& p, const DeviceLimits& limits) {
   auto instance_for = [&](int64_t tokens) {
     return find_decode_instance(static_cast<int>(dtype_bytes(p.cache.dtype)), pd_max(p.head_dim, p.head_dim_v),
-                                tokens * p.group <= 8 ? 1 : 2);
+                                tokens * p.group <= 8 && !hides_lengths(p) ? 1 : 2);
   };
   int64_t tokens = p.max_q_len;
   if (p.cu_seqlens_q) {

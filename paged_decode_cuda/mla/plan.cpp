@@ -29,7 +29,8 @@ bool values_are_latents(const Cache& c) {
 
 // Two blocks share the copies of their keys, where that leaves hardly one without rows.
 int cluster_of(const Problem& p) {
-  const int64_t tiles = pd_ceil_div(longest_query(p) * p.group, MlaSizes::kRows);
+  const int64_t tokens = hides_lengths(p) ? 1 : longest_query(p);
+  const int64_t tiles = pd_ceil_div(tokens * p.group, MlaSizes::kRows);
   return tiles % 2 == 0 || tiles > 8 ? MlaSizes::kMostCluster : 1;
 }
 

@@ -95,6 +95,7 @@ __global__ void __launch_bounds__(kCombineThreads)
     if (!exists || quad >= quads || item.b >= p.batch) continue;
     item.q_begin = query_begin(p, item.b);
     const int first = p.cu_seqlens_q ? item.q_begin : item.b * static_cast<int>(p.max_q_len);
+    if (token < first) continue;  // of no request: cu_seqlens_q begins late, or falls
     item.first_row = (token - first) * group;
     write_output<2>(p, call, item, head, q_head - head * group, quad, sum);
   }

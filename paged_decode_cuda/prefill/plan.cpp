@@ -98,11 +98,14 @@ const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
   const int64_t tiles = most_tiles(p, rows);
   if (tiles > INT32_MAX / 2) return "there are more tiles of rows than 32 bits count";
   const int64_t parts = parts_of(p, tiles, rows, limits.processors);
+  // Where results must not depend on the other requests, none of the following may either.
+  if (p.deterministic && parts > 1) return "deterministic and num_splits above 1";
   if (parts > 1 && (parts > kPartTiles * limits.processors || tiles * parts > kPartTiles * limits.processors))
     return "num_splits above 1 and more rows than it is meant for";
   if (!p.deterministic && tiles * parts * kFewTiles < limits.processors)
     return "too few tiles of rows to fill the device";
-  if (widens(p) && has_few_rows(p, kFewWidenedRows) && 4 * tiles * parts < 3 * limits.processors)
+  if (widens(p) && has_few_rows(p, kFewWidenedRows) &&
+      (p.deterministic || 4 * tiles * parts < 3 * limits.processors))
     return "an 8-bit cache and no more rows than the decode kernel is faster for";
   return "";
 }
@@ -122,7 +125,7 @@ PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere. A box begins
   // where the swizzle does.
   const int64_t rows = c.block_table ? std::gcd(plan.instance.keys, c.page_size) : plan.instance.keys;
-  const bool bulk = rows >= kSwizzledRows && !plan.widens;
+  const bool bulk = rows % kSwizzledRows == 0 && !plan.widens;
   plan.box_rows = bulk ? static_cast<int32_t>(rows) : 0;
   return plan;
 }
