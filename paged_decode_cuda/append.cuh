@@ -8,6 +8,7 @@
 #include "ptx.cuh"
 #include "rows.cuh"
 #include "spec/rotary.h"
+#include "spec/search.h"
 
 namespace paged_attn {
 
@@ -23,26 +24,18 @@ struct Place {
   int64_t page, slot;  // page -1: not written
 };
 
-// Largest b with cu[b] <= index.
-PD_DEVICE int find_request(const int32_t* cu, int batch, int64_t index) {
-  int low = 0, high = batch;
-  while (high - low > 1) {
-    int middle = (low + high) / 2;
-    if (cu[middle] <= index) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
+// Where the tokens of a request begin, for find_request.
+struct FirstToken {
+  const int32_t* cu_seqlens;
+  PD_METHOD int operator()(int b) const { return cu_seqlens[b]; }
+};
 
 // Token `index` of all new ones.
 PD_DEVICE NewToken find_new_token(const Problem& p, const FastDivisor& seqlen_new, int64_t index) {
   NewToken token;
   const Optional<const int32_t>& cu = p.append.cu_seqlens_k_new;
   if (cu) {
-    token.b = find_request(cu, static_cast<int>(p.batch), index);
+    token.b = find_request(static_cast<int>(p.batch), static_cast<int>(index), FirstToken{cu});
     token.t = static_cast<int>(index - cu[token.b]);
     token.exists = index >= cu[0] && index < cu[token.b + 1] && index < p.append.total_new;
   } else {
@@ -145,20 +138,21 @@ PD_DEVICE int64_t find_target(const Problem& p, const Place& place, bool value) 
   return place.page >= 0 ? offset * dtype_bytes(c.dtype) : -1;
 }
 
-struct Route {
+// From where to where a new token goes: byte offsets of k and v; -1: nowhere.
+struct TokenMove {
   int request;
-  int64_t source[2], target[2];  // of k and v
+  int64_t source[2], target[2];
 };
 
-// Grid: groups of kTokens tokens; a thread moves the same piece of several. One thread finds the route of a token for
-// all, or, where a block has a single token, each for itself, which takes no barrier.
+// Grid: groups of kTokens tokens; a thread moves the same piece of several. One thread finds the places of a token
+// for all, or, where a block has a single token, each for itself, which takes no barrier.
 template <int kTokens, bool kFp8>
 __global__ void __launch_bounds__(kAppendThreads, 4)
     copy_kernel(const __grid_constant__ Problem p, const __grid_constant__ AppendPlan plan) {
   constexpr bool kAlone = kTokens == 1;
   constexpr int kBatch = kAlone ? 1 : 4;  // pieces in flight
   constexpr int kTargetBytes = kFp8 ? 8 : 16;
-  __shared__ Route routes[kTokens];
+  __shared__ TokenMove moves[kTokens];
   wait_for_predecessor();
   let_successor_start();
   const Append& append = p.append;
@@ -173,9 +167,9 @@ __global__ void __launch_bounds__(kAppendThreads, 4)
   if (guide) token = find_new_token(p, plan.seqlen_new, index);
   if constexpr (!kAlone) {
     if (guide) {
-      Route& route = routes[threadIdx.x];
-      route.request = token.b;
-      for (int i = 0; i < 2; ++i) route.source[i] = find_source(p, token, index, i);
+      TokenMove& move = moves[threadIdx.x];
+      move.request = token.b;
+      for (int i = 0; i < 2; ++i) move.source[i] = find_source(p, token, index, i);
     }
     __syncthreads();
   }
@@ -208,7 +202,7 @@ __global__ void __launch_bounds__(kAppendThreads, 4)
         const int t_own = t + u * plan.rows + row;
         words[u] = make_uint4(0, 0, 0, 0);
         if (!moves || t_own >= kTokens) continue;
-        const int64_t offset = kAlone ? find_source(p, token, index, value) : routes[t_own].source[value];
+        const int64_t offset = kAlone ? find_source(p, token, index, value) : moves[t_own].source[value];
         if (offset >= 0) words[u] = __ldcs(reinterpret_cast<const uint4*>(source + offset));
       }
       // Looked up while the first pieces are on their way.
@@ -216,7 +210,7 @@ __global__ void __launch_bounds__(kAppendThreads, 4)
         if (guide) place = find_place(p, plan.page_size, token, index);
         if constexpr (!kAlone) {
           if (guide) {
-            for (int i = 0; i < 2; ++i) routes[threadIdx.x].target[i] = find_target(p, place, i);
+            for (int i = 0; i < 2; ++i) moves[threadIdx.x].target[i] = find_target(p, place, i);
           }
           __syncthreads();
         }
@@ -225,10 +219,10 @@ __global__ void __launch_bounds__(kAppendThreads, 4)
       for (int u = 0; u < kBatch; ++u) {
         const int t_own = t + u * plan.rows + row;
         if (!moves || t_own >= kTokens) continue;
-        const int64_t offset = kAlone ? find_target(p, place, value) : routes[t_own].target[value];
+        const int64_t offset = kAlone ? find_target(p, place, value) : moves[t_own].target[value];
         if (offset < 0) continue;
         if constexpr (kFp8) {
-          const int b = kAlone ? token.b : routes[t_own].request;
+          const int b = kAlone ? token.b : moves[t_own].request;
           const float scale = scaled ? descale[b * descale_stride] : 1.f;
           __stcs(reinterpret_cast<uint2*>(target + offset), narrow(words[u], append.dtype, cache.dtype, scale));
         } else {
@@ -305,7 +299,7 @@ PD_DEVICE void rotate_query(const Problem& p, const AppendPlan& plan, int64_t in
   int b, t;
   int64_t source;
   if (p.cu_seqlens_q) {
-    b = find_request(p.cu_seqlens_q, static_cast<int>(p.batch), index);
+    b = find_request(static_cast<int>(p.batch), static_cast<int>(index), FirstToken{p.cu_seqlens_q});
     t = static_cast<int>(index - p.cu_seqlens_q[b]);
     source = index * p.q_stride_token;
   } else {

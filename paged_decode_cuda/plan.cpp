@@ -32,9 +32,7 @@ int64_t longest_query(const Problem& p) {
 
 bool hides_lengths(const Problem& p) { return p.deterministic && p.cu_seqlens_q; }
 
-bool has_few_rows(const Problem& p, int64_t most) {
-  return !hides_lengths(p) && longest_query(p) * p.group <= most;
-}
+bool has_few_rows(const Problem& p, int64_t most) { return !hides_lengths(p) && longest_query(p) * p.group <= most; }
 
 void plan_tables(const Problem& p, int tile_shift, Plan& plan) {
   plan.tile_shift = tile_shift;

@@ -1,5 +1,5 @@
-// Attention of few rows over many keys on the matrix unit (mma m16n8k16): fp16 and bf16 caches, and fp8 ones widened to
-// fp16 in registers.
+// Attention of few rows over many keys on the matrix unit (mma m16n8k16): fp16 and bf16 caches, fp8 ones widened to
+// fp16 in registers, and float32 ones as two tf32 parts of every number.
 //
 // A warp takes a tile of keys of one (request, kv_head). Keys are the M side of both products, rows the N side:
 // S^T = K Q^T and O^T = V^T P^T. So 8 rows (a group of heads, several tokens) fill a matrix tile, and the products of a

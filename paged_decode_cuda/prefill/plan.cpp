@@ -104,8 +104,7 @@ const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
     return "num_splits above 1 and more rows than it is meant for";
   if (!p.deterministic && tiles * parts * kFewTiles < limits.processors)
     return "too few tiles of rows to fill the device";
-  if (widens(p) && has_few_rows(p, kFewWidenedRows) &&
-      (p.deterministic || 4 * tiles * parts < 3 * limits.processors))
+  if (widens(p) && has_few_rows(p, kFewWidenedRows) && (p.deterministic || 4 * tiles * parts < 3 * limits.processors))
     return "an 8-bit cache and no more rows than the decode kernel is faster for";
   return "";
 }
