@@ -139,7 +139,7 @@ PD_DEVICE int64_t find_target(const Problem& p, const Place& place, bool value) 
 }
 
 // From where to where a new token goes: byte offsets of k and v; -1: nowhere.
-struct TokenMove {
+struct TokenPlaces {
   int request;
   int64_t source[2], target[2];
 };
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kAppendThreads, 4)
   constexpr bool kAlone = kTokens == 1;
   constexpr int kBatch = kAlone ? 1 : 4;  // pieces in flight
   constexpr int kTargetBytes = kFp8 ? 8 : 16;
-  __shared__ TokenMove moves[kTokens];
+  __shared__ TokenPlaces places[kTokens];
   wait_for_predecessor();
   let_successor_start();
   const Append& append = p.append;
@@ -167,9 +167,9 @@ __global__ void __launch_bounds__(kAppendThreads, 4)
   if (guide) token = find_new_token(p, plan.seqlen_new, index);
   if constexpr (!kAlone) {
     if (guide) {
-      TokenMove& move = moves[threadIdx.x];
-      move.request = token.b;
-      for (int i = 0; i < 2; ++i) move.source[i] = find_source(p, token, index, i);
+      TokenPlaces& found = places[threadIdx.x];
+      found.request = token.b;
+      for (int i = 0; i < 2; ++i) found.source[i] = find_source(p, token, index, i);
     }
     __syncthreads();
   }
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(kAppendThreads, 4)
         const int t_own = t + u * plan.rows + row;
         words[u] = make_uint4(0, 0, 0, 0);
         if (!moves || t_own >= kTokens) continue;
-        const int64_t offset = kAlone ? find_source(p, token, index, value) : moves[t_own].source[value];
+        const int64_t offset = kAlone ? find_source(p, token, index, value) : places[t_own].source[value];
         if (offset >= 0) words[u] = __ldcs(reinterpret_cast<const uint4*>(source + offset));
       }
       // Looked up while the first pieces are on their way.
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(kAppendThreads, 4)
         if (guide) place = find_place(p, plan.page_size, token, index);
         if constexpr (!kAlone) {
           if (guide) {
-            for (int i = 0; i < 2; ++i) moves[threadIdx.x].target[i] = find_target(p, place, i);
+            for (int i = 0; i < 2; ++i) places[threadIdx.x].target[i] = find_target(p, place, i);
           }
           __syncthreads();
         }
@@ -219,10 +219,10 @@ __global__ void __launch_bounds__(kAppendThreads, 4)
       for (int u = 0; u < kBatch; ++u) {
         const int t_own = t + u * plan.rows + row;
         if (!moves || t_own >= kTokens) continue;
-        const int64_t offset = kAlone ? find_target(p, place, value) : moves[t_own].target[value];
+        const int64_t offset = kAlone ? find_target(p, place, value) : places[t_own].target[value];
         if (offset < 0) continue;
         if constexpr (kFp8) {
-          const int b = kAlone ? token.b : moves[t_own].request;
+          const int b = kAlone ? token.b : places[t_own].request;
           const float scale = scaled ? descale[b * descale_stride] : 1.f;
           __stcs(reinterpret_cast<uint2*>(target + offset), narrow(words[u], append.dtype, cache.dtype, scale));
         } else {
