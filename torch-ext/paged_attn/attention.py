@@ -22,6 +22,13 @@ _NAMES_OF_KEYS = _names(k_cache="k", v_cache="v", batch_cache="batch", seqlen_ca
 _NAMES_OF_PACKED = _names(k_cache="k", v_cache="v", cache_seqlens="seqused_k")
 _NAMES_OF_LENGTHS = _names(k_cache="k", v_cache="v", cache_seqlens="(cu_seqlens_k[1:] - cu_seqlens_k[:-1])")
 
+# The tuples `features` below have the values of _call.FEATURES, in its order. Their lines, in every function:
+#     cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new
+#     softcap, num_splits, deterministic
+#     cache_batch_idx, cache_leftpad, alibi_slopes, s_aux, attention_chunk
+#     qv, q_descale, k_descale, v_descale
+#     rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
+
 
 def flash_attn_with_kvcache(
     q: torch.Tensor,
@@ -127,9 +134,11 @@ def flash_attn_with_kvcache(
         and not (softcap or num_splits or attention_chunk or deterministic)
     )  # fmt: skip
     features = None if plain else (
-        cu_seqlens_q, None, cu_seqlens_k_new, softcap or 0.0, num_splits or 0, deterministic, cache_batch_idx,
-        cache_leftpad, alibi_slopes, sink, attention_chunk or 0, qv, q_descale, k_descale, v_descale, rotary_cos,
-        rotary_sin, rotary_interleaved, rotary_seqlens,
+        cu_seqlens_q, None, cu_seqlens_k_new,
+        softcap or 0.0, num_splits or 0, deterministic,
+        cache_batch_idx, cache_leftpad, alibi_slopes, sink, attention_chunk or 0,
+        qv, q_descale, k_descale, v_descale,
+        rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens,
     )  # fmt: skip
     return run(
         _NAMES[page_table is not None, sinks is not None], q, k_cache, v_cache, out, return_softmax_lse, cache_seqlens,
@@ -181,8 +190,11 @@ def flash_attn_func(
         and not (softcap or num_splits or attention_chunk or deterministic)
     )  # fmt: skip
     features = None if plain else (
-        None, None, None, softcap or 0.0, num_splits or 0, deterministic, None, None, alibi_slopes, sink,
-        attention_chunk or 0, qv, q_descale, k_descale, v_descale, None, None, True, None,
+        None, None, None,
+        softcap or 0.0, num_splits or 0, deterministic,
+        None, None, alibi_slopes, sink, attention_chunk or 0,
+        qv, q_descale, k_descale, v_descale,
+        None, None, True, None,
     )  # fmt: skip
     return_lse = return_softmax_lse or return_attn_probs
     names = _NAMES_OF_KEYS[False, sinks is not None]
@@ -261,9 +273,11 @@ def flash_attn_varlen_func(
         if seqused_k is None:
             lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
     features = (
-        cu_seqlens_q, cu_seqlens_k if table is None else None, None, softcap or 0.0, num_splits or 0, deterministic,
-        None, None, alibi_slopes, sink, attention_chunk or 0, qv, q_descale, k_descale, v_descale, None, None, True,
-        None,
+        cu_seqlens_q, cu_seqlens_k if table is None else None, None,
+        softcap or 0.0, num_splits or 0, deterministic,
+        None, None, alibi_slopes, sink, attention_chunk or 0,
+        qv, q_descale, k_descale, v_descale,
+        None, None, True, None,
     )  # fmt: skip
     return_lse = return_softmax_lse or return_attn_probs
     names = _NAMES_OF_PACKED if seqused_k is not None else _NAMES_OF_LENGTHS

@@ -29,6 +29,8 @@ _LENGTHS = {"cache_seqlens": "(cu_seqlens_k[1:] - cu_seqlens_k[:-1])"}
 _NAMES_OF_LATENTS = _NAMES | {"q": "qv", "k_cache": "v_cache", "k_descale": "v_descale"}
 _NAMES_OF_LATENT_KEYS = _NAMES_OF_KEYS | {"q": "qv", "k_cache": "v", "k_descale": "v_descale"}
 
+# attention.py says what the lines of the tuples `features` hold.
+
 
 def flash_attn_with_kvcache(
     q: torch.Tensor,
@@ -93,8 +95,10 @@ def flash_attn_with_kvcache(
         and not (softcap or num_splits or attention_chunk or deterministic)
     )  # fmt: skip
     features = None if plain else (
-        cu_seqlens_q, None, None if k is None else cu_seqlens_k_new, softcap or 0.0, num_splits or 0, deterministic,
-        cache_batch_idx, cache_leftpad, None, sinks, attention_chunk or 0, qv, q_descale, k_descale, v_descale,
+        cu_seqlens_q, None, None if k is None else cu_seqlens_k_new,
+        softcap or 0.0, num_splits or 0, deterministic,
+        cache_batch_idx, cache_leftpad, None, sinks, attention_chunk or 0,
+        qv, q_descale, k_descale, v_descale,
         rotary_cos, rotary_sin, rotary_interleaved, None if k is None else rotary_seqlens,
     )  # fmt: skip
     return run(
@@ -143,8 +147,11 @@ def flash_attn_func(
         and not (softcap or num_splits or attention_chunk or deterministic)
     )  # fmt: skip
     features = None if plain else (
-        None, None, None, softcap or 0.0, num_splits or 0, deterministic, None, None, None, sinks,
-        attention_chunk or 0, qv, q_descale, k_descale, v_descale, None, None, True, None,
+        None, None, None,
+        softcap or 0.0, num_splits or 0, deterministic,
+        None, None, None, sinks, attention_chunk or 0,
+        qv, q_descale, k_descale, v_descale,
+        None, None, True, None,
     )  # fmt: skip
     return_lse = return_softmax_lse or return_attn_probs
     return run(names, q, k, v, out, return_lse, None, None, softmax_scale, causal, window_size, features)
@@ -211,8 +218,11 @@ def flash_attn_varlen_func(
         missing, given = ("q", "k") if cu_seqlens_q is None else ("k", "q")
         raise ValueError(f"cu_seqlens_{missing}: expected int32 [batch + 1] beside cu_seqlens_{given}, got None")
     features = (
-        cu_seqlens_q, cu_seqlens_k, None, softcap or 0.0, num_splits or 0, deterministic, None, None, None, sinks,
-        attention_chunk or 0, qv, q_descale, k_descale, v_descale, None, None, True, None,
+        cu_seqlens_q, cu_seqlens_k, None,
+        softcap or 0.0, num_splits or 0, deterministic,
+        None, None, None, sinks, attention_chunk or 0,
+        qv, q_descale, k_descale, v_descale,
+        None, None, True, None,
     )  # fmt: skip
     return_lse = return_softmax_lse or return_attn_probs
     return run(
