@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._call import check_cu_seqlens_k, one_of, refuse_dropout, refuse_others, run
+from ._call import check_cu_seqlens_k, form_of, one_of, refuse_dropout, refuse_others, run
 
 
 def _names(**others):
@@ -92,7 +92,7 @@ def flash_attn_with_kvcache(
         block_table: int32 (batch, max_pages): entries past the pages that hold keys are never read.
         softmax_scale: default head_dim ** -0.5, with `qv` (head_dim + head_dim_v) ** -0.5.
         causal: a token sees no key after its own position (bottom-right aligned).
-        window_size: (left, right) keys seen around the position; -1 is unlimited.
+        window_size: (left, right) keys seen around the position; -1 or None is unlimited.
         softcap: 0 is off.
         rotary_interleaved: pairs (0, 1), (2, 3), ... if True, else i with i + rotary_dim / 2.
         alibi_slopes: float32 (q_heads,) or (batch, q_heads).
@@ -315,4 +315,6 @@ def get_scheduler_metadata(
     A call of this package plans by itself (on a GPU the thread blocks do, from the lengths). So there is nothing to
     prepare: no argument changes anything, and the result is an empty int32 tensor on the device of `cache_seqlens`.
     """
+    if not isinstance(cache_seqlens, torch.Tensor):
+        raise ValueError(f"cache_seqlens: expected int32 [batch], got {form_of(cache_seqlens)}")
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)

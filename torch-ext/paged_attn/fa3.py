@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from . import attention
-from ._call import check_cu_seqlens_k, one_of, refuse_others, run
+from ._call import check_cu_seqlens_k, form_of, one_of, refuse_others, run
 from .merge import merge_attn_states
 
 __all__ = [
@@ -85,7 +85,7 @@ def flash_attn_with_kvcache(
     if s_aux is not None:
         sinks = one_of("s_aux", s_aux, "sinks", sinks)
     names = _NAMES
-    if only_qv or q.shape[-1] == 0:
+    if only_qv or _is_empty(q):
         q, k_cache, qv, k_descale = _latent_alone(q, v_cache, qv, k, v_descale)
         names = _NAMES_OF_LATENTS
     plain = (
@@ -139,7 +139,7 @@ def flash_attn_func(
     if s_aux is not None:
         sinks = one_of("s_aux", s_aux, "sinks", sinks)
     names = _NAMES_OF_KEYS
-    if only_qv or q.shape[-1] == 0:
+    if only_qv or _is_empty(q):
         q, k, qv, k_descale = _latent_alone(q, v, qv, None, v_descale)
         names = _NAMES_OF_LATENT_KEYS
     plain = (
@@ -203,7 +203,7 @@ def flash_attn_varlen_func(
     if s_aux is not None:
         sinks = one_of("s_aux", s_aux, "sinks", sinks)
     names = _NAMES_OF_KEYS
-    if only_qv or q.shape[-1] == 0:
+    if only_qv or _is_empty(q):
         q, k, qv, k_descale = _latent_alone(q, v, qv, None, v_descale)
         names = _NAMES_OF_LATENT_KEYS
     if page_table is not None:
@@ -289,19 +289,25 @@ def get_scheduler_metadata(
     """`paged_attn.get_scheduler_metadata` in FlashAttention 3's order, by SGLang's names or FlashAttention 3's."""
     num_heads = one_of("num_heads", num_heads, "num_heads_q", num_heads_q)
     num_heads_k = one_of("num_heads_k", num_heads_k, "num_heads_kv", num_heads_kv)
-    if cache_seqlens is None:
-        raise ValueError("cache_seqlens: expected int32 [batch], got None")
     return attention.get_scheduler_metadata(
         batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, cache_seqlens
     )
+
+
+def _is_empty(q):
+    """Whether q has a head_dim of 0. What has no head_dim at all is left to run(), which has errors for it."""
+    try:
+        return q.shape[-1] == 0
+    except (AttributeError, IndexError):
+        return False
 
 
 def _latent_alone(q, v_cache, qv, k, v_descale):
     """(q, k_cache, qv, k_descale) of a call whose score is qv . v: attention with the values as the keys."""
     if qv is None:
         raise ValueError("qv: expected a tensor with a q of head_dim 0 (or only_qv=True), got None")
-    if q is not None and q.shape[-1] != 0:
-        raise ValueError(f"q: expected head_dim 0 (or None) with only_qv=True, got {q.shape[-1]}")
+    if not (q is None or _is_empty(q)):
+        raise ValueError(f"q: expected head_dim 0 (or None) with only_qv=True, got {form_of(q)}")
     if k is not None:
         raise ValueError("k: expected None with a q of head_dim 0: append with kv_paged_write first")
     return qv, v_cache, None, v_descale
