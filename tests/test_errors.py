@@ -1201,6 +1201,64 @@ def test_merge_attn_states(paged_attn, device, name):
         paged_attn.merge_attn_states(**arguments)
 
 
+# The two functions that merge, and how each calls values and lse of the parts and of the union.
+MERGING = {
+    "merge_attn_states": ("out_a", "lse_a", "out_b", "lse_b", "out", "lse"),
+    "merge_state_v2": ("v_a", "s_a", "v_b", "s_b", "v_merged", "s_merged"),
+}
+
+
+def merging(paged_attn, device, function, change):
+    """Calls it with three tokens of four heads; change(arguments by their place) makes the call bad."""
+    fa3 = function == "merge_state_v2"
+    arguments = {i: torch.zeros((3, 4) if fa3 else (4, 3), device=device) for i in (1, 3, 5)}
+    arguments |= {i: torch.zeros(3, 4, 64, device=device) for i in (0, 2, 4)}
+    change(arguments)
+    named = {MERGING[function][i]: x for i, x in arguments.items()}
+    return getattr(paged_attn.fa3 if fa3 else paged_attn, function)(**named)
+
+
+@pytest.mark.parametrize("function", MERGING)
+@pytest.mark.parametrize("i", range(4))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.complex64])
+def test_dtypes_of_parts(paged_attn, device, function, i, dtype):
+    """Values are what attention returns, an lse is float32."""
+    if device == "mps" and dtype in (torch.float64, torch.complex64):
+        pytest.skip("this device has no such dtype")
+    change = lambda a: a.update({i: a[i].to(dtype)})  # noqa: E731
+    if i % 2 == 0 and dtype in (torch.float16, torch.bfloat16):
+        merging(paged_attn, device, function, lambda a: (change(a), a.pop(4)))
+        return
+    expected = "float32" if i % 2 else "float32, float16 or bfloat16"
+    name, given = MERGING[function][i], str(dtype).removeprefix("torch.")
+    with pytest.raises(ValueError, match=rf"^{name}: expected {expected}, got {given} \[\d, \d"):
+        merging(paged_attn, device, function, change)
+
+
+@pytest.mark.parametrize("function", MERGING)
+@pytest.mark.parametrize("i", range(6))
+def test_parts_that_nothing_can_be_made_of(paged_attn, device, function, i):
+    name = MERGING[function][i]
+    with pytest.raises(ValueError, match=rf"^{name}: expected a tensor.*, got \[1\]$"):
+        merging(paged_attn, device, function, lambda a: a.update({i: [1]}))
+    if i < 4:
+        with pytest.raises(ValueError, match=f"^{name}: expected a tensor, got None$"):
+            merging(paged_attn, device, function, lambda a: a.update({i: None}))
+    if i > 0:
+        match = rf"^{name}: expected a tensor on the device of {MERGING[function][0]} \(.*\), got one on meta$"
+        with pytest.raises(ValueError, match=match):
+            merging(paged_attn, device, function, lambda a: a.update({i: a[i].to("meta")}))
+    with pytest.raises(ValueError, match=f"^{name}: expected a tensor that asks for no gradient "):
+        merging(paged_attn, device, function, lambda a: a.update({i: a[i].requires_grad_()}))
+
+
+def test_merge_of_parts_without_heads(paged_attn, device):
+    out, lse = torch.zeros(4, 64, device=device), torch.zeros(4, device=device)
+    message = "out_a: expected a tensor of 3 or 4 dimensions, got shape (4, 64)"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        paged_attn.merge_attn_states(out, lse, out, lse)
+
+
 def test_merge_attn_states_of_another_layout(paged_attn, device):
     """(tokens, heads) is not ours; where both are equal nobody could tell."""
     out, lse = torch.zeros(5, 4, 64, device=device), torch.zeros(5, 4, device=device)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from . import attention
-from ._call import check_cu_seqlens_k, form_of, one_of, refuse_others, run
-from .merge import merge_attn_states
+from ._call import check_cu_seqlens_k, form_of, one_of, refuse_others, reworded, run
+from .merge import check_all, merge_attn_states
 
 __all__ = [
     "flash_attn_func",
@@ -28,6 +28,7 @@ _LENGTHS = {"cache_seqlens": "(cu_seqlens_k[1:] - cu_seqlens_k[:-1])"}
 # Where the score is qv . v alone, the operator gets qv as q and the values as keys.
 _NAMES_OF_LATENTS = _NAMES | {"q": "qv", "k_cache": "v_cache", "k_descale": "v_descale"}
 _NAMES_OF_LATENT_KEYS = _NAMES_OF_KEYS | {"q": "qv", "k_cache": "v", "k_descale": "v_descale"}
+_NAMES_OF_PARTS = {"out_a": "v_a", "lse_a": "s_a", "out_b": "v_b", "lse_b": "s_b", "out": "v_merged", "lse": "s_merged"}
 
 # attention.py says what the lines of the tuples `features` hold.
 
@@ -249,14 +250,19 @@ def merge_state_v2(
     Returns:
         (v_merged, s_merged).
     """
-    for name, lse, values in (("s_a", s_a, v_a), ("s_b", s_b, v_b)):
-        if lse.shape != values.shape[:2] or values.dim() != 3:
+    names = ("v_a", "s_a", "v_b", "s_b", "v_merged", "s_merged")
+    check_all(names, (v_a, s_a, v_b, s_b), (v_merged, s_merged))
+    for name, lse, values in (("s_a", s_a, v_a), ("s_b", s_b, v_b), ("s_merged", s_merged, v_a)):
+        if lse is not None and (lse.shape != values.shape[:2] or values.dim() != 3):
             raise ValueError(
                 f"{name}: expected (tokens, heads) for values (tokens, heads, head_dim_v), got {tuple(lse.shape)} for "
                 f"{tuple(values.shape)}"
             )
     lse = None if s_merged is None else s_merged.T
-    merged, lse = merge_attn_states(v_a, s_a.T, v_b, s_b.T, out=v_merged, lse=lse)
+    try:
+        merged, lse = merge_attn_states(v_a, s_a.T, v_b, s_b.T, out=v_merged, lse=lse)
+    except ValueError as error:
+        raise reworded(error, _NAMES_OF_PARTS) from None
     return merged, lse.T if s_merged is None else s_merged
 
 
