@@ -93,7 +93,9 @@ def half_of_a_pair(call, dice):
 
 
 def asks_for_a_gradient(call, dice):
-    name = dice.choice(tensors(call, "q", "k", "v", "k_cache", "v_cache", "qv", "s_aux", "sinks"))
+    kinds = ("q", "k", "v", "k_cache", "v_cache", "qv", "s_aux", "sinks", "alibi_slopes", "q_descale", "k_descale",
+             "v_descale", "rotary_cos", "rotary_sin", "out")  # fmt: skip
+    name = dice.choice(tensors(call, *kinds))
     call.arguments[name] = call.arguments[name].detach().clone().requires_grad_()
     return named(name) if name in ("s_aux", "sinks") else name
 
@@ -220,8 +222,6 @@ FAULTS = (
 
 
 def break_call(call, dice):
-    if call.base == "kv_paged_write" and "slot_mapping" in call.arguments:  # the others are not looked at then
-        call.arguments.pop("block_table", None), call.arguments.pop("cache_seqlens", None)
     for fault in dice.sample(FAULTS, len(FAULTS)):
         name = fault(call, dice)
         if name:

@@ -121,6 +121,26 @@ def test_functions_in_the_order_of_flash_attention_3(paged_attn, device, backend
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
 
 
+TRACED = {
+    "alibi_slopes": (lambda q: {"alibi_slopes": torch.ones(4, device=q.device, requires_grad=True)}, "no gradient"),
+    "out": (lambda q: {"out": torch.empty_like(q).requires_grad_()}, "no gradient"),
+    "k_cache": (lambda q: {"k_cache": None}, ", got None"),
+    "q": (lambda q: {"q": None}, ", got None"),
+    "window_size": (lambda q: {"window_size": 128}, ", got 128"),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_errors_of_the_trace_say_what_is_wrong(paged_attn, device, name):
+    """The compiler wraps them, with our words inside."""
+    change, words = TRACED[name]
+    q, cache = torch.zeros(2, 3, 4, 64, device=device), torch.zeros(2, 8, 2, 64, device=device)
+    given = {"q": q, "k_cache": cache, "v_cache": cache} | change(q)
+    compiled = torch.compile(paged_attn.flash_attn_with_kvcache, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=rf"\b{name}: expected .*{words}"):
+        compiled(**given)
+
+
 def loops(paged_attn, module, table_name, device):
     """By name: a function of `module`, its calls i = 0, 1, ..., every length of which differs from the call before, and
     the graphs that they may take. A length in a tensor takes none; a size that changes takes a second graph, for every

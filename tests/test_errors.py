@@ -544,20 +544,49 @@ def test_a_bad_page_that_nobody_reads_is_no_error(paged_attn, device):
     assert all(torch.equal(a, b) for a, b in zip(run(paged_attn, call), good))
 
 
-@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k", "v", "qv", "s_aux"])
+FP8_QUERY = Case(batch=3, lens=(20, 0, 33), q_len=2, dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn", append=2)
+# Every tensor of numbers, and a case that it can be given in.
+NUMBERS = {
+    "q": PAGED, "k_cache": PAGED, "v_cache": PAGED, "k": PAGED, "v": PAGED, "rotary_cos": PAGED, "rotary_sin": PAGED,
+    "alibi_slopes": PAGED, "s_aux": PAGED, "out": PAGED, "qv": QV, "q_descale": FP8_QUERY, "k_descale": FP8,
+    "v_descale": FP8,
+}  # fmt: skip
+
+
+def that_requires_grad(arguments, name):
+    given = arguments[name] if name in arguments else torch.ones(1, 1, device=arguments["q"].device)
+    return given.detach().clone().requires_grad_()
+
+
+@pytest.mark.parametrize("name", NUMBERS)
 def test_inputs_that_require_grad(paged_attn, device, name):
-    case = QV if name == "qv" else PAGED
+    given = []
 
     def bad(a):
-        a[name] = a[name].detach().clone().requires_grad_()
+        a[name] = that_requires_grad(a, name)
+        given.append((a[name], a[name].detach().clone()))
 
-    refused(paged_attn, device, case, f"^{name}: expected a tensor that asks for no gradient ", bad)
-    call = cases.build(READ_ONLY).to(device)
+    refused(paged_attn, device, NUMBERS[name], f"^{name}: expected a tensor that asks for no gradient ", bad)
+    ((after, before),) = given
+    assert torch.equal(after.view(torch.uint8), before.view(torch.uint8)), f"{name} was written"
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_inputs_that_require_grad_without_grad_mode(paged_attn, device, name):
+    call = cases.build(NUMBERS[name]).to(device)
+    arguments = call.kwargs | dict(zip(("k_cache", "v_cache"), call.caches()))
+    arguments[name] = that_requires_grad(arguments, name)
     with torch.no_grad():
-        run(paged_attn, call, q=call.kwargs["q"].requires_grad_())
+        paged_attn.flash_attn_with_kvcache(**arguments)
 
 
-FP8_QUERY = Case(batch=3, lens=(20, 0, 33), q_len=2, dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn", append=2)
+def test_sinks_that_require_grad(paged_attn, device):
+    refused(
+        paged_attn, device, READ_ONLY, "^sinks: expected a tensor that asks for no gradient ",
+        lambda a: a.update(sinks=torch.zeros(4, device=device, requires_grad=True)),
+    )  # fmt: skip
+
+
 FP8_QUERIES = {
     "rotary": (
         r"^rotary_cos: expected None with an 8-bit q \(float8_e4m3fn\), got a tensor$",
@@ -890,6 +919,55 @@ WRITES = {
         lambda a: a.update(k=a["k"].flatten(0, 1), v=a["v"].flatten(0, 1)),
     ),
     "device": (WRITE, "^v: expected a tensor on the device of k ", lambda a: a.update(v=a["v"].to("meta"))),
+    # Table and lengths beside slots say nothing, but they are not swallowed.
+    "slots beside an int64 table": (
+        WRITE,
+        r"^block_table: expected int32 \[batch = 3 \(from k\), max_pages\], got int64 \[3, 5\]$",
+        lambda a: a.update(slot_mapping=SLOTS, block_table=a["block_table"].long()),
+    ),
+    "slots beside a table of another batch": (
+        WRITE,
+        r"^block_table: expected int32 \[batch = 3 \(from k\), max_pages\], got int32 \[2, 5\]$",
+        lambda a: a.update(slot_mapping=SLOTS, block_table=a["block_table"][:2]),
+    ),
+    "slots beside a list": (
+        WRITE,
+        r"^block_table: expected a tensor or None, got \[\[0\]\]$",
+        lambda a: a.update(slot_mapping=SLOTS, block_table=[[0]]),
+    ),
+    "slots beside a table elsewhere": (
+        WRITE,
+        "^block_table: expected a tensor on the device of k, got one on another device$",
+        lambda a: a.update(slot_mapping=SLOTS, block_table=a["block_table"].to("meta")),
+    ),
+    "slots beside int64 lengths": (
+        WRITE,
+        r"^cache_seqlens: expected int32 \[batch = 3 \(from k\)\], got int64 \[3\]$",
+        lambda a: a.update(slot_mapping=SLOTS, cache_seqlens=a["cache_seqlens"].long(), block_table=None),
+    ),
+    "slots beside lengths of another batch": (
+        WRITE,
+        r"^cache_seqlens: expected int32 \[batch = 3 \(from k\)\], got int32 \[4\]$",
+        lambda a: a.update(slot_mapping=SLOTS, cache_seqlens=int32(1, 2, 3, 4)),
+    ),
+    "slots of a flat k beside lengths of two dimensions": (
+        WRITE,
+        r"^cache_seqlens: expected int32 \[batch\], got int32 \[1, 3\]$",
+        lambda a: a.update(k=a["k"].flatten(0, 1), v=a["v"].flatten(0, 1), slot_mapping=SLOTS, block_table=None,
+                           cache_seqlens=a["cache_seqlens"][None]),
+    ),
+    "slots of a flat k beside a table and lengths of another batch": (
+        WRITE,
+        r"^cache_seqlens: expected int32 \[batch = 3 \(from block_table\)\], got int32 \[2\]$",
+        lambda a: a.update(k=a["k"].flatten(0, 1), v=a["v"].flatten(0, 1), slot_mapping=SLOTS,
+                           cache_seqlens=a["cache_seqlens"][:2]),
+    ),
+    "slots of a packed k beside lengths of another batch": (
+        WRITE,
+        r"^cache_seqlens: expected int32 \[batch = 2 \(from cu_seqlens_k_new\)\], got int32 \[3\]$",
+        lambda a: a.update(k=a["k"].flatten(0, 1), v=a["v"].flatten(0, 1), slot_mapping=SLOTS, block_table=None,
+                           cu_seqlens_k_new=int32(0, 2, 6)),
+    ),
     "device of the slots": (
         WRITE,
         "^slot_mapping: expected a tensor on the device of k ",
@@ -930,14 +1008,16 @@ def test_kv_paged_write(paged_attn, device, name):
         assert_same_bytes("cache", a, b)
 
 
-@pytest.mark.parametrize("name", ["k", "v", "k_cache", "v_cache"])
+@pytest.mark.parametrize("name", ["k", "v", "k_cache", "v_cache", "k_descale", "v_descale"])
 def test_kv_paged_write_of_inputs_that_require_grad(paged_attn, device, name):
-    call = cases.build(WRITE).to(device)
-    arguments = {n: call.kwargs[n] for n in ("k", "v", "block_table", "cache_seqlens")}
+    call, before = cases.build(WRITE_FP8).to(device), cases.build(WRITE_FP8)
+    arguments = {n: call.kwargs[n] for n in ("k", "v", "block_table", "cache_seqlens", "k_descale", "v_descale")}
     arguments |= dict(zip(("k_cache", "v_cache"), call.caches()))
     arguments[name] = arguments[name].detach().clone().requires_grad_()
     with pytest.raises(ERRORS, match=f"^{name}: expected a tensor that asks for no gradient "):
         paged_attn.kv_paged_write(**arguments)
+    for a, b in zip(call.storage, before.storage):
+        assert_same_bytes("cache", a, b)
 
 
 def test_slots_of_pages_without_slots(paged_attn, device):
@@ -954,6 +1034,151 @@ def test_scalars_with_an_int_length(paged_attn, device):
         paged_attn.flash_attn_with_kvcache(scalar, cache, cache, cache_seqlens=1)
     with pytest.raises(ERRORS, match=r"^k: expected"):
         paged_attn.kv_paged_write(scalar, scalar, cache, cache, None, 1)
+
+
+def plain_calls(paged_attn, device):
+    """Every function that attends or writes, with its tensors by the names that it has for them."""
+    q, new, cache = (torch.zeros(2, n, h, 64, device=device) for n, h in ((3, 4), (3, 2), (8, 2)))
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in ((0, 3, 6), (0, 8, 16)))
+    table = torch.tensor([[0], [1]], dtype=torch.int32, device=device)
+    pages = {"k_cache": cache, "v_cache": cache.clone(), "cache_seqlens": 3}
+    packed = {"q": q.flatten(0, 1), "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    fa3 = paged_attn.fa3
+    return {
+        "with_kvcache": (paged_attn.flash_attn_with_kvcache, {"q": q} | pages),
+        "fa3.with_kvcache": (fa3.flash_attn_with_kvcache, {"q": q} | pages),
+        "func": (paged_attn.flash_attn_func, {"q": q, "k": cache, "v": cache}),
+        "fa3.func": (fa3.flash_attn_func, {"q": q, "k": cache, "v": cache}),
+        "varlen": (paged_attn.flash_attn_varlen_func, packed | {n: cache.flatten(0, 1) for n in "kv"}),
+        "fa3.varlen": (fa3.flash_attn_varlen_func, packed | {n: cache.flatten(0, 1) for n in "kv"}),
+        "varlen on pages": (paged_attn.flash_attn_varlen_func, packed | {"k": cache, "v": cache, "block_table": table}),
+        "fa3.varlen on pages": (fa3.flash_attn_varlen_func, packed | {"k": cache, "v": cache, "block_table": table}),
+        "write": (paged_attn.kv_paged_write, {"k": new, "v": new, "block_table": table} | pages),
+    }
+
+
+REQUIRED = {
+    **dict.fromkeys(("with_kvcache", "fa3.with_kvcache"), ("q", "k_cache", "v_cache")),
+    **dict.fromkeys(("func", "fa3.func", "varlen", "fa3.varlen"), ("q", "k", "v")),
+    **dict.fromkeys(("varlen on pages", "fa3.varlen on pages"), ("q", "k", "v")),
+    "write": ("k", "v", "k_cache", "v_cache"),
+}
+
+
+@pytest.mark.parametrize("function", REQUIRED)
+def test_what_is_no_tensor(paged_attn, device, function):
+    """In place of a required tensor: None and a list, by the name that the function has for it."""
+    call, good = plain_calls(paged_attn, device)[function]
+    call(**good)
+    for name in REQUIRED[function]:
+        for value, given in ((None, "None"), ([1, 2], r"\[1, 2\]"), (5, "5"), (iter(()), "a value of type tuple_iter")):
+            with pytest.raises(ValueError, match=f"^{name}: expected a tensor, got {given}"):
+                call(**(good | {name: value}))
+
+
+OPTIONAL = {
+    "with_kvcache": """k v rotary_cos rotary_sin cache_batch_idx cache_leftpad block_table alibi_slopes cu_seqlens_q
+        rotary_seqlens qv q_descale k_descale v_descale s_aux page_table sinks""",
+    "fa3.with_kvcache": "cache_batch_idx cache_leftpad page_table qv q_descale sinks",
+    "func": "alibi_slopes qv k_descale s_aux sinks",
+    "varlen": "seqused_k cu_seqlens_q cu_seqlens_k block_table page_table v_descale sinks",
+    "fa3.varlen": "cu_seqlens_q cu_seqlens_k page_table qv sinks",
+    "varlen on pages": "cu_seqlens_q cu_seqlens_k seqused_k",
+    "fa3.varlen on pages": "cu_seqlens_q cu_seqlens_k seqused_k",
+    "write": "cache_seqlens block_table cu_seqlens_k_new slot_mapping k_descale v_descale",
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "name"), [(function, name) for function, names in OPTIONAL.items() for name in names.split()]
+)
+def test_a_list_in_place_of_an_optional_tensor(paged_attn, device, function, name):
+    call, good = plain_calls(paged_attn, device)[function]
+    if name == "page_table":
+        good.pop("block_table", None)
+    if name == "rotary_seqlens":  # which asks for nothing alone
+        good |= {n: torch.zeros(2, 3, 2, 64, device=device) for n in "kv"}
+        good |= {n: torch.zeros(8, 16, device=device) for n in ("rotary_cos", "rotary_sin")}
+    with pytest.raises(ValueError, match=rf"^{name}: expected .*, got \[5, 5\]$"):
+        call(**(good | {name: [5, 5]}))
+
+
+SCALARS = {
+    "softmax_scale": ("x", "a number, got 'x'"),
+    "softcap": ("x", "a number, got 'x'"),
+    "num_splits": (1.5, "an int of 64 bits, got 1.5"),
+    "attention_chunk": (2**63, f"an int of 64 bits, got {2**63}"),
+    "rotary_interleaved": ("x", "True or False, got 'x'"),
+    "cache_seqlens": (1.5, "a tensor, an int of 32 bits or None, got 1.5"),
+    "out": (1.5, "a tensor, got 1.5"),
+}
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_scalars_of_another_type(paged_attn, device, name):
+    value, message = SCALARS[name]
+    call, good = plain_calls(paged_attn, device)["with_kvcache"]
+    with pytest.raises(ValueError, match=f"^{name}: expected {re.escape(message)}$"):
+        call(**(good | {"sinks": torch.zeros(4, device=device), name: value}))
+
+
+@pytest.mark.parametrize("value", [128, (1, 0, 2), (1,), (1.5, 0), (0, "x"), (2**63, 0), (0, -(2**63) - 1)], ids=str)
+@pytest.mark.parametrize("function", [name for name in REQUIRED if name != "write"])
+def test_windows_that_are_no_pair_of_ints(paged_attn, device, function, value):
+    call, good = plain_calls(paged_attn, device)[function]
+    match = rf"^window_size: expected \(left, right\), each an int of 64 bits or None, got {re.escape(str(value))}$"
+    if value == (1,):
+        match = match.replace(",\\)", "\\)")
+    with pytest.raises(ValueError, match=match):
+        call(**(good | {"window_size": value}))
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**63, 2**100], ids=str)
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [("with_kvcache", "cache_seqlens"), ("fa3.with_kvcache", "cache_seqlens"), ("varlen on pages", "seqused_k"),
+     ("fa3.varlen on pages", "seqused_k"), ("write", "cache_seqlens")],
+)  # fmt: skip
+def test_int_lengths_that_int32_cannot_hold(paged_attn, device, function, name, value):
+    call, good = plain_calls(paged_attn, device)[function]
+    with pytest.raises(ValueError, match=rf"^{name}: expected a tensor, an int of 32 bits or None, got {value}$"):
+        call(**(good | {name: value}))
+
+
+@pytest.mark.parametrize("lengths", ["int", "tensor"])
+@pytest.mark.parametrize("shape", [(), (0,), (1, 3)], ids=str)
+@pytest.mark.parametrize("function", ["with_kvcache", "fa3.with_kvcache", "write", "varlen on pages"])
+def test_cu_seqlens_without_entries(paged_attn, device, function, shape, lengths):
+    """The batch size is read from it, so it must have one."""
+    call, good = plain_calls(paged_attn, device)[function]
+    name = "cu_seqlens_k_new" if function == "write" else "cu_seqlens_q"
+    for tokens in ("k", "v") if function == "write" else ("q",):
+        good[tokens] = good[tokens].reshape(6, -1, 64)
+    if function != "varlen on pages":
+        good["cache_seqlens"] = 3 if lengths == "int" else torch.zeros(2, dtype=torch.int32, device=device)
+    good[name] = torch.zeros(shape, dtype=torch.int32, device=device)
+    given = re.escape(f"int32 {list(shape)}")
+    with pytest.raises(ERRORS, match=rf"^{name}: expected int32 \[batch \+ 1\], got {given}$"):
+        call(**good)
+
+
+@pytest.mark.parametrize("function", ["with_kvcache", "func", "varlen", "varlen on pages"])
+@pytest.mark.parametrize("empty", ["q and k", "v", "all"])
+def test_head_dim_0(paged_attn, device, function, empty):
+    """With the default scale, which head_dim 0 does not have."""
+    call, good = plain_calls(paged_attn, device)[function]
+    for name in REQUIRED[function]:
+        if empty == "all" or name.startswith("v") == (empty == "v"):
+            good[name] = good[name][..., :0].contiguous()
+    sizes = {"q and k": "(0, 64)", "v": "(64, 0)", "all": "(0, 0)"}[empty]
+    with pytest.raises(ERRORS, match=f"^head_dim and head_dim_v: expected 1 to 256 each, .*, got {re.escape(sizes)}$"):
+        call(**good)
+
+
+def test_plan_without_lengths(paged_attn):
+    for module in (paged_attn, paged_attn.fa3):
+        with pytest.raises(ValueError, match=r"^cache_seqlens: expected int32 \[batch\], got None$"):
+            module.get_scheduler_metadata(1, 1, 1, 1, 1, 64, None)
 
 
 # argument, its shape and dtype, the whole message
@@ -974,6 +1199,64 @@ def test_merge_attn_states(paged_attn, device, name):
     arguments[name] = torch.zeros(shape, dtype=dtype, device=device)
     with pytest.raises(ERRORS, match=f"^{re.escape(message)}$"):
         paged_attn.merge_attn_states(**arguments)
+
+
+# The two functions that merge, and how each calls values and lse of the parts and of the union.
+MERGING = {
+    "merge_attn_states": ("out_a", "lse_a", "out_b", "lse_b", "out", "lse"),
+    "merge_state_v2": ("v_a", "s_a", "v_b", "s_b", "v_merged", "s_merged"),
+}
+
+
+def merging(paged_attn, device, function, change):
+    """Calls it with three tokens of four heads; change(arguments by their place) makes the call bad."""
+    fa3 = function == "merge_state_v2"
+    arguments = {i: torch.zeros((3, 4) if fa3 else (4, 3), device=device) for i in (1, 3, 5)}
+    arguments |= {i: torch.zeros(3, 4, 64, device=device) for i in (0, 2, 4)}
+    change(arguments)
+    named = {MERGING[function][i]: x for i, x in arguments.items()}
+    return getattr(paged_attn.fa3 if fa3 else paged_attn, function)(**named)
+
+
+@pytest.mark.parametrize("function", MERGING)
+@pytest.mark.parametrize("i", range(4))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.complex64])
+def test_dtypes_of_parts(paged_attn, device, function, i, dtype):
+    """Values are what attention returns, an lse is float32."""
+    if device == "mps" and dtype in (torch.float64, torch.complex64):
+        pytest.skip("this device has no such dtype")
+    change = lambda a: a.update({i: a[i].to(dtype)})  # noqa: E731
+    if i % 2 == 0 and dtype in (torch.float16, torch.bfloat16):
+        merging(paged_attn, device, function, lambda a: (change(a), a.pop(4)))
+        return
+    expected = "float32" if i % 2 else "float32, float16 or bfloat16"
+    name, given = MERGING[function][i], str(dtype).removeprefix("torch.")
+    with pytest.raises(ValueError, match=rf"^{name}: expected {expected}, got {given} \[\d, \d"):
+        merging(paged_attn, device, function, change)
+
+
+@pytest.mark.parametrize("function", MERGING)
+@pytest.mark.parametrize("i", range(6))
+def test_parts_that_nothing_can_be_made_of(paged_attn, device, function, i):
+    name = MERGING[function][i]
+    with pytest.raises(ValueError, match=rf"^{name}: expected a tensor.*, got \[1\]$"):
+        merging(paged_attn, device, function, lambda a: a.update({i: [1]}))
+    if i < 4:
+        with pytest.raises(ValueError, match=f"^{name}: expected a tensor, got None$"):
+            merging(paged_attn, device, function, lambda a: a.update({i: None}))
+    if i > 0:
+        match = rf"^{name}: expected a tensor on the device of {MERGING[function][0]} \(.*\), got one on meta$"
+        with pytest.raises(ValueError, match=match):
+            merging(paged_attn, device, function, lambda a: a.update({i: a[i].to("meta")}))
+    with pytest.raises(ValueError, match=f"^{name}: expected a tensor that asks for no gradient "):
+        merging(paged_attn, device, function, lambda a: a.update({i: a[i].requires_grad_()}))
+
+
+def test_merge_of_parts_without_heads(paged_attn, device):
+    out, lse = torch.zeros(4, 64, device=device), torch.zeros(4, device=device)
+    message = "out_a: expected a tensor of 3 or 4 dimensions, got shape (4, 64)"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        paged_attn.merge_attn_states(out, lse, out, lse)
 
 
 def test_merge_attn_states_of_another_layout(paged_attn, device):

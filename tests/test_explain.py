@@ -57,6 +57,37 @@ def test_other_functions(paged_attn, device):
     assert paged_attn.explain(*packed, cu_q, cu_k, 5, 20, function=paged_attn.flash_attn_varlen_func).route
 
 
+def test_functions_of_flash_attention_3(paged_attn, device):
+    q, k, v = (torch.zeros(2, n, h, 64, device=device) for n, h in ((5, 4), (20, 2), (20, 2)))
+    for name in ("flash_attn_func", "flash_attn_with_kvcache", "flash_attn_varlen_func"):
+        more = (None, None) if name == "flash_attn_varlen_func" else ()
+        assert paged_attn.explain(q, k, v, *more, function=getattr(paged_attn.fa3, name)).route
+
+
+def test_functions_that_do_not_attend_are_refused(paged_attn, device):
+    """Before they run: explain has no way to stop them."""
+    case = Case(batch=3, lens=(20, 0, 33), append=2)
+    call, before = cases.build(case).to(device), cases.build(case)
+    k_cache, v_cache = call.caches()
+    tokens = [call.kwargs[name] for name in ("k", "v")]
+    ran = []
+    others = {
+        "kv_paged_write": paged_attn.kv_paged_write,
+        "merge_attn_states": paged_attn.merge_attn_states,
+        "append": lambda *arguments: ran.append(arguments),
+    }
+    others["append"].__name__ = "append"
+    for name, function in others.items():
+        match = f"^function: expected an attention function of paged_attn or paged_attn.fa3, got {name}$"
+        with pytest.raises(ValueError, match=match):
+            paged_attn.explain(
+                *tokens, k_cache, v_cache, call.kwargs["block_table"], call.kwargs["cache_seqlens"], function=function
+            )
+    assert not ran
+    for a, b in zip(call.storage, before.storage):
+        assert_same_bytes("cache", a, b)
+
+
 class TestCpu:
     """The products of the CPU: from some number of rows on, keys and values are laid out first."""
 

@@ -98,6 +98,18 @@ def test_everything_of_nothing_at_once(paged_attn, device, function):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(None, None), (None, -1), (-1, None), (2, None), (None, 2), (None, 0)], ids=str)
+@pytest.mark.parametrize("case", [Case(q_len=5), Case(q_len=5, sink="float32")], ids=["plain", "with a feature"])
+def test_none_in_a_window_is_unlimited(paged_attn, device, case, window, causal):
+    """As FlashAttention 4 writes it."""
+    call = cases.build(case).to(device)
+    numbers = tuple(-1 if size is None else size for size in window)
+    given, expected = (run(paged_attn, call, window_size=w, causal=causal) for w in (window, numbers))
+    for a, b in zip(given, expected):
+        assert torch.equal(a, b)
+
+
 @FUNCTIONS
 @pytest.mark.parametrize("name", SOMETHING)
 def test_something_is_refused_by_name(paged_attn, device, function, name):

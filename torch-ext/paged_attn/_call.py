@@ -7,6 +7,7 @@ the shortest way: an operator of its own with nine arguments, all by position.
 from __future__ import annotations
 
 import re
+from operator import index
 
 import torch
 
@@ -26,7 +27,26 @@ _arguments = _attend._schema.arguments
 _first = [argument.name for argument in _arguments].index("cu_seqlens_q")
 FEATURES = tuple(argument.name for argument in _arguments[_first:])
 _NO_FEATURES = tuple(argument.default_value for argument in _arguments[_first:])
-_CU_SEQLENS_Q, _S_AUX, _QV = (FEATURES.index(name) for name in ("cu_seqlens_q", "s_aux", "qv"))
+_CU_SEQLENS_Q, _QV = FEATURES.index("cu_seqlens_q"), FEATURES.index("qv")
+
+# The tensors of numbers, which could require grad: those of every call, and those among the features (all between
+# alibi_slopes and rotary_sin but the int attention_chunk).
+_NUMBERS = ("q", "k_cache", "v_cache", "k", "v", "out")
+_SLOPES_AND_SINK = slice(FEATURES.index("alibi_slopes"), FEATURES.index("s_aux") + 1)
+_QV_TO_ROTARY = slice(FEATURES.index("qv"), FEATURES.index("rotary_sin") + 1)
+_NUMBERS_OF_FEATURES = FEATURES[_SLOPES_AND_SINK] + FEATURES[_QV_TO_ROTARY]
+
+# What a wrong argument makes Python or torch raise, before this package has looked at it or after.
+FAILURES = (AttributeError, IndexError, OverflowError, TypeError, ValueError, RuntimeError)
+
+
+def types_of(operator):
+    """Names and types of an operator's arguments, as pairs."""
+    return tuple((argument.name, str(argument.type)) for argument in operator._schema.arguments)
+
+
+_TYPES = types_of(_attend)
+
 
 # Keywords of other kernels that callers pass as a matter of course. Hints never change a result, so any value is fine.
 # Of the rest we have nothing, so they may only say that nothing is asked for: None, False, or the number given here.
@@ -49,8 +69,9 @@ def run(
     try:
         qv = None if features is None else features[_QV]
         if torch.is_grad_enabled():
-            s_aux = None if features is None else features[_S_AUX]
-            refuse_grad("q k_cache v_cache k v qv s_aux", q, k_cache, v_cache, k, v, qv, s_aux)
+            refuse_grad(_NUMBERS, (q, k_cache, v_cache, k, v, out))
+            if features is not None:
+                refuse_grad(_NUMBERS_OF_FEATURES, features[_SLOPES_AND_SINK] + features[_QV_TO_ROTARY])
         q_shape, v_shape = q.shape, v_cache.shape
         if len(q_shape) < 3 or len(v_shape) < 3:
             name, shape = ("q", q_shape) if len(q_shape) < 3 else ("v_cache", v_shape)
@@ -58,13 +79,18 @@ def run(
         head_dim, head_dim_v = q_shape[-1], v_shape[-1]
         if isinstance(cache_seqlens, int):
             cu_seqlens_q = None if features is None else features[_CU_SEQLENS_Q]
-            batch = q_shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+            batch = q_shape[0] if cu_seqlens_q is None else batch_of("cu_seqlens_q", cu_seqlens_q)
             cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
         if softmax_scale is None:
-            softmax_scale = (head_dim if qv is None else head_dim + head_dim_v) ** -0.5
+            # A head_dim of 0 has no scale. The operator refuses it by name.
+            softmax_scale = ((head_dim if qv is None else head_dim + head_dim_v) or 1) ** -0.5
         window_left, window_right = (-1, -1) if window_size is None else window_size
+        if window_left is None:
+            window_left = -1
         if causal:
             window_right = 0
+        elif window_right is None:
+            window_right = -1
         if out is None:
             if head_dim == head_dim_v and q.dtype not in _FP8 and q.is_contiguous():
                 out = torch.empty_like(q)
@@ -92,20 +118,38 @@ def run(
                 window_left, max_seqlen_q, *(_NO_FEATURES if features is None else features),
             )  # fmt: skip
         return (out, lse) if return_lse else out
-    except (ValueError, RuntimeError) as error:
-        raise reworded(error, names) from None
+    except FAILURES as error:
+        given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
+        given |= {"block_table": block_table, "k": k, "v": v, "window_size": window_size}
+        given |= {n: x for n, x in (("out", out), ("softmax_scale", softmax_scale)) if x is not None}
+        given |= {} if features is None else dict(zip(FEATURES, features))
+        raise reworded(clearer(error, _TYPES, given), names) from None
 
 
 def check_cu_seqlens_k(cu_seqlens_k, q, cu_seqlens_q):
     """With a table the operator gets lengths and no cu_seqlens_k. Its form is checked all the same."""
-    batch, origin = (q.shape[0], "q") if cu_seqlens_q is None else (cu_seqlens_q.shape[0] - 1, "cu_seqlens_q")
-    if cu_seqlens_k.dtype != torch.int32 or cu_seqlens_k.shape != (batch + 1,):
-        raise ValueError(
-            f"cu_seqlens_k: expected int32 [batch + 1 = {batch + 1} (from {origin})], got "
-            f"{str(cu_seqlens_k.dtype).removeprefix('torch.')} {list(cu_seqlens_k.shape)}"
-        )
-    if cu_seqlens_k.device != q.device:
-        raise ValueError("cu_seqlens_k: expected a tensor on the device of q, got one on another device")
+    if not isinstance(q, torch.Tensor) or q.dim() == 0:
+        return  # run() refuses that q
+    batch, origin = q.shape[0], "q"
+    if cu_seqlens_q is not None:
+        batch, origin = batch_of("cu_seqlens_q", cu_seqlens_q), "cu_seqlens_q"
+    check_int32("cu_seqlens_k", cu_seqlens_k, f"batch + 1 = {batch + 1} (from {origin})", (batch + 1,), "q", q)
+
+
+def check_int32(name, tensor, sizes, shape, origin, like):
+    """A tensor that the operator does not get, in the words of the operator. `sizes` says the shape; None is any."""
+    fits = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int32 and tensor.dim() == len(shape)
+    if not fits or any(size is not None and size != tensor.shape[i] for i, size in enumerate(shape)):
+        raise ValueError(f"{name}: expected int32 [{sizes}], got {form_of(tensor)}")
+    if tensor.device != like.device:
+        raise ValueError(f"{name}: expected a tensor on the device of {origin}, got one on another device")
+
+
+def batch_of(name, cu_seqlens):
+    """How many requests there are between the entries of a cu_seqlens."""
+    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"{name}: expected int32 [batch + 1], got {form_of(cu_seqlens)}")
+    return cu_seqlens.shape[0] - 1
 
 
 def one_of(name, value, other_name, other):
@@ -133,13 +177,80 @@ def refuse_dropout(dropout_p):
         raise ValueError(f"dropout_p: expected 0.0 (forward only, for inference), got {dropout_p}")
 
 
-def refuse_grad(names, *tensors):
-    for i, tensor in enumerate(tensors):
+def refuse_grad(names, tensors):
+    for tensor in tensors:
         if tensor is not None and tensor.requires_grad:
+            name = names[[other is tensor for other in tensors].index(True)]
             raise ValueError(
-                f"{names.split()[i]}: expected a tensor that asks for no gradient (forward only, for inference), "
+                f"{name}: expected a tensor that asks for no gradient (forward only, for inference), "
                 "got requires_grad=True; use torch.no_grad() or detach()"
             )
+
+
+def clearer(error, types, given):
+    """The error of a call that failed, or one that names the argument whose type nothing could be made of.
+
+    Types are looked at only here, for a good call has no time for it. What torch itself says of them takes five lines,
+    and where an operator wants a tensor it takes None for one without elements and without a dtype."""
+    try:
+        _refuse_types(types, given)
+    except ValueError as refusal:
+        return refusal
+    return error
+
+
+def _refuse_types(types, given):
+    """`given`: arguments of the operator by name, and window_size, which the operator has as two arguments."""
+    for name, kind in types:
+        if name not in given:
+            continue
+        value = given[name]
+        is_tensor = isinstance(value, torch.Tensor)
+        if name == "cache_seqlens":
+            is_length = isinstance(value, int) and _fits(value, 32)
+            if not (value is None or is_tensor or is_length):
+                raise ValueError(f"{name}: expected a tensor, an int of 32 bits or None, got {form_of(value)}")
+        elif kind == "Tensor" and not is_tensor:
+            raise ValueError(f"{name}: expected a tensor, got {form_of(value)}")
+        elif kind == "Optional[Tensor]" and not (value is None or is_tensor):
+            raise ValueError(f"{name}: expected a tensor or None, got {form_of(value)}")
+        elif kind == "int" and not _fits(value, 64):
+            raise ValueError(f"{name}: expected an int of 64 bits, got {form_of(value)}")
+        elif kind == "float" and not hasattr(value, "__float__"):
+            raise ValueError(f"{name}: expected a number, got {form_of(value)}")
+        elif kind == "bool" and not hasattr(value, "__bool__"):
+            raise ValueError(f"{name}: expected True or False, got {form_of(value)}")
+    window_size = given.get("window_size")
+    if window_size is not None and not _is_window(window_size):
+        raise ValueError(
+            f"window_size: expected (left, right), each an int of 64 bits or None, got {form_of(window_size)}"
+        )
+
+
+def _fits(value, bits):
+    try:
+        return -(2 ** (bits - 1)) <= index(value) < 2 ** (bits - 1)
+    except TypeError:
+        return False
+
+
+def _is_window(window_size):
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        return False
+    return all(size is None or _fits(size, 64) for size in (left, right))
+
+
+def form_of(value):
+    """What an error says of an argument that does not fit."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, (tuple, list)) and len(value) < 5:
+        inside = ", ".join(map(form_of, value))
+        return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
+    known = value is None or isinstance(value, (int, float, str))
+    return repr(value) if known else f"a value of type {type(value).__name__}"
 
 
 def reworded(error, names):

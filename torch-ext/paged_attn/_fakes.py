@@ -2,13 +2,17 @@
 
 import torch
 
+from ._call import types_of
 from ._ops import add_op_namespace_prefix, ops
 
 
-def _returns_nothing(names):
+def _returns_nothing(types):
     def fake(*arguments, **keywords):
         # A real tensor without data (device "meta") sends a call here whatever the device of the others.
-        given = {**dict(zip(names, arguments)), **keywords}
+        given = {**dict(zip((name for name, _ in types), arguments)), **keywords}
+        for name, kind in types:
+            if kind == "Tensor" and given[name] is None:
+                raise ValueError(f"{name}: expected a tensor, got None")
         tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
         first = next(iter(tensors))
         for name, tensor in tensors.items():
@@ -31,5 +35,4 @@ for _name in (
 ):
     if not hasattr(ops, _name):
         continue  # of CUDA alone
-    _arguments = [argument.name for argument in getattr(ops, _name).default._schema.arguments]
-    torch.library.register_fake(add_op_namespace_prefix(_name))(_returns_nothing(_arguments))
+    torch.library.register_fake(add_op_namespace_prefix(_name))(_returns_nothing(types_of(getattr(ops, _name).default)))

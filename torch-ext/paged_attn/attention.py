@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._call import check_cu_seqlens_k, one_of, refuse_dropout, refuse_others, run
+from ._call import check_cu_seqlens_k, form_of, one_of, refuse_dropout, refuse_others, run
 
 
 def _names(**others):
@@ -21,6 +21,13 @@ _NAMES = _names()
 _NAMES_OF_KEYS = _names(k_cache="k", v_cache="v", batch_cache="batch", seqlen_cache="seqlen_k")
 _NAMES_OF_PACKED = _names(k_cache="k", v_cache="v", cache_seqlens="seqused_k")
 _NAMES_OF_LENGTHS = _names(k_cache="k", v_cache="v", cache_seqlens="(cu_seqlens_k[1:] - cu_seqlens_k[:-1])")
+
+# The tuples `features` below have the values of _call.FEATURES, in its order. Their lines, in every function:
+#     cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new
+#     softcap, num_splits, deterministic
+#     cache_batch_idx, cache_leftpad, alibi_slopes, s_aux, attention_chunk
+#     qv, q_descale, k_descale, v_descale
+#     rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
 
 
 def flash_attn_with_kvcache(
@@ -85,7 +92,7 @@ def flash_attn_with_kvcache(
         block_table: int32 (batch, max_pages): entries past the pages that hold keys are never read.
         softmax_scale: default head_dim ** -0.5, with `qv` (head_dim + head_dim_v) ** -0.5.
         causal: a token sees no key after its own position (bottom-right aligned).
-        window_size: (left, right) keys seen around the position; -1 is unlimited.
+        window_size: (left, right) keys seen around the position; -1 or None is unlimited.
         softcap: 0 is off.
         rotary_interleaved: pairs (0, 1), (2, 3), ... if True, else i with i + rotary_dim / 2.
         alibi_slopes: float32 (q_heads,) or (batch, q_heads).
@@ -127,9 +134,11 @@ def flash_attn_with_kvcache(
         and not (softcap or num_splits or attention_chunk or deterministic)
     )  # fmt: skip
     features = None if plain else (
-        cu_seqlens_q, None, cu_seqlens_k_new, softcap or 0.0, num_splits or 0, deterministic, cache_batch_idx,
-        cache_leftpad, alibi_slopes, sink, attention_chunk or 0, qv, q_descale, k_descale, v_descale, rotary_cos,
-        rotary_sin, rotary_interleaved, rotary_seqlens,
+        cu_seqlens_q, None, cu_seqlens_k_new,
+        softcap or 0.0, num_splits or 0, deterministic,
+        cache_batch_idx, cache_leftpad, alibi_slopes, sink, attention_chunk or 0,
+        qv, q_descale, k_descale, v_descale,
+        rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens,
     )  # fmt: skip
     return run(
         _NAMES[page_table is not None, sinks is not None], q, k_cache, v_cache, out, return_softmax_lse, cache_seqlens,
@@ -181,8 +190,11 @@ def flash_attn_func(
         and not (softcap or num_splits or attention_chunk or deterministic)
     )  # fmt: skip
     features = None if plain else (
-        None, None, None, softcap or 0.0, num_splits or 0, deterministic, None, None, alibi_slopes, sink,
-        attention_chunk or 0, qv, q_descale, k_descale, v_descale, None, None, True, None,
+        None, None, None,
+        softcap or 0.0, num_splits or 0, deterministic,
+        None, None, alibi_slopes, sink, attention_chunk or 0,
+        qv, q_descale, k_descale, v_descale,
+        None, None, True, None,
     )  # fmt: skip
     return_lse = return_softmax_lse or return_attn_probs
     names = _NAMES_OF_KEYS[False, sinks is not None]
@@ -261,9 +273,11 @@ def flash_attn_varlen_func(
         if seqused_k is None:
             lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
     features = (
-        cu_seqlens_q, cu_seqlens_k if table is None else None, None, softcap or 0.0, num_splits or 0, deterministic,
-        None, None, alibi_slopes, sink, attention_chunk or 0, qv, q_descale, k_descale, v_descale, None, None, True,
-        None,
+        cu_seqlens_q, cu_seqlens_k if table is None else None, None,
+        softcap or 0.0, num_splits or 0, deterministic,
+        None, None, alibi_slopes, sink, attention_chunk or 0,
+        qv, q_descale, k_descale, v_descale,
+        None, None, True, None,
     )  # fmt: skip
     return_lse = return_softmax_lse or return_attn_probs
     names = _NAMES_OF_PACKED if seqused_k is not None else _NAMES_OF_LENGTHS
@@ -301,4 +315,6 @@ def get_scheduler_metadata(
     A call of this package plans by itself (on a GPU the thread blocks do, from the lengths). So there is nothing to
     prepare: no argument changes anything, and the result is an empty int32 tensor on the device of `cache_seqlens`.
     """
+    if not isinstance(cache_seqlens, torch.Tensor):
+        raise ValueError(f"cache_seqlens: expected int32 [batch], got {form_of(cache_seqlens)}")
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from . import attention, fa3
 from ._ops import ops
 from .attention import flash_attn_with_kvcache
 
@@ -14,6 +15,11 @@ _OPERATORS = (
     ops.flash_attn_with_kvcache.default,
     ops.flash_attn_with_kvcache_append.default,
     ops.flash_attn_with_kvcache_plain.default,
+)
+_FUNCTIONS = tuple(
+    getattr(module, name)
+    for module in (attention, fa3)
+    for name in ("flash_attn_with_kvcache", "flash_attn_func", "flash_attn_varlen_func")
 )
 
 
@@ -31,9 +37,15 @@ class Explanation(NamedTuple):
 def explain(*arguments, function=flash_attn_with_kvcache, **keywords) -> Explanation:
     """How `flash_attn_with_kvcache`, or another attention function of this package, would run with these arguments.
 
-    Nothing runs and nothing is written. The arguments are checked as the call would check them, and refused with the
-    same errors.
+    `function` may be `flash_attn_func` or `flash_attn_varlen_func` too, and the three of `paged_attn.fa3`. Nothing runs
+    and nothing is written. The arguments are checked as the call would check them, and refused with the same errors.
+
+    Raises:
+        ValueError, RuntimeError: another function, or as the function.
     """
+    if function not in _FUNCTIONS:  # it would really run
+        given = getattr(function, "__name__", repr(function))
+        raise ValueError(f"function: expected an attention function of paged_attn or paged_attn.fa3, got {given}")
     with _Explain() as explained:
         function(*arguments, **keywords)
     return Explanation(**json.loads(explained.text))

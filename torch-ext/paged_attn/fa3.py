@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from . import attention
-from ._call import check_cu_seqlens_k, one_of, refuse_others, run
-from .merge import merge_attn_states
+from ._call import check_cu_seqlens_k, form_of, one_of, refuse_others, reworded, run
+from .merge import check_all, merge_attn_states
 
 __all__ = [
     "flash_attn_func",
@@ -28,6 +28,9 @@ _LENGTHS = {"cache_seqlens": "(cu_seqlens_k[1:] - cu_seqlens_k[:-1])"}
 # Where the score is qv . v alone, the operator gets qv as q and the values as keys.
 _NAMES_OF_LATENTS = _NAMES | {"q": "qv", "k_cache": "v_cache", "k_descale": "v_descale"}
 _NAMES_OF_LATENT_KEYS = _NAMES_OF_KEYS | {"q": "qv", "k_cache": "v", "k_descale": "v_descale"}
+_NAMES_OF_PARTS = {"out_a": "v_a", "lse_a": "s_a", "out_b": "v_b", "lse_b": "s_b", "out": "v_merged", "lse": "s_merged"}
+
+# attention.py says what the lines of the tuples `features` hold.
 
 
 def flash_attn_with_kvcache(
@@ -83,7 +86,7 @@ def flash_attn_with_kvcache(
     if s_aux is not None:
         sinks = one_of("s_aux", s_aux, "sinks", sinks)
     names = _NAMES
-    if only_qv or q.shape[-1] == 0:
+    if only_qv or _is_empty(q):
         q, k_cache, qv, k_descale = _latent_alone(q, v_cache, qv, k, v_descale)
         names = _NAMES_OF_LATENTS
     plain = (
@@ -93,8 +96,10 @@ def flash_attn_with_kvcache(
         and not (softcap or num_splits or attention_chunk or deterministic)
     )  # fmt: skip
     features = None if plain else (
-        cu_seqlens_q, None, None if k is None else cu_seqlens_k_new, softcap or 0.0, num_splits or 0, deterministic,
-        cache_batch_idx, cache_leftpad, None, sinks, attention_chunk or 0, qv, q_descale, k_descale, v_descale,
+        cu_seqlens_q, None, None if k is None else cu_seqlens_k_new,
+        softcap or 0.0, num_splits or 0, deterministic,
+        cache_batch_idx, cache_leftpad, None, sinks, attention_chunk or 0,
+        qv, q_descale, k_descale, v_descale,
         rotary_cos, rotary_sin, rotary_interleaved, None if k is None else rotary_seqlens,
     )  # fmt: skip
     return run(
@@ -135,7 +140,7 @@ def flash_attn_func(
     if s_aux is not None:
         sinks = one_of("s_aux", s_aux, "sinks", sinks)
     names = _NAMES_OF_KEYS
-    if only_qv or q.shape[-1] == 0:
+    if only_qv or _is_empty(q):
         q, k, qv, k_descale = _latent_alone(q, v, qv, None, v_descale)
         names = _NAMES_OF_LATENT_KEYS
     plain = (
@@ -143,8 +148,11 @@ def flash_attn_func(
         and not (softcap or num_splits or attention_chunk or deterministic)
     )  # fmt: skip
     features = None if plain else (
-        None, None, None, softcap or 0.0, num_splits or 0, deterministic, None, None, None, sinks,
-        attention_chunk or 0, qv, q_descale, k_descale, v_descale, None, None, True, None,
+        None, None, None,
+        softcap or 0.0, num_splits or 0, deterministic,
+        None, None, None, sinks, attention_chunk or 0,
+        qv, q_descale, k_descale, v_descale,
+        None, None, True, None,
     )  # fmt: skip
     return_lse = return_softmax_lse or return_attn_probs
     return run(names, q, k, v, out, return_lse, None, None, softmax_scale, causal, window_size, features)
@@ -196,7 +204,7 @@ def flash_attn_varlen_func(
     if s_aux is not None:
         sinks = one_of("s_aux", s_aux, "sinks", sinks)
     names = _NAMES_OF_KEYS
-    if only_qv or q.shape[-1] == 0:
+    if only_qv or _is_empty(q):
         q, k, qv, k_descale = _latent_alone(q, v, qv, None, v_descale)
         names = _NAMES_OF_LATENT_KEYS
     if page_table is not None:
@@ -211,8 +219,11 @@ def flash_attn_varlen_func(
         missing, given = ("q", "k") if cu_seqlens_q is None else ("k", "q")
         raise ValueError(f"cu_seqlens_{missing}: expected int32 [batch + 1] beside cu_seqlens_{given}, got None")
     features = (
-        cu_seqlens_q, cu_seqlens_k, None, softcap or 0.0, num_splits or 0, deterministic, None, None, None, sinks,
-        attention_chunk or 0, qv, q_descale, k_descale, v_descale, None, None, True, None,
+        cu_seqlens_q, cu_seqlens_k, None,
+        softcap or 0.0, num_splits or 0, deterministic,
+        None, None, None, sinks, attention_chunk or 0,
+        qv, q_descale, k_descale, v_descale,
+        None, None, True, None,
     )  # fmt: skip
     return_lse = return_softmax_lse or return_attn_probs
     return run(
@@ -239,14 +250,19 @@ def merge_state_v2(
     Returns:
         (v_merged, s_merged).
     """
-    for name, lse, values in (("s_a", s_a, v_a), ("s_b", s_b, v_b)):
-        if lse.shape != values.shape[:2] or values.dim() != 3:
+    names = ("v_a", "s_a", "v_b", "s_b", "v_merged", "s_merged")
+    check_all(names, (v_a, s_a, v_b, s_b), (v_merged, s_merged))
+    for name, lse, values in (("s_a", s_a, v_a), ("s_b", s_b, v_b), ("s_merged", s_merged, v_a)):
+        if lse is not None and (lse.shape != values.shape[:2] or values.dim() != 3):
             raise ValueError(
                 f"{name}: expected (tokens, heads) for values (tokens, heads, head_dim_v), got {tuple(lse.shape)} for "
                 f"{tuple(values.shape)}"
             )
     lse = None if s_merged is None else s_merged.T
-    merged, lse = merge_attn_states(v_a, s_a.T, v_b, s_b.T, out=v_merged, lse=lse)
+    try:
+        merged, lse = merge_attn_states(v_a, s_a.T, v_b, s_b.T, out=v_merged, lse=lse)
+    except ValueError as error:
+        raise reworded(error, _NAMES_OF_PARTS) from None
     return merged, lse.T if s_merged is None else s_merged
 
 
@@ -279,19 +295,25 @@ def get_scheduler_metadata(
     """`paged_attn.get_scheduler_metadata` in FlashAttention 3's order, by SGLang's names or FlashAttention 3's."""
     num_heads = one_of("num_heads", num_heads, "num_heads_q", num_heads_q)
     num_heads_k = one_of("num_heads_k", num_heads_k, "num_heads_kv", num_heads_kv)
-    if cache_seqlens is None:
-        raise ValueError("cache_seqlens: expected int32 [batch], got None")
     return attention.get_scheduler_metadata(
         batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, cache_seqlens
     )
+
+
+def _is_empty(q):
+    """Whether q has a head_dim of 0. What has no head_dim at all is left to run(), which has errors for it."""
+    try:
+        return q.shape[-1] == 0
+    except (AttributeError, IndexError):
+        return False
 
 
 def _latent_alone(q, v_cache, qv, k, v_descale):
     """(q, k_cache, qv, k_descale) of a call whose score is qv . v: attention with the values as the keys."""
     if qv is None:
         raise ValueError("qv: expected a tensor with a q of head_dim 0 (or only_qv=True), got None")
-    if q is not None and q.shape[-1] != 0:
-        raise ValueError(f"q: expected head_dim 0 (or None) with only_qv=True, got {q.shape[-1]}")
+    if not (q is None or _is_empty(q)):
+        raise ValueError(f"q: expected head_dim 0 (or None) with only_qv=True, got {form_of(q)}")
     if k is not None:
         raise ValueError("k: expected None with a q of head_dim 0: append with kv_paged_write first")
     return qv, v_cache, None, v_descale

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from ._call import form_of, refuse_grad
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 
 def merge_attn_states(
     out_a: torch.Tensor,
@@ -17,7 +21,8 @@ def merge_attn_states(
     """Merges the results of the same queries over two disjoint sets of keys.
 
     Args:
-        out_a, out_b: (batch, seqlen_q, q_heads, head_dim_v) or (total_q, q_heads, head_dim_v).
+        out_a, out_b: (batch, seqlen_q, q_heads, head_dim_v) or (total_q, q_heads, head_dim_v), float32, float16 or
+            bfloat16.
         lse_a, lse_b: float32 (batch, q_heads, seqlen_q) or (q_heads, total_q), as the attention functions return them.
             A sink belongs to one of the two only.
         out, lse: where to write the results; they may be the tensors of either part.
@@ -25,10 +30,16 @@ def merge_attn_states(
     Returns:
         (out, lse) of the union, in out_a's dtype and float32. With w = exp(lse): out = (w_a out_a + w_b out_b) /
         (w_a + w_b) and lse = log(w_a + w_b), computed relative to the larger lse.
+
+    Raises:
+        ValueError: an argument does not fit. Nothing has been written then.
     """
+    check_all(("out_a", "lse_a", "out_b", "lse_b", "out", "lse"), (out_a, lse_a, out_b, lse_b), (out, lse))
     _check_shape("out_b", out_b, "out_a", out_a)
     _check_shape("lse_b", lse_b, "lse_a", lse_a)
-    if lse_a.transpose(-1, -2).shape != out_a.shape[:-1]:
+    if out_a.dim() not in (3, 4):
+        raise ValueError(f"out_a: expected a tensor of 3 or 4 dimensions, got shape {tuple(out_a.shape)}")
+    if lse_a.shape != (*out_a.shape[:-3], out_a.shape[-2], out_a.shape[-3]):
         raise ValueError(
             f"lse_a: expected (batch, q_heads, seqlen_q) or (q_heads, total_q) for out_a {tuple(out_a.shape)}, "
             f"got {tuple(lse_a.shape)}"
@@ -45,6 +56,28 @@ def merge_attn_states(
     merged = (out_a.float() * share_a + out_b.float() * share_b).to(out_a.dtype)
     merged_lse = larger + torch.log(total)
     return merged if out is None else out.copy_(merged), merged_lse if lse is None else lse.copy_(merged_lse)
+
+
+def check_all(names, parts, targets):
+    """Types and devices of values and lse of both parts and of the union, dtypes of the parts, and no gradients."""
+    for name, tensor, is_lse in zip(names, parts, (False, True, False, True)):
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name}: expected a tensor, got {form_of(tensor)}")
+        if is_lse and tensor.dtype != torch.float32:
+            raise ValueError(f"{name}: expected float32, got {form_of(tensor)}")
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(f"{name}: expected float32, float16 or bfloat16, got {form_of(tensor)}")
+    for name, tensor in zip(names[4:], targets):
+        if not (tensor is None or isinstance(tensor, torch.Tensor)):
+            raise ValueError(f"{name}: expected a tensor or None, got {form_of(tensor)}")
+    given, device = (*parts, *targets), parts[0].device
+    for name, tensor in zip(names, given):
+        if tensor is not None and tensor.device != device:
+            raise ValueError(
+                f"{name}: expected a tensor on the device of {names[0]} ({device}), got one on {tensor.device}"
+            )
+    if torch.is_grad_enabled():
+        refuse_grad(names, given)
 
 
 def _check_shape(name, tensor, other_name, other):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from ._call import refuse_grad
+from ._call import FAILURES, batch_of, check_int32, clearer, refuse_grad, types_of
 from ._ops import ops
 
 _write = ops.kv_paged_write.default
+_TYPES = types_of(_write)
+
+_NUMBERS = ("k", "v", "k_cache", "v_cache", "k_descale", "v_descale")  # which could require grad
 
 
 def kv_paged_write(
@@ -33,8 +36,8 @@ def kv_paged_write(
             `slot_mapping`. float32, bfloat16 or float16.
         k_cache, v_cache: (num_pages, page_size, kv_heads, ...), in k's dtype, float8_e4m3fn or float8_e5m2. 8-bit
             caches store value / descale, saturated.
-        block_table: int32 (batch, max_pages). None with `slot_mapping`.
-        cache_seqlens: int32 (batch,) or an int: the length before the write. None with `slot_mapping`.
+        block_table: int32 (batch, max_pages). With `slot_mapping` it may be None, and only its form is looked at.
+        cache_seqlens: int32 (batch,) or an int: the length before the write. With `slot_mapping` as `block_table`.
         cu_seqlens_k_new: int32 (batch + 1,).
         slot_mapping: int64 or int32 (total_new,); a negative entry skips its token. It may be shorter than k and v
             of (total_new, ...): the tokens past its end are not written.
@@ -44,16 +47,44 @@ def kv_paged_write(
         ValueError, RuntimeError: an argument does not fit, or a slot lies outside the cache. Nothing has been written
             then.
     """
-    if torch.is_grad_enabled():
-        refuse_grad("k v k_cache v_cache", k, v, k_cache, v_cache)
-    if k.dim() < 3:
-        raise ValueError(f"k: expected a tensor of 3 or 4 dimensions, got shape {tuple(k.shape)}")
-    if isinstance(cache_seqlens, int):
-        batch = k.shape[0] if cu_seqlens_k_new is None else cu_seqlens_k_new.shape[0] - 1
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=k.device)
-    if slot_mapping is not None and slot_mapping.dtype == torch.int32:
-        slot_mapping = slot_mapping.long()
-    _write(
-        k, v, k_cache, v_cache, block_table, cache_seqlens, cu_seqlens_k_new=cu_seqlens_k_new,
-        slot_mapping=slot_mapping, k_descale=k_descale, v_descale=v_descale,
-    )  # fmt: skip
+    try:
+        if torch.is_grad_enabled():
+            refuse_grad(_NUMBERS, (k, v, k_cache, v_cache, k_descale, v_descale))
+        if k.dim() < 3:
+            raise ValueError(f"k: expected a tensor of 3 or 4 dimensions, got shape {tuple(k.shape)}")
+        if slot_mapping is None:
+            if isinstance(cache_seqlens, int):
+                batch = k.shape[0] if cu_seqlens_k_new is None else batch_of("cu_seqlens_k_new", cu_seqlens_k_new)
+                cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=k.device)
+        else:
+            if slot_mapping.dtype == torch.int32:
+                slot_mapping = slot_mapping.long()
+            if block_table is not None or cache_seqlens is not None:
+                _check_positions(k, block_table, cache_seqlens, cu_seqlens_k_new)
+                block_table = cache_seqlens = None
+        _write(
+            k, v, k_cache, v_cache, block_table, cache_seqlens, cu_seqlens_k_new=cu_seqlens_k_new,
+            slot_mapping=slot_mapping, k_descale=k_descale, v_descale=v_descale,
+        )  # fmt: skip
+    except FAILURES as error:
+        given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table}
+        given |= {"cache_seqlens": cache_seqlens, "cu_seqlens_k_new": cu_seqlens_k_new, "slot_mapping": slot_mapping}
+        given |= {"k_descale": k_descale, "v_descale": v_descale}
+        raise clearer(error, _TYPES, given) from None
+
+
+def _check_positions(k, block_table, cache_seqlens, cu_seqlens_k_new):
+    """The form of what `slot_mapping` replaces: the operator does not get it, yet a wrong argument is an error."""
+    batch, origin = None, "k"
+    if cu_seqlens_k_new is not None:
+        batch, origin = batch_of("cu_seqlens_k_new", cu_seqlens_k_new), "cu_seqlens_k_new"
+    elif k.dim() == 4:
+        batch = k.shape[0]
+    elif isinstance(block_table, torch.Tensor) and block_table.dim() == 2:
+        # Nothing tells the requests of a flat k apart, so the table may be of any number of them.
+        batch, origin = block_table.shape[0], "block_table"
+    size = "batch" if batch is None else f"batch = {batch} (from {origin})"
+    if block_table is not None:
+        check_int32("block_table", block_table, f"{size}, max_pages", (batch, None), "k", k)
+    if cache_seqlens is not None and not isinstance(cache_seqlens, int):
+        check_int32("cache_seqlens", cache_seqlens, size, (batch,), "k", k)
