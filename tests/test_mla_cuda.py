@@ -171,6 +171,28 @@ def test_deterministic_does_not_see_the_tokens_of_others(paged_attn, device, q_h
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
 
 
+@pytest.mark.parametrize("num_splits", [0, 5])
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("q_heads", [16, 128])
+def test_deterministic_does_not_see_a_large_batch(paged_attn, device, q_heads, kv_dtype, num_splits):
+    torch.manual_seed(0)
+    q = torch.randn(150, 2, q_heads, 576, device=device).bfloat16()
+    k_cache = torch.randn(500, 64, 1, 576, device=device).to(kv_dtype)
+    table = torch.randint(500, (150, 100), device=device).int()
+    lengths = torch.randint(4000, 6400, (150,), device=device).int()
+
+    def attend(requests):
+        return paged_attn.flash_attn_with_kvcache(
+            q[:requests], k_cache, k_cache[..., :512], block_table=table[:requests], cache_seqlens=lengths[:requests],
+            causal=True, deterministic=True, num_splits=num_splits, return_softmax_lse=True,
+        )  # fmt: skip
+
+    out, lse = attend(150)
+    for requests in (1, 9, 40):
+        few = attend(requests)
+        assert torch.equal(few[0], out[:requests]) and torch.equal(few[1], lse[:requests]), requests
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_graph_is_replayed_with_other_lengths(paged_attn, device, form):
     lens = (700, 0, 2300, 64, 511)

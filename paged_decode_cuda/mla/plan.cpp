@@ -68,7 +68,8 @@ void plan_combine(const Problem& p, int row_shift, const DeviceLimits& limits, M
   // A stretch has the first keys of one cut pair at most.
   const int64_t pairs = plan.work.items * p.kv_heads, cut = plan.work.balanced ? pd_min(pairs, plan.clusters) : pairs;
   plan.combine_shares = cut << plan.combine_shift;
-  if (plan.combine_shares <= 2 * limits.processors) {
+  // How many threads share a row decides the order of its sums, so with `deterministic` the batch may not.
+  if (!p.deterministic && plan.combine_shares <= 2 * limits.processors) {
     const int64_t most = plan.work.balanced
                              ? pd_min(pd_ceil_div(capacity_of(p), kMinUnits << MlaSizes::kTileShift), plan.clusters)
                              : plan.work.max_splits.divisor;
