@@ -1,4 +1,8 @@
-"""Numbers and sizes at the edge: NaN and infinities, huge scores, neutral and degenerate factors, empty tensors."""
+"""Numbers and sizes at the edge: NaN and infinities, huge scores, neutral and degenerate factors, empty tensors,
+windows and positions far out."""
+
+import math
+import sys
 
 import cases
 import pytest
@@ -48,6 +52,42 @@ def test_factor(paged_attn, device, name, dtype, q_len):
     calls = both_calls(Case(kv_len=150, q_len=q_len, dtype=dtype), device)
     change(calls, **FACTORS[name])
     judge(*run(paged_attn, calls[0]), *calls)
+
+
+# A cap, and one of the same meaning: without an end it bends nothing, and one that float32 has not leaves no score.
+CAPS = [(math.inf, 0.0), (1e300, 0.0), (1e39, 0.0), (3e38, 0.0), (1e-39, 1e-20), (1e-46, 1e-20), (5e-324, 1e-20)]
+
+
+@pytest.mark.parametrize("q_len", [1, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap, same", CAPS)
+def test_softcap_that_float32_cannot_hold(paged_attn, device, softcap, same, dtype, q_len):
+    """Also of scores that are 0."""
+    calls = both_calls(Case(kv_len=150, q_len=q_len, dtype=dtype), device)
+    for call, cap in zip(calls, (softcap, same)):
+        call.kwargs["q"][:, 0, 0] = 0.0
+        call.kwargs["softcap"] = cap
+    judge(*run(paged_attn, calls[0]), *calls)
+
+
+# No key lies so far away. The last of them plus a position is more than 64 bits hold.
+FAR = [2**31 - 1, 2**31, 2**62, sys.maxsize]
+FAR_FIELDS = {
+    "window": lambda far: {"window": (far, far)},
+    "left": lambda far: {"window": (far, 2)},
+    "right": lambda far: {"window": (-1, far)},
+    "causal": lambda far: {"window": (far, far), "causal": True},
+    "chunk": lambda far: {"chunk": far},
+    "chunk and window": lambda far: {"chunk": far, "window": (far, 0)},
+}
+
+
+@pytest.mark.parametrize("leftpad", [False, True])
+@pytest.mark.parametrize("q_len", [3, 40])
+@pytest.mark.parametrize("far", FAR)
+@pytest.mark.parametrize("name", FAR_FIELDS)
+def test_windows_and_chunks_beyond_all_keys(paged_attn, device, name, far, q_len, leftpad):
+    check(paged_attn, Case(kv_len=60, q_len=q_len, leftpad=leftpad, **FAR_FIELDS[name](far)), device)
 
 
 @pytest.mark.parametrize("v_descale", [0.0, -0.5])

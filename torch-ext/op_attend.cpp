@@ -1,9 +1,12 @@
 // flash_attn_with_kvcache: checks, then the problem, then the backend. The only place where the semantics of the
 // arguments are decided; every device shares it. The functions below check one group of arguments each and fill its
 // part of the problem.
+#include <algorithm>
+
 #include "backend.h"
 #include "op_parts.h"
 #include "ops.h"
+#include "spec/ranges.h"
 
 namespace paged_attn {
 namespace {
@@ -148,6 +151,19 @@ void check_rotary(const AttendArguments& a, const Like& q, Sizes& s, Problem* p)
   r.seqlens = if_given<int32_t>(a.rotary_seqlens);
 }
 
+// Windows and chunks may be of any size, as sys.maxsize is. No key lies so far from another, and sums of a few such
+// numbers and positions stay within 64 bits.
+constexpr int64_t kBeyondAllKeys = int64_t(1) << 60;
+
+// Caps beyond what float32 can hold, or whose inverse it cannot hold, would give NaN. From kLargestSoftcap on a cap
+// bends no score, so it is off. Below kLeastSoftcap it leaves only scores that count as 0.
+constexpr double kLeastSoftcap = 1e-30, kLargestSoftcap = 1e30;
+
+float softcap_of(double softcap) {
+  const bool off = softcap == 0.0 || softcap >= kLargestSoftcap;
+  return off ? 0.f : static_cast<float>(std::max(softcap, kLeastSoftcap));
+}
+
 void check_scores(const AttendArguments& a, const Like& q, Sizes& s, Problem* p) {
   if (!(a.softcap >= 0.0)) fail("softcap: expected at least 0 (0 is off), got " + std::to_string(a.softcap));
   if (a.window_left < -1 || a.window_right < -1)
@@ -155,10 +171,10 @@ void check_scores(const AttendArguments& a, const Like& q, Sizes& s, Problem* p)
          ")");
   if (a.attention_chunk < 0) fail("attention_chunk: expected at least 0 (0 is off), got " + str(a.attention_chunk));
   p->scale = static_cast<float>(a.softmax_scale);
-  p->softcap = static_cast<float>(a.softcap);
-  p->window_left = a.window_left;
-  p->window_right = a.window_right;
-  p->attention_chunk = a.attention_chunk;
+  p->softcap = softcap_of(a.softcap);
+  p->window_left = pd_min(a.window_left, kBeyondAllKeys);
+  p->window_right = pd_min(a.window_right, kBeyondAllKeys);
+  p->attention_chunk = pd_min(a.attention_chunk, kBeyondAllKeys);
   if (a.alibi_slopes) {
     if (a.alibi_slopes->dim() == 1) {
       check(*a.alibi_slopes, "alibi_slopes", kFloat32, {&s.q_heads}, q);
