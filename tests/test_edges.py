@@ -90,6 +90,29 @@ def test_windows_and_chunks_beyond_all_keys(paged_attn, device, name, far, q_len
     check(paged_attn, Case(kv_len=60, q_len=q_len, leftpad=leftpad, **FAR_FIELDS[name](far)), device)
 
 
+@pytest.mark.every_isa
+@pytest.mark.parametrize("q_len", [1, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("before", [2**24, 2**24 + 2**20])
+def test_slopes_far_out(paged_attn, device, before, dtype, q_len):
+    """float32 does not hold every position from 2^24 on. The bias counts from the query, so that a long request gives
+    what its last keys give as a request of their own."""
+    torch.manual_seed(0)
+    page_size, kv_len = 256, 300 + q_len % 2  # an odd position and an even one at the end
+    k_cache, v_cache = (torch.randn(2, page_size, 2, 64).to(device, getattr(torch, dtype)) for _ in range(2))
+    q = torch.randn(1, q_len, 4, 64).to(device, getattr(torch, dtype))
+    table = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
+    options = {"alibi_slopes": torch.tensor([0.5, 0.1, 1.0, -0.3], device=device), "window_size": (64, 0)}
+    options["return_softmax_lse"] = True
+    alone = paged_attn.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=kv_len, block_table=table, **options)
+    table = table.repeat(1, before // page_size // 2 + 1)
+    far = paged_attn.flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=before + kv_len, block_table=table, **options
+    )
+    torch.testing.assert_close(far[1], alone[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(far[0], alone[0], rtol=0.01, atol=1e-3 if dtype == "bfloat16" else 1e-4)
+
+
 @pytest.mark.parametrize("v_descale", [0.0, -0.5])
 def test_descale_of_values_with_qv(paged_attn, device, v_descale):
     """The values are in the score too then."""
