@@ -136,7 +136,7 @@ struct Scratch {
   Elem* values;             // panels of [tile, width]
   Run* runs;                // of the next tile
   KvRange* visible;         // [rows]
-  float* q_pos;             // [rows]
+  int64_t* q_pos;           // [rows]
   HeadScale* scales;        // [heads]
   float* row;               // one row of floats
   int64_t bytes;
@@ -316,7 +316,7 @@ inline void change_base(float new_m, float* m, f32v* sum, float* acc, int64_t wi
 // What turns the products of one row into scores.
 struct ScoreOf {
   float scale, softcap, slope;
-  float q_pos;  // counted from the start of the tile
+  float q_pos;  // counted from the start of the tile: far out, float32 no longer holds every position
 };
 
 // Turns the products of one row with n keys into probabilities relative to *m, which is moved to the largest score of
@@ -440,7 +440,7 @@ Part part_of(const Scratch<Ops>& s, const TileRows& tile, int64_t first, int64_t
 // `begin` is the key that positions are counted from.
 template <class Ops>
 ScoreOf score_of(const Problem& p, const Item& item, const Scratch<Ops>& s, int64_t h, int64_t r, int64_t begin) {
-  ScoreOf score = {s.scales[h].score, p.softcap, 0.f, s.q_pos[r] - static_cast<float>(begin)};
+  ScoreOf score = {s.scales[h].score, p.softcap, 0.f, static_cast<float>(s.q_pos[r] - begin)};
   if (p.alibi_slopes)
     score.slope = p.alibi_slopes[item.batch * p.alibi_stride_batch + (item.kv_head_begin + h) * p.group +
                                  (item.row_begin + r) % p.group];
@@ -639,7 +639,7 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
   RowAt at(p, item);
   for (int64_t r = 0; r < rows; ++r, at.next()) {
     s.visible[r] = keys_of_token(p, request, at.token);
-    s.q_pos[r] = static_cast<float>(request.kv_len - request.q_len + at.token);
+    s.q_pos[r] = request.kv_len - request.q_len + at.token;
   }
   for (int64_t h = 0; h < item.heads(); ++h)
     s.scales[h] = head_scale(p, item.batch, item.kv_head_begin + h, Ops::kUnit);

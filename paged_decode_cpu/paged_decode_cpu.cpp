@@ -45,6 +45,10 @@ constexpr int64_t kSplitAlign = 16;            // keys; splits begin at multiple
 constexpr int64_t kMinSplitKeys = 256;         // a shorter split costs more to merge than it saves
 constexpr int64_t kDeterministicSplit = 1024;  // keys
 
+// Floats of a request's partial results where its cuts do not depend on the threads: 32 MiB. Prompts would need
+// gigabytes, and have items enough for all threads without being cut.
+constexpr int64_t kRequestPartials = int64_t(8) << 20;
+
 // Tasks from memory: each begins with keys that nothing has fetched, so they are few and read many bytes.
 constexpr int64_t kTaskBytes = int64_t(8) << 20;
 
@@ -216,11 +220,19 @@ int64_t most_heads(const Problem& p, int64_t threads) {
   return pd_max(1, p.kv_heads / pd_ceil_div(threads, pd_max(1, splits)));
 }
 
+// Splits of the keys of a request whose partial results fit into kRequestPartials. It sees nothing but the request.
+int64_t most_splits(const Problem& p, int64_t b) {
+  return pd_max(1, kRequestPartials / (request_of(p, b).q_len * p.q_heads * (p.head_dim_v + 2)));
+}
+
 int64_t choose_splits(const Problem& p, const Item& item, const SmallCut& cut, int64_t task_cost, int64_t threads) {
   const int64_t keys = item.keys.end - item.keys.begin;
-  // Splits beyond one per kSplitAlign keys would be empty.
-  if (p.num_splits > 0) return pd_max(1, pd_min(p.num_splits, pd_ceil_div(keys, kSplitAlign)));
-  if (p.deterministic) return pd_max(1, pd_ceil_div(keys, kDeterministicSplit));
+  if (p.num_splits > 0 || p.deterministic) {
+    // Splits beyond one per kSplitAlign keys would be empty.
+    const int64_t splits = p.num_splits > 0 ? pd_min(p.num_splits, pd_ceil_div(keys, kSplitAlign))
+                                            : pd_ceil_div(keys, kDeterministicSplit);
+    return pd_max(1, pd_min(splits, most_splits(p, item.batch)));
+  }
   if (item.small && item.rows() * p.kv_heads <= kSharedRows)
     return cut.split ? small_splits(keys, cut.all_keys, pd_ceil_div(p.kv_heads, cut.heads), threads) : 1;
   const int64_t most = pd_min(keys / kMinSplitKeys, kMaxSplitsPerThread * threads);
@@ -358,17 +370,26 @@ struct Merge {
   }
 };
 
-void run_plan(const Problem& p, const Kernel& kernel, const Plan& plan) {
-  const std::unique_ptr<float[]> partials(new float[plan.partial_floats]);
-  const std::unique_ptr<std::atomic<int64_t>[]> arrived(new std::atomic<int64_t>[plan.merge_groups]());
-  const std::unique_ptr<std::atomic<bool>[]> taken(new std::atomic<bool>[plan.tasks.size()]());
+// What the threads of a call share.
+struct Shared {
+  std::unique_ptr<float[]> partials;
+  std::unique_ptr<std::atomic<int64_t>[]> arrived;  // partials of each group that is merged
+  std::unique_ptr<std::atomic<bool>[]> taken;       // whether a thread has this task
+
+  explicit Shared(const Plan& plan)
+      : partials(new float[plan.partial_floats]),
+        arrived(new std::atomic<int64_t>[plan.merge_groups]()),
+        taken(new std::atomic<bool>[plan.tasks.size()]()) {}
+};
+
+void run_plan(const Problem& p, const Kernel& kernel, const Plan& plan, const Shared& shared) {
   std::atomic<size_t> next_task{0};
   const int64_t workers = pd_min(plan.threads, static_cast<int64_t>(plan.tasks.size()));
   torch::stable::parallel_for(0, workers, 1, [&](int64_t worker, int64_t) {
     char* scratch = thread_scratch(plan.scratch_bytes);
     // Its own task first: a short call that comes again finds its keys in the cache of this core.
     for (size_t i = worker; i < plan.tasks.size(); i = next_task++) {
-      if (taken[i].exchange(true)) continue;
+      if (shared.taken[i].exchange(true)) continue;
       const Task& task = plan.tasks[i];
       const Work& work = plan.works[task.work];
       const KvRange keys = plan.splits[work.first_split + task.split];
@@ -376,9 +397,9 @@ void run_plan(const Problem& p, const Kernel& kernel, const Plan& plan) {
         kernel.attend(p, work.item, keys, scratch, nullptr);
         continue;
       }
-      float* first = partials.get() + work.partial_offset;
+      float* first = shared.partials.get() + work.partial_offset;
       kernel.attend(p, work.item, keys, scratch, first + task.split * partial_floats(work.item, p.head_dim_v));
-      Merge{p, kernel, work, first, arrived.get() + work.first_group}.add(task.split);
+      Merge{p, kernel, work, first, shared.arrived.get() + work.first_group}.add(task.split);
     }
   });
 }
@@ -402,9 +423,14 @@ std::string unsupported_reason(const Problem&) { return ""; }
 void run_attention(const Problem& p) {
   const Kernel& kernel = kernel_of_this_cpu();
   check_values(p);
-  if (p.append.k) write_tokens(p, kernel, place_tokens(p));
+  // Nothing is written before all places are known and all shared memory is there: a call that fails changes nothing.
+  // The plan reads lengths only, which the append leaves as they are.
+  const std::vector<TokenWrite> new_tokens = p.append.k ? place_tokens(p) : std::vector<TokenWrite>();
+  const Plan plan = make_plan(p, kernel, torch::stable::get_num_threads());
+  const Shared shared(plan);
+  if (p.append.k) write_tokens(p, kernel, new_tokens);
   clear_spare_tokens(p);
-  run_plan(p, kernel, make_plan(p, kernel, torch::stable::get_num_threads()));
+  run_plan(p, kernel, plan, shared);
 }
 
 // The ways to multiply, best first. A call is of the route in which it spends most of its work; items of few rows in a
@@ -412,6 +438,9 @@ void run_attention(const Problem& p) {
 std::string explain_attention(const Problem& p) {
   const Kernel& kernel = kernel_of_this_cpu();
   check_values(p);
+  Explanation e;
+  e.route = "none";  // no queries, or no heads
+  if (p.total_q == 0 || p.q_heads == 0) return e.json();
   const Plan plan = make_plan(p, kernel, torch::stable::get_num_threads());
   const Products products = kernel.products(p);
   int64_t packed_items = 0, packed_cost = 0, tiles_cost = 0, cost = 0, most_rows = 0, most_keys = 0;
@@ -425,7 +454,6 @@ std::string explain_attention(const Problem& p) {
     most_rows = pd_max(most_rows, work.item.rows());
     most_keys = pd_max(most_keys, work.item.keys.end - work.item.keys.begin);
   }
-  Explanation e;
   if (const char* refusal = amx_refusal(); *refusal) e.why_not.emplace_back("tiles_bf16", refusal);
   if (packed_items > 0 && 2 * packed_cost >= cost) {
     e.route = products.packed;
@@ -452,7 +480,8 @@ std::string explain_attention(const Problem& p) {
             {"tasks", static_cast<int64_t>(plan.tasks.size())},
             {"splits", max_splits_of(plan)},
             {"heads_per_walk", plan.works.empty() ? 0 : plan.works[0].item.heads()},
-            {"scratch_bytes", plan.scratch_bytes}};
+            {"scratch_bytes", plan.scratch_bytes},
+            {"partial_bytes", plan.partial_floats * int64_t(sizeof(float))}};
   return e.json();
 }
 

@@ -1,11 +1,14 @@
 """Writing to the cache: kv_paged_write, the append inside flash_attn_with_kvcache, and that both write the same."""
 
+import sys
+from pathlib import Path
+
 import cases
 import pytest
 import reference
 import torch
 from cases import Case
-from compare import assert_caches, assert_same_bytes, check, run
+from compare import assert_caches, assert_same_bytes, check, judge, run
 
 FP8 = ["float8_e4m3fn", "float8_e5m2"]
 WRITES = [
@@ -222,3 +225,26 @@ def test_step_by_step_equals_at_once(paged_attn, device):
         torch.testing.assert_close(step, whole[:, new], rtol=1e-5, atol=1e-5)  # not under test: two orders of summation
     for a, b in zip(caches[:2], caches[2:]):
         assert_same_bytes("cache", a, b.cpu())
+
+
+def test_no_memory_for_partial_results_leaves_the_cache_as_it_was(paged_attn, device):
+    """A process may have a limit. Whatever a call needs is there before it writes."""
+    if device != "cpu" or sys.platform != "linux":
+        pytest.skip("limits of memory are those of Linux's processes")
+    import resource
+
+    case = Case(batch=8, lens=(2000,) * 8, q_len=8, append=1, q_heads=64, kv_heads=1, head_dim=8, head_dim_v=128)
+    run(paged_attn, cases.build(case), num_splits=1)  # threads and their memory are there
+    call, before = cases.build(case), cases.build(case)
+    needed = 8 * 8 * 64 * 100 * (128 + 2) * 4  # 100 partial results of each row: 213 MB
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + needed // 4, hard))
+    try:
+        with pytest.raises(MemoryError):
+            run(paged_attn, call, num_splits=100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    for after, expected in zip(call.storage, before.storage):
+        assert_same_bytes("cache", after, expected)
+    judge(*run(paged_attn, call, num_splits=100), call, before)

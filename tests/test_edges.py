@@ -1,4 +1,8 @@
-"""Numbers and sizes at the edge: NaN and infinities, huge scores, neutral and degenerate factors, empty tensors."""
+"""Numbers and sizes at the edge: NaN and infinities, huge scores, neutral and degenerate factors, empty tensors,
+windows and positions far out."""
+
+import math
+import sys
 
 import cases
 import pytest
@@ -48,6 +52,65 @@ def test_factor(paged_attn, device, name, dtype, q_len):
     calls = both_calls(Case(kv_len=150, q_len=q_len, dtype=dtype), device)
     change(calls, **FACTORS[name])
     judge(*run(paged_attn, calls[0]), *calls)
+
+
+# A cap, and one of the same meaning: without an end it bends nothing, and one that float32 has not leaves no score.
+CAPS = [(math.inf, 0.0), (1e300, 0.0), (1e39, 0.0), (3e38, 0.0), (1e-39, 1e-20), (1e-46, 1e-20), (5e-324, 1e-20)]
+
+
+@pytest.mark.parametrize("q_len", [1, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap, same", CAPS)
+def test_softcap_that_float32_cannot_hold(paged_attn, device, softcap, same, dtype, q_len):
+    """Also of scores that are 0."""
+    calls = both_calls(Case(kv_len=150, q_len=q_len, dtype=dtype), device)
+    for call, cap in zip(calls, (softcap, same)):
+        call.kwargs["q"][:, 0, 0] = 0.0
+        call.kwargs["softcap"] = cap
+    judge(*run(paged_attn, calls[0]), *calls)
+
+
+# No key lies so far away. The last of them plus a position is more than 64 bits hold.
+FAR = [2**31 - 1, 2**31, 2**62, sys.maxsize]
+FAR_FIELDS = {
+    "window": lambda far: {"window": (far, far)},
+    "left": lambda far: {"window": (far, 2)},
+    "right": lambda far: {"window": (-1, far)},
+    "causal": lambda far: {"window": (far, far), "causal": True},
+    "chunk": lambda far: {"chunk": far},
+    "chunk and window": lambda far: {"chunk": far, "window": (far, 0)},
+}
+
+
+@pytest.mark.parametrize("leftpad", [False, True])
+@pytest.mark.parametrize("q_len", [3, 40])
+@pytest.mark.parametrize("far", FAR)
+@pytest.mark.parametrize("name", FAR_FIELDS)
+def test_windows_and_chunks_beyond_all_keys(paged_attn, device, name, far, q_len, leftpad):
+    check(paged_attn, Case(kv_len=60, q_len=q_len, leftpad=leftpad, **FAR_FIELDS[name](far)), device)
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("q_len", [1, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("before", [2**24, 2**24 + 2**20])
+def test_slopes_far_out(paged_attn, device, before, dtype, q_len):
+    """float32 does not hold every position from 2^24 on. The bias counts from the query, so that a long request gives
+    what its last keys give as a request of their own."""
+    torch.manual_seed(0)
+    page_size, kv_len = 256, 300 + q_len % 2  # an odd position and an even one at the end
+    k_cache, v_cache = (torch.randn(2, page_size, 2, 64).to(device, getattr(torch, dtype)) for _ in range(2))
+    q = torch.randn(1, q_len, 4, 64).to(device, getattr(torch, dtype))
+    table = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
+    options = {"alibi_slopes": torch.tensor([0.5, 0.1, 1.0, -0.3], device=device), "window_size": (64, 0)}
+    options["return_softmax_lse"] = True
+    alone = paged_attn.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=kv_len, block_table=table, **options)
+    table = table.repeat(1, before // page_size // 2 + 1)
+    far = paged_attn.flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=before + kv_len, block_table=table, **options
+    )
+    torch.testing.assert_close(far[1], alone[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(far[0], alone[0], rtol=0.01, atol=1e-3 if dtype == "bfloat16" else 1e-4)
 
 
 @pytest.mark.parametrize("v_descale", [0.0, -0.5])

@@ -14,7 +14,14 @@ CASES = {
     "prefill": Case(q_len=80, kv_len=100, causal=True),
     "fp8": Case(kv_len=100, kv_dtype="float8_e4m3fn", descale="full"),
     "batch 0": Case(batch=0),
+    "tokens without a request": Case(batch=0, q_len=0, varlen_q=True, spare=5),
     "no query": Case(q_len=0),
+    "no query, no keys": Case(q_len=0, lens=(0, 0, 0, 0), page_size=0),
+    "no heads": Case(q_heads=0),
+    "no heads, append": Case(q_heads=0, append=3),
+    "no heads at all": Case(q_heads=0, kv_heads=0),
+    "no heads at all, contiguous": Case(q_heads=0, kv_heads=0, page_size=0),
+    "no keys": Case(lens=(0, 0, 0, 0)),
 }
 
 
@@ -124,6 +131,17 @@ class TestCpu:
     def test_splits_that_were_asked_for(self, paged_attn, device, splits):
         call = cases.build(Case(kv_len=3000))
         assert explain(paged_attn, call, num_splits=splits).plan["splits"] == splits
+
+    @pytest.mark.parametrize("options", [{"deterministic": True}, {"num_splits": 10**9}], ids=str)
+    @pytest.mark.parametrize("q_len, keys", [(1, 131072), (100, 131072), (4096, 131072), (1, 4_000_000)])
+    def test_memory_of_partial_results(self, paged_attn, device, q_len, keys, options):
+        """At most 32 MiB for a request, however many rows and keys it has. Nothing but a promise is in this cache."""
+        q = torch.empty(2, q_len, 1, 128, dtype=torch.bfloat16).expand(-1, -1, 32, -1)
+        cache = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16).expand(2, keys, 8, -1)
+        out = torch.empty(2, q_len, 32, 128, dtype=torch.bfloat16)
+        plan = paged_attn.explain(q, cache, cache, causal=True, out=out, **options).plan
+        assert plan["partial_bytes"] <= 2 * 32 * 2**20
+        assert (plan["splits"] > 1) == (q_len < 4096)
 
     @pytest.mark.every_isa
     def test_small_calls(self, paged_attn, device):

@@ -191,6 +191,26 @@ def test_cpu_deterministic_plans_see_no_other_request(native):
             assert [w["splits"] for w in whole["works"] if w["batch"] == b] == [w["splits"] for w in alone["works"]]
 
 
+CUTS = [{"deterministic": 1}, {"num_splits": 10**9}, {"deterministic": 1, "num_splits": 10**9}]
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+def test_cpu_partial_results_have_a_bound(native, cuts):
+    """32 MiB for each request. The cuts of a request see neither the others nor the threads, prompts included."""
+    rng = random.Random(7)
+    for _ in range(100):
+        lens, q_len = [rng.choice((0, 700, 30000, 131072)) for _ in range(3)], rng.choice((1, 4, 33, 500, 4096))
+        call = {"kv_heads": 2, "group": rng.choice((1, 16)), "page_size": 131072, "head_dim": 128, "max_q_len": q_len}
+        whole = native.cpu.plan(call | cuts | {"batch": 3, "cache_seqlens": lens}, rng.choice((1, 3, 16)))
+        for b, kv_len in enumerate(lens):
+            works = [(w["rows"], w["heads"], w["splits"]) for w in whole["works"] if w["batch"] == b]
+            alone = native.cpu.plan(call | cuts | {"batch": 1, "cache_seqlens": [kv_len]}, 2)
+            assert alone["partial_floats"] * 4 <= 2**25
+            if "deterministic" in cuts:
+                assert works == [(w["rows"], w["heads"], w["splits"]) for w in alone["works"]]
+        assert whole["partial_floats"] * 4 <= 3 * 2**25
+
+
 def test_cpu_counts_beyond_32_bits(native):
     """2^31 - 1 keys, and shares of them; no length wraps."""
     kv_len = 2**31 - 1

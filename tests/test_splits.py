@@ -19,6 +19,13 @@ SHAPES = [
 ]
 
 
+# Long keys and more rows than decode has; in the second beside requests of few rows.
+PROMPTS = [
+    Case(batch=2, lens=(2100, 1300), q_len=140, causal=True),
+    Case(batch=3, kv_len=2100, q_len=140, varlen_q=True, causal=True, dtype="float32"),
+]
+
+
 def assert_same_bits(a, b):
     for x, y in zip(a, b):
         assert torch.equal(x, y)
@@ -29,6 +36,11 @@ def assert_same_bits(a, b):
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_any_number_of_splits(paged_attn, device, case, num_splits):
     check(paged_attn, case, device, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("options", [{"deterministic": True}, {"num_splits": 1_000_000}], ids=str)
+def test_cuts_of_prompts(paged_attn, device, options):
+    check(paged_attn, Case(batch=1, kv_len=2100, q_len=70, causal=True), device, **options)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -90,7 +102,7 @@ def one_request(call, b):
 
 
 @pytest.mark.parametrize("num_splits", [0, 4])
-@pytest.mark.parametrize("case", SHAPES, ids=str)
+@pytest.mark.parametrize("case", SHAPES + PROMPTS, ids=str)
 def test_deterministic_does_not_see_the_batch(paged_attn, device, case, num_splits):
     """Every request alone gives the bits that it gives in the batch, and in the batch turned around."""
     call = cases.build(case).to(device)
@@ -128,7 +140,7 @@ def test_deterministic_does_not_see_the_queries_of_others(paged_attn, device, q_
         assert_same_bits(*results)
 
 
-@pytest.mark.parametrize("case", SHAPES, ids=str)
+@pytest.mark.parametrize("case", SHAPES + PROMPTS, ids=str)
 def test_deterministic_does_not_see_the_threads(paged_attn, device, case):
     call = cases.build(case).to(device)
     results = []

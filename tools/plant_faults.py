@@ -140,8 +140,16 @@ FAULTS = [
         "the batch decides deterministic cuts",
         "native",
         CPU,
-        "if (p.deterministic) return",
-        "if (false) return",
+        "if (p.num_splits > 0 || p.deterministic) {",
+        "if (p.num_splits > 0) {",
+        "test_plans.py",
+    ),
+    Fault(
+        "partial results without a bound",
+        "native",
+        CPU,
+        "pd_min(splits, most_splits(p, item.batch))",
+        "splits",
         "test_plans.py",
     ),
     Fault(

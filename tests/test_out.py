@@ -1,0 +1,178 @@
+"""out may be any memory of its own: also rows between those of an input, but no element of one."""
+
+import random
+
+import cases
+import pytest
+import torch
+from cases import Case
+from compare import run
+
+PLAIN = Case(batch=2, lens=(20, 33), q_len=3)
+APPEND = Case(batch=2, lens=(20, 33), q_len=3, append=3, q_heads=2)
+QV = Case(batch=2, lens=(20, 33), head_dim_v=512, qv=True)
+
+
+def beside(a, name, offset):
+    """Moves an input into a larger tensor, and returns a view of its form that begins `offset` elements behind it."""
+    x = a[name]
+    wide = torch.zeros(3 * x.numel(), dtype=x.dtype, device=x.device)
+    a[name] = wide[x.numel() : 2 * x.numel()].view(x.shape).copy_(x)
+    return wide[x.numel() + offset :][: x.numel()].view(x.shape)
+
+
+def other_tokens_and_heads(a):
+    """Of six tokens and five heads: neither view has the first or the last row of the other, yet they share some."""
+    wide = torch.zeros(2, 6, 5, 64, dtype=a["q"].dtype, device=a["q"].device)
+    a["q"] = wide[:, 0:3, 1:].copy_(a["q"])
+    return wide[:, 1:4, :-1]
+
+
+# Case, input, and how out is made of the arguments so that it has some of the input's elements.
+SHARED = {
+    "out is q": (PLAIN, "q", lambda a: a["q"]),
+    "requests and tokens in another order": (
+        PLAIN, "q", lambda a: a["q"].as_strided((2, 3, 4, 64), (256, 512, 64, 1)),
+    ),
+    "one row of q": (PLAIN, "q", lambda a: beside(a, "q", 64 * 4 * 5)),
+    "one element of q": (PLAIN, "q", lambda a: beside(a, "q", 64 * 4 * 6 - 1)),
+    "one element before": (PLAIN, "q", lambda a: beside(a, "q", 1 - 64 * 4 * 6)),
+    "other tokens and other heads": (PLAIN, "q", other_tokens_and_heads),
+    "out is qv": (QV, "qv", lambda a: a["qv"]),
+    "out is k": (APPEND, "k", lambda a: a["k"]),
+    "out is v": (APPEND, "v", lambda a: a["v"]),
+    "keys of the cache": (PLAIN, "k_cache", lambda a: a["k_cache"].as_strided((2, 3, 4, 64), (768, 256, 64, 1))),
+    "values of the cache": (PLAIN, "v_cache", lambda a: a["v_cache"][1:4].view(-1)[100:][:1536].view(2, 3, 4, 64)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_memory_is_refused(paged_attn, device, name):
+    case, blamed, make_out = SHARED[name]
+    call = cases.build(case).to(device)
+    k_cache, v_cache = call.caches()
+    arguments = call.kwargs | {"k_cache": k_cache, "v_cache": v_cache}
+    arguments["out"] = make_out(arguments)
+    written = [*call.storage, arguments["out"]]
+    before = [x.clone() for x in written]
+    for function in (paged_attn.flash_attn_with_kvcache, paged_attn.explain):
+        with pytest.raises(RuntimeError, match=f"^out: expected memory of its own, got memory of {blamed}$"):
+            function(**arguments)
+    for x, expected in zip(written, before):
+        assert torch.equal(x.nan_to_num(), expected.nan_to_num())
+
+
+def test_shared_memory_has_the_name_of_the_caller(paged_attn, device):
+    q, k, v = (torch.randn(1, 8, 2, 64, device=device) for _ in range(3))
+    with pytest.raises(RuntimeError, match=r"^out: expected memory of its own, got memory of v$"):
+        paged_attn.flash_attn_func(q, k, v, out=v)
+
+
+# What is expanded to (2, 3, 4, 64).
+EXPANDED = {"batch": (1, 3, 4, 64), "tokens": (2, 1, 4, 64), "heads": (2, 3, 1, 64)}
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_rows_that_share_memory_are_refused(paged_attn, device, name):
+    call = cases.build(PLAIN).to(device)
+    out = torch.full(EXPANDED[name], 7.0, dtype=torch.bfloat16, device=device)
+    match = r"^out: expected rows that share no memory, got rows of 128 bytes that begin 0 bytes apart$"
+    with pytest.raises(RuntimeError, match=match):
+        run(paged_attn, call, out=out.expand(2, 3, 4, 64))
+    assert (out == 7.0).all()
+
+
+def test_rows_that_overlap_in_part_are_refused(paged_attn, device):
+    call = cases.build(PLAIN).to(device)
+    out = torch.full((2000,), 7.0, dtype=torch.bfloat16, device=device)
+    match = r"^out: expected rows that share no memory, got rows of 128 bytes that begin 126 bytes apart$"
+    with pytest.raises(RuntimeError, match=match):
+        run(paged_attn, call, out=out.as_strided((2, 3, 4, 64), (768, 256, 63, 1)))
+    assert (out == 7.0).all()
+
+
+def fused(a):
+    """q and out side by side in every token of one tensor, as a fused projection has them."""
+    wide = torch.zeros(2, 3, 8, 64, dtype=a["q"].dtype, device=a["q"].device)
+    a["q"] = wide[:, :, 4:].copy_(a["q"])
+    return wide[:, :, :4]
+
+
+def heads_between(a):
+    """Heads of q and out in turn."""
+    wide = torch.zeros(2, 3, 4, 2, 64, dtype=a["q"].dtype, device=a["q"].device)
+    a["q"] = wide[:, :, :, 0].copy_(a["q"])
+    return wide[:, :, :, 1]
+
+
+def halves_of_rows(a):
+    wide = torch.zeros(2, 3, 4, 128, dtype=a["q"].dtype, device=a["q"].device)
+    a["q"] = wide[..., 64:].copy_(a["q"])
+    return wide[..., :64]
+
+
+def page_of_a_pool(a):
+    """K, V and results of a page side by side: out lies between the keys and values of the pages."""
+    pages, slots = a["k_cache"].shape[:2]
+    pool = torch.zeros(pages, 3, slots, 2, 64, dtype=a["q"].dtype, device=a["q"].device)
+    a["k_cache"], a["v_cache"] = pool[:, 0].copy_(a["k_cache"]), pool[:, 1].copy_(a["v_cache"])
+    return pool[:2, 2].view(2, slots // 2, 4, 64)[:, :3]
+
+
+def heads_first(a):
+    return torch.zeros(2, 4, 3, 64, dtype=a["q"].dtype, device=a["q"].device).transpose(1, 2)
+
+
+BESIDE = (fused, heads_between, halves_of_rows, page_of_a_pool, heads_first)
+
+
+@pytest.mark.parametrize("make_out", BESIDE, ids=lambda function: function.__name__)
+def test_memory_beside_the_inputs_is_fine(paged_attn, device, make_out):
+    call = cases.build(PLAIN).to(device)
+    expected, expected_lse = run(paged_attn, call)
+    k_cache, v_cache = call.caches()
+    arguments = call.kwargs | {"k_cache": k_cache, "v_cache": v_cache}
+    arguments["out"] = make_out(arguments)
+    out, lse = paged_attn.flash_attn_with_kvcache(**arguments)
+    assert out.data_ptr() == arguments["out"].data_ptr()
+    torch.testing.assert_close(out, expected, rtol=0.02, atol=1e-3)  # other alignment may be another route
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+
+
+STRIDES = ((96, 32, 8), (96, 32, 16), (8, 64, 16), (200, 16, 48), (64, 16, 8))
+
+
+def test_random_views_of_one_tensor(paged_attn, device):
+    """What is refused shares elements, and what shares elements is refused where both views have the same strides."""
+    dice, memory = random.Random(1), torch.zeros(1000, device=device)
+    numbers = torch.arange(len(memory))
+    k, v = (torch.randn(2, 5, 1, 8, device=device) for _ in range(2))
+    count = {"refused": 0, "apart": 0, "undecided": 0}
+    for _ in range(400):
+        size = (2, dice.choice((1, 3)), dice.choice((1, 2)), 8)
+        strides = [dice.choice(STRIDES)] * 2 if dice.random() < 0.6 else dice.choices(STRIDES, k=2)
+        views = [(size, (*s, 1), dice.randrange(120)) for s in strides]
+        elements = [set(numbers.as_strided(*view).flatten().tolist()) for view in views]
+        shared = not elements[0].isdisjoint(elements[1])
+        q, out = (memory.as_strided(*view) for view in views)
+        try:
+            paged_attn.flash_attn_func(q, k, v, out=out)
+        except RuntimeError as error:
+            assert str(error) == "out: expected memory of its own, got memory of q" and shared, views
+            count["refused"] += 1
+        else:
+            assert not shared or strides[0] != strides[1], views
+            count["undecided" if shared else "apart"] += 1
+    assert min(count["refused"], count["apart"]) > 50, count
+
+
+def test_rows_of_lse_that_share_memory_are_refused(paged_attn, device):
+    """Of the operator itself: the functions make the lse."""
+    x = torch.randn(1, 3, 2, 64, device=device)
+    lse = torch.full((1, 1, 3), 7.0, device=device)
+    match = r"^softmax_lse: expected rows that share no memory, got rows of 12 bytes that begin 0 bytes apart$"
+    with pytest.raises(RuntimeError, match=match):
+        paged_attn._ops.ops.flash_attn_with_kvcache_plain(
+            x, x, x, torch.zeros_like(x), lse.expand(1, 2, 3), None, None, 0.1, -1
+        )
+    assert (lse == 7.0).all()
