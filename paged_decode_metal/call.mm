@@ -9,11 +9,6 @@ static_assert(kFloat32 == int(DType::kFloat32) && kFloat16 == int(DType::kFloat1
               kBFloat16 == int(DType::kBFloat16) && kFloat8E4M3 == int(DType::kFloat8E4M3) &&
               kFloat8E5M2 == int(DType::kFloat8E5M2));
 
-// With a cap beyond this no score changes in float32, and the shader's 1 / softcap would lose its bits.
-constexpr float kMaxSoftcap = 1e30f;
-// Below this all capped scores count as equal; 1 / softcap stays finite.
-constexpr float kMinSoftcap = 1e-30f;
-
 int32_t int32(int64_t x) { return static_cast<int32_t>(x); }
 
 // Farther than any key is as good as unlimited.
@@ -81,7 +76,7 @@ Arguments arguments_of(const Problem& p) {
       .rotary_len = position(p.rotary.rotary_len),
       .moving_queries = is_local(p),
       .scale = p.scale,
-      .softcap = p.softcap < kMinSoftcap ? kMinSoftcap : p.softcap,
+      .softcap = p.softcap,
   };
 }
 
@@ -151,7 +146,7 @@ Call attend_call(const Problem& p, Optional<void> rotated) {
   call.bind(kSinksBuffer, p.sinks, kHasSinks);
   call.constants[kQvType] = static_cast<int32_t>(p.q_dtype);
   call.constants[kSinksType] = static_cast<int32_t>(p.sinks_dtype);
-  call.constants[kHasSoftcap] = p.softcap != 0.f && p.softcap < kMaxSoftcap;
+  call.constants[kHasSoftcap] = p.softcap != 0.f;
   return call;
 }
 

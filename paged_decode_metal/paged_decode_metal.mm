@@ -121,7 +121,7 @@ void run_attention(const Problem& p) {
 std::string explain_attention(const Problem& p) {
   Explanation e;
   if (!attends(p)) {
-    e.route = "nothing";
+    e.route = "none";
     return e.json();
   }
   const Route& chosen = route_of(p);

@@ -37,7 +37,7 @@ class Fault:
 
 
 RANGES, STATE, SCORE, REQUEST = (f"torch-ext/spec/{name}.h" for name in ("ranges", "state", "score", "request"))
-CPU, ATTEND = "paged_decode_cpu/paged_decode_cpu.cpp", "paged_decode_cpu/attend.h"
+CPU, CPU_PLAN, ATTEND = (f"paged_decode_cpu/{name}" for name in ("paged_decode_cpu.cpp", "plan.cpp", "attend.h"))
 PLAN, BALANCE, ITEMS = (f"paged_decode_cuda/{name}" for name in ("decode/plan.cpp", "balance.cuh", "items.cuh"))
 METAL_ITEM, METAL_ROUTES = "paged_decode_metal/item.h", "paged_decode_metal/routes.mm"
 ATTENTION, CALL = "torch-ext/paged_attn/attention.py", "torch-ext/paged_attn/_call.py"
@@ -131,7 +131,7 @@ FAULTS = [
     Fault(
         "always one split",
         "native",
-        CPU,
+        CPU_PLAN,
         "return pd_max(1, pd_min(pd_ceil_div(cost_of(item), pd_max(task_cost, 1)), most));",
         "return 1;",
         "test_plans.py",
@@ -139,7 +139,7 @@ FAULTS = [
     Fault(
         "the batch decides deterministic cuts",
         "native",
-        CPU,
+        CPU_PLAN,
         "if (p.num_splits > 0 || p.deterministic) {",
         "if (p.num_splits > 0) {",
         "test_plans.py",
@@ -147,7 +147,7 @@ FAULTS = [
     Fault(
         "partial results without a bound",
         "native",
-        CPU,
+        CPU_PLAN,
         "pd_min(splits, most_splits(p, item.batch))",
         "splits",
         "test_plans.py",
@@ -155,7 +155,7 @@ FAULTS = [
     Fault(
         "partial results overlap",
         "native",
-        CPU,
+        CPU_PLAN,
         "plan.partial_floats += work.num_splits *",
         "plan.partial_floats += (work.num_splits - 1) *",
         "test_plans.py",
@@ -163,7 +163,7 @@ FAULTS = [
     Fault(
         "the last rows of an item forgotten",
         "native",
-        CPU,
+        CPU_PLAN,
         "work.item.row_end = end;",
         "work.item.row_end = end - (end > 200);",
         "test_plans.py",

@@ -1,28 +1,18 @@
-// The CPU's plan for Python. The planner has no header of its own, so its file is compiled here, with an instruction
-// set that does nothing.
+// The CPU's plan for Python, with an instruction set that does nothing. The file of the planner is compiled here, for
+// its constants.
 #include "module.h"
 
-#include "../../paged_decode_cpu/paged_decode_cpu.cpp"
+#include "../../paged_decode_cpu/plan.cpp"
 
-namespace paged_attn {
+using namespace paged_attn;
 
 namespace {
 
 Products no_products(const Problem&) { return {"packed_f32", "in_place_f32", 16, 1, 240}; }
 int64_t scratch_of(const Problem& p, const Item& item) { return item.rows() * item.heads() * p.head_dim_v * 4; }
+const Kernel kNoKernel = {"none", no_products, scratch_of, nullptr, nullptr, nullptr};
 
 }  // namespace
-
-const Kernel& kernel_of_this_cpu() {
-  static const Kernel kernel = {"none", no_products, scratch_of, nullptr, nullptr, nullptr};
-  return kernel;
-}
-
-const char* amx_refusal() { return ""; }
-
-}  // namespace paged_attn
-
-using namespace paged_attn;
 
 void bind_cpu(py::module_& m) {
   m.attr("split_align") = kSplitAlign;
@@ -38,7 +28,7 @@ void bind_cpu(py::module_& m) {
   m.def("plan", [](const py::dict& d, int64_t threads) {
     Made made;
     fill(made, d);
-    const Plan plan = make_plan(made.p, kernel_of_this_cpu(), threads);
+    const Plan plan = make_plan(made.p, kNoKernel, threads);
     py::list works;
     for (const Work& work : plan.works) {
       py::list splits;

@@ -1,0 +1,287 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "spec/request.h"
+
+namespace paged_attn {
+namespace {
+
+// Rows of one kv_head that walk over the keys together. Up to kSharedRows rows in all, the kv_heads
+// of a request share one walk over the pages (decode); beyond, each kv_head walks alone in items (prefill).
+constexpr int64_t kSharedRows = 256;
+constexpr int64_t kItemFloats = int64_t(64) << 10;  // of accumulators in one item: a quarter of L2
+
+// Bytes of one slot, K and V, that one walk reads; more heads than that are shared out.
+constexpr int64_t kSlotBytes = int64_t(32) << 10;
+
+// Keys and values of fewer bytes may lie in the processor's caches.
+constexpr int64_t kCachedBytes = int64_t(32) << 20;
+
+// And of fewer than these they probably do. Then their order matters less than the overhead: the kv_heads of a request
+// are shared out among the threads, which needs no merge, and a thread gets one task.
+constexpr int64_t kResidentBytes = int64_t(8) << 20;
+
+// What such a task takes beside its keys, in 16-bit keys of one kv_head (a float32 key counts as two): to begin, for
+// each kv_head (its queries are loaded, its result is written), and for partial results: to wait for them, and for each
+// that one thread reads out of the caches of others.
+constexpr int64_t kBeginKeys = 32, kHeadKeys = 16, kMergeKeys = 64, kPartialKeys = 8;
+constexpr int64_t kFewestSmallKeys = 32;  // of a split
+
+constexpr int64_t kSplitAlign = 16;            // keys; splits begin at multiples of it
+constexpr int64_t kMinSplitKeys = 256;         // a shorter split costs more to merge than it saves
+constexpr int64_t kDeterministicSplit = 1024;  // keys
+
+// Floats of a request's partial results where its cuts do not depend on the threads: 32 MiB. Prompts would need
+// gigabytes, and have items enough for all threads without being cut.
+constexpr int64_t kRequestPartials = int64_t(8) << 20;
+
+// Tasks from memory: each begins with keys that nothing has fetched, so they are few and read many bytes.
+constexpr int64_t kTaskBytes = int64_t(8) << 20;
+
+// The more threads there are, the likelier one of them is late or slow. So where reading bounds a call, for its rows
+// are few, tasks get shorter and shorter: each is one of kTaskShares equal shares, for every thread, of what is left,
+// down to kLastTaskBytes. The first ones are long, which costs few beginnings, and the last ones end together.
+constexpr int64_t kManyThreads = 3, kFewRows = 16;
+constexpr int64_t kTaskShares = 2;
+constexpr int64_t kLastTaskBytes = int64_t(512) << 10;
+constexpr int64_t kLastTaskKeys = 64;
+
+constexpr int64_t kMaxTasksPerThread = 3;
+constexpr int64_t kMaxSplitsPerThread = 4;  // of one item
+
+// Items of many rows are made smaller, down to Products::fewest_rows, for a thread to get kItemsPerThread of them: with
+// one or two the slowest core holds up the call.
+constexpr int64_t kItemsPerThread = 4;
+
+// Multiply-adds of a call that is worth waking threads for, in vectors and in tiles in place, which are faster; and of
+// each thread that takes part, with as many for the wait until all are there. What a row costs beside its keys counts
+// as kRowKeys of them.
+constexpr int64_t kTeamWork = int64_t(1) << 19, kTeamWorkInTiles = int64_t(1) << 20;
+constexpr int64_t kThreadWork = int64_t(1) << 17;
+constexpr int64_t kRowKeys = 16;
+
+// Of a key and its value, of so many kv_heads.
+int64_t key_bytes(const Problem& p, int64_t heads) {
+  return heads * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
+}
+
+// The most rows of an item, where the kv_heads share a walk and where they do not.
+struct ItemRows {
+  int64_t shared, alone;
+};
+
+ItemRows rows_of_items(const Problem& p, const Products& products, int64_t threads) {
+  const int64_t step = products.row_step, most = pd_min(products.most_rows, kItemFloats / p.head_dim_v);
+  const auto whole_steps = [step](int64_t rows) { return pd_max(step, rows / step * step); };
+  if (p.deterministic || threads == 1) return {whole_steps(most), whole_steps(most)};
+  int64_t rows = 0;
+  for (int64_t b = 0; b < p.batch; ++b) rows += request_of(p, b).q_len * p.group * p.kv_heads;
+  const int64_t share = pd_max(products.fewest_rows, rows / (threads * kItemsPerThread));
+  return {whole_steps(most), whole_steps(pd_min(most, share))};
+}
+
+// `like`: what all items of a call have in common.
+void add_items(const Problem& p, const ItemRows& most, int64_t b, int64_t max_heads, const Item& like,
+               std::vector<Work>& works) {
+  const Request r = request_of(p, b);
+  const int64_t rows = r.q_len * p.group;
+  if (rows == 0) return;
+  const bool shared = rows * p.kv_heads <= kSharedRows;
+  const int64_t heads = shared ? pd_max(1, pd_min(max_heads, kSlotBytes / key_bytes(p, 1))) : 1;
+  const int64_t item_rows = shared ? most.shared : most.alone;
+  const size_t first = works.size(), blocks = pd_ceil_div(rows, item_rows);
+  if (works.empty()) works.reserve(blocks * pd_ceil_div(p.kv_heads, heads));
+  // The last rows of a causal problem see the most keys: they go first.
+  for (int64_t end = rows; end > 0; end -= pd_min(end, item_rows)) {
+    Work work = {};
+    work.item = like;
+    work.item.batch = b;
+    work.item.kv_head_end = pd_min(p.kv_heads, heads);
+    work.item.row_begin = pd_max(0, end - item_rows);
+    work.item.row_end = end;
+    work.item.keys = keys_of_tokens(p, r, work.item.row_begin / p.group, pd_ceil_div(end, p.group));
+    works.push_back(work);
+  }
+  for (int64_t h = heads; h < p.kv_heads; h += heads)
+    for (size_t block = 0; block < blocks; ++block) {
+      Work work = works[first + block];
+      work.item.kv_head_begin = h;
+      work.item.kv_head_end = pd_min(p.kv_heads, h + heads);
+      works.push_back(work);
+    }
+}
+
+int64_t cached_bytes(const Problem& p) {
+  int64_t keys = 0;
+  for (int64_t b = 0; b < p.batch; ++b) keys += request_of(p, b).kv_len;
+  return keys * key_bytes(p, p.kv_heads);
+}
+
+// How many of the threads that there are pay.
+int64_t useful_threads(const Problem& p, const Products& products, int64_t threads) {
+  const int64_t rows = p.max_q_len * p.group;
+  const bool in_tiles = rows >= products.min_tile_rows && rows <= products.most_tile_rows;
+  const int64_t team_work = in_tiles ? kTeamWorkInTiles : kTeamWork;
+  int64_t work = 0;
+  for (int64_t b = 0; b < p.batch && work < team_work + threads * kThreadWork; ++b) {
+    const Request r = request_of(p, b);
+    const KvRange keys = keys_of_tokens(p, r, 0, r.q_len);
+    work += (keys.end - keys.begin + kRowKeys) * r.q_len * p.q_heads * (p.head_dim + p.head_dim_v);
+  }
+  return work < team_work ? 1 : pd_min(threads, work / kThreadWork - 1);
+}
+
+// How a call is cut whose keys the caches may hold: into items of `heads` kv_heads, in splits or whole.
+struct SmallCut {
+  int64_t heads;
+  bool split;
+  int64_t all_keys;
+};
+
+// The splits of an item with `keys` of the `all` keys of a call, where it is one of `items` of its request: the threads
+// that are its share.
+int64_t small_splits(int64_t keys, int64_t all, int64_t items, int64_t threads) {
+  return pd_max(1, pd_min(keys / kFewestSmallKeys, threads * keys / (pd_max(all, 1) * items)));
+}
+
+// The cut whose longest task, times how many of them a thread may get, is the shortest. Of equal ones that with the
+// most heads, which reads longer pieces.
+SmallCut cut_small(const Problem& p, const Kernel& kernel, int64_t threads) {
+  const int64_t slot_bytes = key_bytes(p, p.kv_heads);
+  const int64_t key_cost = p.cache.dtype == DType::kFloat32 ? 2 : 1;
+  int64_t all = 0, shortest = std::numeric_limits<int64_t>::max();
+  for (int64_t b = 0; b < p.batch; ++b) all += request_of(p, b).kv_len;
+  SmallCut best = {p.kv_heads, false, all};
+  for (int64_t heads = p.kv_heads; heads > 0; --heads)
+    for (const bool split : {false, true}) {
+      int64_t tasks = 0, longest = 0;
+      const int64_t items = pd_ceil_div(p.kv_heads, heads);
+      for (int64_t b = 0; b < p.batch; ++b) {
+        const int64_t keys = request_of(p, b).kv_len, splits = split ? small_splits(keys, all, items, threads) : 1;
+        tasks += items * splits;
+        const int64_t merge = splits > 1 ? kMergeKeys + kPartialKeys * heads * splits : 0;
+        const int64_t part = pd_ceil_div(keys, splits);
+        const int64_t percent = heads < p.kv_heads ? kernel.part_of_slot.percent_of(part * slot_bytes) : 0;
+        const int64_t head = part * key_cost * (100 + percent) / 100 + kHeadKeys;
+        longest = pd_max(longest, kBeginKeys + heads * head + merge);
+      }
+      if (longest * pd_ceil_div(tasks, threads) >= shortest) continue;
+      shortest = longest * pd_ceil_div(tasks, threads);
+      best = {heads, split, all};
+    }
+  return best;
+}
+
+// kv_heads that share a walk: all of them, unless their keys cannot be cut into a task for every thread.
+int64_t most_heads(const Problem& p, int64_t threads) {
+  if (p.deterministic || threads == 1) return p.kv_heads;
+  int64_t splits = 0;
+  for (int64_t b = 0; b < p.batch && splits < threads; ++b)
+    splits += pd_max(1, request_of(p, b).kv_len / kMinSplitKeys);
+  return pd_max(1, p.kv_heads / pd_ceil_div(threads, pd_max(1, splits)));
+}
+
+// Splits of the keys of a request whose partial results fit into kRequestPartials. It sees nothing but the request.
+int64_t most_splits(const Problem& p, int64_t b) {
+  return pd_max(1, kRequestPartials / (request_of(p, b).q_len * p.q_heads * (p.head_dim_v + 2)));
+}
+
+int64_t choose_splits(const Problem& p, const Item& item, const SmallCut& cut, int64_t task_cost, int64_t threads) {
+  const int64_t keys = item.keys.end - item.keys.begin;
+  if (p.num_splits > 0 || p.deterministic) {
+    // Splits beyond one per kSplitAlign keys would be empty.
+    const int64_t splits = p.num_splits > 0 ? pd_min(p.num_splits, pd_ceil_div(keys, kSplitAlign))
+                                            : pd_ceil_div(keys, kDeterministicSplit);
+    return pd_max(1, pd_min(splits, most_splits(p, item.batch)));
+  }
+  if (item.small && item.rows() * p.kv_heads <= kSharedRows)
+    return cut.split ? small_splits(keys, cut.all_keys, pd_ceil_div(p.kv_heads, cut.heads), threads) : 1;
+  const int64_t most = pd_min(keys / kMinSplitKeys, kMaxSplitsPerThread * threads);
+  return pd_max(1, pd_min(pd_ceil_div(cost_of(item), pd_max(task_cost, 1)), most));
+}
+
+// Equal shares.
+void split_evenly(const Item& item, int64_t num_splits, std::vector<KvRange>& splits) {
+  for (int64_t split = 0; split < num_splits; ++split)
+    splits.push_back(num_splits == 1 ? item.keys : split_keys(item.keys, split, num_splits, kSplitAlign));
+}
+
+// Shares of the work that is `left` of the call, this item included; the shortest has `fewest` keys or is the item's
+// end.
+void split_falling(const Item& item, int64_t fewest, int64_t threads, int64_t left, std::vector<KvRange>& splits) {
+  const int64_t cost_per_key = cost_of(item, {0, 1});
+  for (int64_t begin = item.keys.begin, end; begin < item.keys.end; begin = end) {
+    const int64_t keys = pd_max(fewest, left / (kTaskShares * threads) / cost_per_key);
+    end = pd_ceil_div(begin + keys, kSplitAlign) * kSplitAlign;
+    if (end + fewest / 2 > item.keys.end) end = item.keys.end;
+    splits.push_back({begin, end});
+    left -= cost_of(item, {begin, end});
+  }
+}
+
+// Keys of the shortest share, where `task_cost` is a thread's share of the call.
+int64_t fewest_keys(const Problem& p, const Item& item, int64_t task_cost) {
+  return pd_max(kLastTaskKeys, pd_min(kLastTaskBytes / key_bytes(p, item.heads()), task_cost / cost_of(item, {0, 1})));
+}
+
+int64_t groups_of_merge(int64_t num_splits) {
+  int64_t groups = 0;
+  while (num_splits > 1) groups += num_splits = pd_ceil_div(num_splits, kMergeGroup);
+  return groups;
+}
+
+}  // namespace
+
+Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
+  Plan plan;
+  const Products products = kernel.products(p);
+  plan.threads = threads = useful_threads(p, products, threads);
+  const int64_t bytes = cached_bytes(p);
+  const bool small = !p.deterministic && bytes < kResidentBytes;
+  const SmallCut cut = small ? cut_small(p, kernel, threads) : SmallCut{};
+  const int64_t max_heads = small ? cut.heads : most_heads(p, threads);
+  const ItemRows most = rows_of_items(p, products, threads);
+  Item like = {};
+  like.small = small;
+  like.maybe_cached = bytes < kCachedBytes;
+  for (int64_t b = 0; b < p.batch; ++b) add_items(p, most, b, max_heads, like, plan.works);
+  int64_t left = 0, whole_heads = 0;
+  for (const Work& work : plan.works) left += cost_of(work.item);
+  plan.splits.reserve(plan.works.size());
+  plan.tasks.reserve(plan.works.size());
+  const auto few_rows = [](const Work& work) { return work.item.rows() <= kFewRows; };
+  const bool falling = threads >= kManyThreads && !small && !p.deterministic && p.num_splits == 0 &&
+                       std::all_of(plan.works.begin(), plan.works.end(), few_rows);
+  const int64_t tasks_per_thread = falling ? 1 : pd_max(1, pd_min(kMaxTasksPerThread, bytes / (threads * kTaskBytes)));
+  const int64_t task_cost = threads > 1 ? pd_ceil_div(left, threads * tasks_per_thread) : left;
+  for (size_t w = 0; w < plan.works.size(); ++w) {
+    Work& work = plan.works[w];
+    work.first_split = static_cast<int64_t>(plan.splits.size());
+    if (falling && work.item.keys.begin < work.item.keys.end) {
+      split_falling(work.item, fewest_keys(p, work.item, task_cost), threads, left, plan.splits);
+    } else {
+      split_evenly(work.item, choose_splits(p, work.item, cut, task_cost, threads), plan.splits);
+    }
+    left -= cost_of(work.item);
+    work.num_splits = static_cast<int64_t>(plan.splits.size()) - work.first_split;
+    work.partial_offset = plan.partial_floats;
+    work.first_group = plan.merge_groups;
+    plan.merge_groups += groups_of_merge(work.num_splits);
+    if (work.num_splits > 1) plan.partial_floats += work.num_splits * partial_floats(work.item, p.head_dim_v);
+    // Where the same rows come again for other kv_heads, so does this.
+    if (work.item.kv_head_begin == 0) whole_heads = work.item.heads();
+    if (work.item.kv_head_begin == 0 || work.item.heads() != whole_heads)
+      plan.scratch_bytes = pd_max(plan.scratch_bytes, kernel.scratch_bytes(p, work.item));
+    for (int64_t split = 0; split < work.num_splits; ++split)
+      plan.tasks.push_back({static_cast<int64_t>(w), split, cost_of(work.item, plan.splits[work.first_split + split])});
+  }
+  // Longest first, so that no thread starts a long task when the others are done.
+  const auto longer = [](const Task& a, const Task& b) { return a.cost > b.cost; };
+  if (!std::is_sorted(plan.tasks.begin(), plan.tasks.end(), longer))
+    std::stable_sort(plan.tasks.begin(), plan.tasks.end(), longer);
+  return plan;
+}
+
+}  // namespace paged_attn
