@@ -46,11 +46,14 @@ FEATURES = {
     "plain": {},
     "softcap and sinks": {"softcap": 3.0, "s_aux": torch.linspace(-1, 2, Q_HEADS)},
     "scaled": {"softmax_scale": 0.4, "deterministic": True},
+    # The other name of the sinks, and values that ask for nothing.
+    "sinks by SGLang's name": {"sinks": torch.linspace(-1, 2, Q_HEADS), "window_size": (-1, 0), "attention_chunk": 0},
+    "neutral": {"window_size": [-1, -1], "alibi_slopes": None, "cache_leftpad": None},
 }
 
 
 def on_device(features):
-    return {name: x.to(DEVICE) if name == "s_aux" else x for name, x in features.items()}
+    return {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in features.items()}
 
 
 def expected_results(kernel, dtype, features):
@@ -142,14 +145,43 @@ def check_errors(kernel):
     names = {"cache_seqlens": pages.lengths, "block_table": pages.table}
     for wrong, message in (
         ({"owner": 0, "window_size": (4, 0)}, r"window_size: expected None .*, got \(4, 0\)"),
+        ({"owner": 0, "window_size": (-1, 4)}, r"window_size: expected None .*, got \(-1, 4\)"),
+        ({"owner": 0, "attention_chunk": 8}, r"attention_chunk: expected None .*, got 8"),
         ({"owner": 0, "alibi_slopes": 1.0}, r"alibi_slopes: expected None"),
+        ({"owner": 0, "cache_leftpad": pages.lengths}, r"cache_leftpad: expected None .*, got a tensor of shape \(2"),
+        ({"owner": 0, "causal": False}, r"causal: expected True \(.*\), got False"),
+        ({"owner": 0, "out": q}, r"out: expected None or False \(.*\), got a tensor of shape \(2, 1, 12, 32\)"),
+        ({"owner": 0, "s_aux": q[0, 0, :, 0], "sinks": q[0, 0, :, 0]}, "s_aux and sinks are two names of one argument"),
         ({"owner": RANKS}, f"owner: expected a rank from 0 to {RANKS - 1}, got {RANKS}"),
         ({"owner": 0, "heads": "mine"}, "heads: expected 'all' or 'own', got 'mine'"),
     ):
         with pytest.raises(ValueError, match=message):
             attention(q, pages.k, pages.v, **names, **wrong)
+    with pytest.raises(ValueError, match=r"return_softmax_lse: expected None or False \(.*\), got True"):
+        kernel.integrations.context_parallel.start(
+            q, pages.k, pages.v, owner=0, return_softmax_lse=True, causal=True, **names
+        )
     with pytest.raises(ValueError, match=f"q_heads that {RANKS} ranks divide for 'own', got 5"):
         attention(q[:, :, :5], pages.k, pages.v, owner=0, heads="own", **names)
+
+
+def check_eight_bits(kernel):
+    """Queries, keys and values in 8 bits: results in bfloat16, as on one device."""
+    generator = torch.Generator().manual_seed(2)
+    rank, eight_bits, held = dist.get_rank(), torch.float8_e4m3fn, [8, 5, 0][:RANKS]
+    q = torch.randn(1, 1, Q_HEADS, HEAD_DIM, generator=generator).to(DEVICE, eight_bits)
+    k, v = torch.randn(2, sum(held), 1, KV_HEADS, HEAD_DIM, generator=generator).to(DEVICE, eight_bits)
+    table = torch.arange(len(k), dtype=torch.int32, device=DEVICE)[None]  # pages of one slot
+    whole = kernel.flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=len(k), block_table=table, causal=True, return_softmax_lse=True
+    )
+    first = sum(held[:rank])
+    shared = kernel.integrations.context_parallel.attention(
+        q, k, v, owner=1, cache_seqlens=held[rank], block_table=table[:, first:], causal=True, return_softmax_lse=True
+    )
+    assert shared[0].dtype == torch.bfloat16
+    for ours, expected in zip(shared, whole, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
 
 
 def check_no_keys(kernel):
@@ -185,6 +217,7 @@ def be_a_rank(rank: int, file: str) -> None:
         check_context_parallel(kernel, group, torch.bfloat16, {}, "all")
         check_peers(kernel, group)
     check_tensor_parallel(kernel, None)
+    check_eight_bits(kernel)
     check_no_keys(kernel)
     check_errors(kernel)
     dist.barrier()

@@ -1,11 +1,12 @@
-"""PagedCache in transformers' generate(): the tokens of a DynamicCache, and what happens to the pages."""
+"""PagedCache in transformers' generate(): the tokens of a DynamicCache, and what happens to the pages; the attention
+function that it sets, with other caches."""
 
 import functools
 
 import pytest
 import small_models
 import torch
-from small_models import MODELS
+from small_models import CHANGES_AFTER_STORING, MODELS, SHARED_KEYS
 
 # The short run of CI (-m kernels_ci) collects this file too, and has no transformers.
 transformers = pytest.importorskip("transformers")
@@ -192,6 +193,42 @@ def test_too_few_pages(make_model, paged_cache):
     assert cache.pages.used == 6 and cache.get_seq_length() == 12
 
 
+@pytest.mark.parametrize("settings, message", [
+    ({"page_size": 0}, "page_size: expected an integer of at least 1, got 0"),
+    ({"page_size": None}, "page_size: expected an integer of at least 1, got None"),
+    ({"page_size": 8.0}, r"page_size: expected an integer of at least 1, got 8\.0"),
+    ({"num_pages": -1}, "num_pages: expected an integer of at least 1, got -1"),
+    ({"max_length": 0}, "max_length: expected an integer of at least 1, got 0"),
+])  # fmt: skip
+def test_sizes_are_checked_at_once(make_model, paged_cache, settings, message):
+    model = make_model()
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=message):
+        paged_cache(model, **settings)
+    assert model.config._attn_implementation == before
+
+
+def test_a_dtype_that_does_not_fit(make_model, paged_cache):
+    model = make_model()
+    cache = paged_cache(model, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"dtype: expected None, torch\.float32 or an 8-bit float, got torch\.float16"):
+        generate(model, text(model, [5]), cache)
+    assert cache.pages.used == 0 and cache.get_seq_length() == 0
+    generate(model, text(model, [5]), paged_cache(model, dtype=torch.float8_e4m3fn))
+    generate(model, text(model, [5]), paged_cache(model, dtype=torch.float32))
+
+
+def test_more_tokens_than_there_are_are_taken_back(make_model, paged_cache):
+    """As from a DynamicCache: at most everything."""
+    model = make_model()
+    inputs = text(model, [5, 18])
+    cache = paged_cache(model, page_size=4)
+    tokens = generate(model, inputs, cache)
+    cache.crop(-1000)
+    assert cache.get_seq_length() == 0 and cache.pages.used == 0
+    assert generate(model, inputs, cache) == tokens
+
+
 def test_errors_name_what_was_expected(make_model, paged_cache):
     model = make_model()
     inputs = text(model, [5, 9])
@@ -217,3 +254,357 @@ def test_layers_of_another_kind_are_refused(make_model, paged_cache):
     model.config.layer_types = ["full_attention", "chunked_attention"]
     with pytest.raises(ValueError, match=r"model: expected layers of .* got chunked_attention"):
         paged_cache(model)
+
+
+# ---- A pass that ends early
+
+
+def logits(model, ids, **options):
+    with torch.no_grad():
+        return model(torch.as_tensor(ids, device=model.device), **options).logits
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("turn", ["first", "second"])
+def test_after_an_error_in_attention_the_pass_can_be_tried_again(make_model, paged_cache, turn):
+    model = make_model()
+    ids = text(model, [20, 20])["input_ids"]
+    cache = paged_cache(model, page_size=8)
+    start = 0
+    if turn == "second":
+        start = 11
+        logits(model, ids[:1, :start], past_key_values=cache)
+        cache.batch_repeat_interleave(2)  # the error comes when the last page has been copied
+        ids[1, :start] = ids[0, :start]
+    mask = torch.ones_like(ids)
+    mask[1, 17:] = 0
+    used = cache.pages.used
+    for _ in range(2):
+        with pytest.raises(ValueError, match="attention_mask: expected padding on the left only, got other in row 1"):
+            logits(model, ids[:, start:], past_key_values=cache, attention_mask=mask)
+        assert [layer.get_seq_length() for layer in cache.layers] == [start] * 2
+        assert cache.pages.used == used
+    again = logits(model, ids[:, start:], past_key_values=cache)
+    assert cache.get_seq_length() == 20
+    counts = torch.bincount(torch.tensor(cache.pages.rows).flatten(), minlength=len(cache.pages.owners))
+    assert counts.tolist() == cache.pages.owners
+    model.set_attn_implementation("eager")
+    close(again, logits(model, ids)[:, start:])
+
+
+@pytest.mark.parametrize("start", [0, 11])
+@pytest.mark.parametrize("end", ["before attention", "after the first layer"])
+def test_after_an_error_elsewhere_a_pass_is_not_mixed_with_the_next(make_model, paged_cache, start, end):
+    """The first call after it says so, and the cache is back where it was."""
+    model = make_model()
+    ids = text(model, [20, 20])["input_ids"]
+    ids[1, :start] = ids[0, :start]
+    cache = paged_cache(model, page_size=8)
+    if start:
+        logits(model, ids[:1, :start], past_key_values=cache)
+        cache.batch_repeat_interleave(2)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    if end == "before attention":
+        key = torch.ones(2, 2, 20 - start, 16, device=model.device)
+        with torch.no_grad():
+            cache.update(key, key.clone(), 0)
+    else:
+        hook = model.model.layers[0].mlp.register_forward_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            logits(model, ids[:, start:], past_key_values=cache)
+        hook.remove()
+    words = rf"past_key_values: expected every layer to attend once in each pass, .* holds {start} tokens again"
+    with pytest.raises(ValueError, match=words):
+        logits(model, ids[:, start:], past_key_values=cache)
+    assert [layer.get_seq_length() for layer in cache.layers] == [start] * 2
+    again = logits(model, ids[:, start:], past_key_values=cache)
+    model.set_attn_implementation("eager")
+    close(again, logits(model, ids)[:, start:])
+
+
+def test_a_pass_that_ended_early_is_not_cropped(make_model, paged_cache):
+    model = make_model()
+    ids = text(model, [20])["input_ids"]
+    cache = paged_cache(model)
+    logits(model, ids[:, :10], past_key_values=cache)
+    key = torch.ones(1, 2, 5, 16, device=model.device)
+    with torch.no_grad():
+        cache.update(key, key.clone(), 0)
+    with pytest.raises(ValueError, match=r"past_key_values: expected every layer .* holds 10 tokens again"):
+        cache.crop(-2)
+    cache.crop(-2)
+    assert cache.get_seq_length() == 8
+
+
+def test_a_model_with_attention_of_its_own_is_refused(make_model, paged_cache):
+    """Its second layer stores keys, and nobody attended to those of the first."""
+    model = make_model()
+    cache = paged_cache(model)
+    key, value = torch.ones(2, 1, 2, 5, 16, device=model.device)
+    with torch.no_grad():
+        cache.update(key, value, 0)
+        with pytest.raises(ValueError, match="past_key_values: expected every layer to attend once in each pass"):
+            cache.update(key, value, 1)
+    assert cache.get_seq_length() == 0 and cache.pages.used == 0
+
+
+# ---- Models that store other keys or values than they attend to
+
+
+@pytest.mark.parametrize("kind, config", CHANGES_AFTER_STORING.values(), ids=CHANGES_AFTER_STORING)
+def test_keys_and_values_that_were_not_stored_are_refused(make_model, paged_cache, kind, config):
+    model = make_model(kind, **config)
+    inputs = text(model, [17])
+    tokens = expected(model, inputs)
+    cache = paged_cache(model)
+    with pytest.raises(ValueError, match=f"key and value: expected the tensors .* got others .made by {kind}Attention"):
+        generate(model, inputs, cache)
+    assert cache.get_seq_length() == 0 and cache.pages.used == 0
+    # Other caches have all keys, whatever the model makes of them.
+    assert generate(model, inputs, transformers.DynamicCache()) == tokens
+
+
+@pytest.mark.parametrize("kind, config", SHARED_KEYS.values(), ids=SHARED_KEYS)
+@pytest.mark.parametrize("lengths", [[17, 17], [5, 18]], ids=["equal", "padded"])
+def test_layers_that_share_keys(make_model, paged_cache, kind, config, lengths):
+    model = make_model(kind, **config)
+    inputs = text(model, lengths)
+    tokens = expected(model, inputs)
+    assert generate(model, inputs, paged_cache(model, page_size=4)) == tokens
+
+
+def bart(device, layers=2):
+    sizes = {"encoder_layers": 1, "decoder_layers": layers, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = transformers.BartConfig(
+        vocab_size=100, d_model=64, encoder_ffn_dim=64, decoder_ffn_dim=64, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2, init_std=0.3, **sizes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.BartForConditionalGeneration(config).to(device).eval()
+
+
+@pytest.mark.parametrize("of_decoder", [5, 7])
+def test_cross_attention(device, paged_cache, of_decoder):
+    """Its keys are not those of new tokens, so they need a cache of their own."""
+    model = bart(device, layers=1)
+    ids, own = torch.arange(3, 10)[None].to(device), torch.arange(20, 20 + of_decoder)[None].to(device)
+    model.set_attn_implementation("eager")
+    whole = logits(model, ids, decoder_input_ids=own)
+    with pytest.raises(ValueError, match=r"past_key_values: expected EncoderDecoderCache\(PagedCache\(model\), Dyna"):
+        logits(model, ids, decoder_input_ids=own, past_key_values=paged_cache(model))
+    cache = transformers.EncoderDecoderCache(paged_cache(model), transformers.DynamicCache())
+    for tokens in (slice(0, 3), slice(3, 4), slice(4, of_decoder)):
+        close(logits(model, ids, decoder_input_ids=own[:, tokens], past_key_values=cache), whole[:, tokens])
+
+
+# ---- Masks, packed sequences, and what models pass beside
+
+
+def half_padded(model, cache, where, inference=False):
+    """A prompt and one more token, with row 1 shorter: its padding stands on the right or in the middle."""
+    ids = torch.randint(1, 300, (2, 12), generator=torch.Generator().manual_seed(4)).to(model.device)
+    mask = torch.ones_like(ids)
+    mask[1, slice(8, 12) if where == "right" else slice(3, 5)] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    longer = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+    with torch.inference_mode(inference), torch.no_grad():
+        one = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+        position = positions[:, -1:] + 1 if where == "middle" else torch.tensor([[12], [8]], device=model.device)
+        two = model(ids[:, :1], attention_mask=longer, position_ids=position, past_key_values=cache).logits
+    return torch.cat([one[0], one[1][mask[1] > 0], two[:, 0]])
+
+
+@pytest.mark.parametrize("where", ["right", "middle"])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_other_padding_with_other_caches(make_model, paged_cache, where, kind):
+    model = make_model()
+    paged_cache(model)
+
+    def cache():
+        if kind == "dynamic":
+            return transformers.DynamicCache()
+        return transformers.StaticCache(config=model.config, max_cache_len=32)
+
+    ours = half_padded(model, cache(), where)
+    close(half_padded(model, cache(), where, inference=True), ours)
+    model.set_attn_implementation("eager")
+    close(ours, half_padded(model, cache(), where))
+
+
+def test_windows_and_padding_on_the_right(make_model, paged_cache):
+    model = make_model("Mistral", sliding_window=8)
+    ids = text(model, [12, 12])["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    paged_cache(model)
+    ours = logits(model, ids, attention_mask=mask, use_cache=False)
+    model.set_attn_implementation("eager")
+    close(ours[mask > 0], logits(model, ids, attention_mask=mask, use_cache=False)[mask > 0])
+
+
+@pytest.mark.parametrize("of_decoder", [1, 5, 7])
+def test_an_encoder_with_padding_on_the_right(device, paged_attn, of_decoder):
+    """Also as many decoder tokens as there are columns in the encoder's mask, which says nothing about them."""
+    model = bart(device)
+    generator = torch.Generator().manual_seed(5)
+    ids, own = (torch.randint(3, 90, (2, n), generator=generator).to(device) for n in (7, of_decoder))
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    options = {"attention_mask": mask, "decoder_input_ids": own, "use_cache": False}
+    model.set_attn_implementation("eager")
+    whole = logits(model, ids, **options)
+    paged_attn.integrations.PagedCache(model)
+    close(logits(model, ids, **options), whole)
+
+
+def packed(model):
+    """Two sequences in one row, and the logits of each alone."""
+    one, two = [5, 6, 7, 8, 9], [20, 21, 22, 23, 24, 25, 26]
+    device = model.device
+    model.set_attn_implementation("eager")
+    alone = torch.cat([logits(model, [part], use_cache=False)[0] for part in (one, two)])
+    positions = torch.tensor([[*range(5), *range(7)]], device=device)
+    cu = torch.tensor([0, 5, 12], dtype=torch.int32, device=device)
+    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 7, "max_length_k": 7}
+    return [one + two], {"position_ids": positions}, {"position_ids": positions} | lengths, alone
+
+
+def test_packed_sequences(make_model, paged_cache):
+    model = make_model()
+    ids, by_positions, by_lengths, alone = packed(model)
+    cache = paged_cache(model)
+    for options in (by_positions, by_lengths):
+        close(logits(model, ids, use_cache=False, **options)[0], alone)
+        close(logits(model, ids, past_key_values=transformers.DynamicCache(), **options)[0], alone)
+    # One position after the other is no packing, wherever it begins.
+    later = torch.arange(3, 15, device=model.device)[None]
+    ours = logits(model, ids, position_ids=later, use_cache=False)
+    close(logits(model, ids, position_ids=later, past_key_values=cache), ours)
+    model.set_attn_implementation("eager")
+    close(ours, logits(model, ids, position_ids=later, use_cache=False))
+
+
+def test_positions_changed_in_place(make_model, paged_cache):
+    """What was seen of a tensor in one pass does not stand for the next."""
+    model = make_model()
+    ids, by_positions, _, alone = packed(model)
+    paged_cache(model)
+    positions = torch.arange(12, device=model.device)[None]
+    logits(model, ids, position_ids=positions, use_cache=False)
+    positions.copy_(by_positions["position_ids"])
+    close(logits(model, ids, position_ids=positions, use_cache=False)[0], alone)
+
+
+def test_what_pages_cannot_hold_is_refused(make_model, paged_cache):
+    model = make_model()
+    ids, by_positions, by_lengths, _ = packed(model)
+    cache = paged_cache(model)
+    several = "position_ids: expected one sequence a row with a PagedCache or with earlier keys, got several"
+    for options, message in (
+        (by_positions, several),
+        (by_lengths, "cu_seq_lens_q: expected None with a PagedCache"),
+        ({"attention_mask": torch.ones(1, 1, 12, 12) > 0}, r"attention_mask: expected None or \(1, keys\), got shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            logits(model, ids, past_key_values=cache, **options)
+        assert cache.get_seq_length() == 0 and cache.pages.used == 0
+    logits(model, ids, past_key_values=cache)
+    mask = torch.ones(1, 5, dtype=torch.int64, device=model.device)
+    mask[0, 0] = 0
+    with pytest.raises(ValueError, match="attention_mask: expected 17 keys a row, got 5"):
+        logits(model, [[1, 2, 3, 4, 5]], past_key_values=cache, attention_mask=mask)
+    # Earlier keys of another cache belong to one of the sequences at most.
+    dynamic = transformers.DynamicCache()
+    logits(model, ids, past_key_values=dynamic)
+    with pytest.raises(ValueError, match=several):
+        logits(model, ids, past_key_values=dynamic, **by_positions)
+
+
+@pytest.mark.parametrize("turn", ["right", "middle", "earlier"])
+def test_padding_of_a_later_turn(make_model, paged_cache, turn):
+    model = make_model()
+    ids = text(model, [12, 12])["input_ids"]
+    cache, other = paged_cache(model), transformers.DynamicCache()
+    for one in (cache, other):
+        logits(model, ids, past_key_values=one)
+    mask = torch.ones(2, 16, dtype=torch.int64, device=model.device)
+    mask[1, {"right": slice(14, 16), "middle": slice(13, 14), "earlier": slice(5, 6)}[turn]] = 0
+    with pytest.raises(ValueError, match="attention_mask: expected padding on the left only, got other in row 1"):
+        logits(model, ids[:, :4], past_key_values=cache, attention_mask=mask)
+    assert cache.get_seq_length() == 12
+    mask[1] = 1
+    mask[1, :3] = 0
+    ours = logits(model, ids[:, :4], past_key_values=cache, attention_mask=mask)
+    model.set_attn_implementation("eager")
+    close(ours, logits(model, ids[:, :4], past_key_values=other, attention_mask=mask))
+
+
+@pytest.fixture
+def attend(make_model, paged_cache):
+    """The attention function itself, with a layer and tensors."""
+    model = make_model()
+    paged_cache(model)
+    function = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["paged_attn"]
+    q, k, v = torch.randn(3, 2, 4, 6, 16, device=model.device)
+
+    def call(mask=None, **options):
+        with torch.no_grad():
+            return function(model.model.layers[0].self_attn, q, k, v, mask, **options)[0]
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["position_bias", "attention_bias", "head_mask", "indices", "block_indices", "cache", "block_table", "k_cache"],
+)
+def test_keywords_that_would_change_the_result(attend, name):
+    plain = attend()
+    assert torch.equal(attend(**{name: None}), plain)
+    with pytest.raises(ValueError, match=rf"{name}: expected None or False .*, got a tensor of shape \(2, 3\)"):
+        attend(**{name: torch.zeros(2, 3)})
+
+
+def test_keywords_that_do_not_fit_together(attend):
+    cu = torch.tensor([0, 12], dtype=torch.int32)
+    with pytest.raises(ValueError, match="cu_seq_lens_q and cu_seq_lens_k: expected both or neither, got only one"):
+        attend(cu_seq_lens_q=cu)
+    with pytest.raises(ValueError, match="cu_seq_lens_q: expected None beside an attention_mask"):
+        attend(torch.ones(2, 6), cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+    with pytest.raises(ValueError, match=r"attention_mask: expected None or \(2, keys\), got shape \(2, 1, 6, 6\)"):
+        attend(torch.ones(2, 1, 6, 6))
+    with pytest.raises(ValueError, match=r"attention_mask: expected None or \(2, keys\), got shape \(1, 6\)"):
+        attend(torch.ones(1, 6))
+    with pytest.raises(ValueError, match=r"dropout: expected 0\.0 .*, got 0\.5"):
+        attend(dropout=0.5)
+
+
+def test_position_bias_of_a_model(device, paged_cache):
+    config = transformers.MT5Config(
+        vocab_size=100, d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4, pad_token_id=0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model = transformers.MT5ForConditionalGeneration(config).to(device).eval()
+    paged_cache(model)
+    with pytest.raises(ValueError, match=r"position_bias: expected None or False .*, got a tensor of shape \(1, 4, 7"):
+        logits(model, [[3, 4, 5, 6, 7, 8, 9]], decoder_input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device))
+
+
+def test_in_a_graph(attend, device):
+    """Nothing waits for the device there, and other padding is an error all the same."""
+    if device != "cpu":
+        pytest.skip("elsewhere the check ends the process, or there is no compiler")
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    left = torch.ones(2, 6, dtype=torch.bool)
+    left[1, :2] = False
+    close(compiled(left), attend(left))
+    close(compiled(), attend())
+    with pytest.raises(RuntimeError, match="attention_mask: expected padding on the left only in a compiled model"):
+        compiled(left.flip(1))
+    torch.compiler.reset()

@@ -27,14 +27,18 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from .._call import one_of
 from .._ops import ops
 from ..attention import flash_attn_with_kvcache
 from .peers import Peers
 
+_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 # A rank sees keys without their positions in the whole context.
 _NEED_POSITIONS = (
     "window_size", "attention_chunk", "alibi_slopes", "cache_leftpad", "rotary_cos", "rotary_sin", "rotary_seqlens",
 )  # fmt: skip
+# Values of these that ask for nothing; causal attention has no keys on the right anyway.
+_NEUTRAL = {"window_size": ((-1, -1), (-1, 0)), "attention_chunk": (0,)}
 
 
 def next_owner(keys_of_ranks: Sequence[int], page_size: int) -> int:
@@ -94,6 +98,8 @@ def start(
     heads: str = "all",
     peers: Peers | None = None,
     s_aux: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    causal: bool | None = True,
     **others,
 ) -> Exchange | PeerExchange:
     """Attends to the keys of this rank and sends the result on its way. What is done before `finish`, a second half of
@@ -109,7 +115,8 @@ def start(
         heads: "all": every rank gets every head. "own": rank r of n gets the r-th n-th of the heads, which is what a
             following product needs whose weights are sharded by heads; a rank then receives an n-th of the bytes.
         peers: exchanges through the memory of the GPUs of one host.
-        s_aux: sinks. They count once.
+        s_aux, sinks: two names of the sinks. They count once.
+        causal: True; there is no other attention to keys of several ranks.
         others: `softmax_scale`, `softcap`, `cu_seqlens_q`, `cu_seqlens_k_new`, `max_seqlen_q`, `k_descale`,
             `v_descale`, `num_splits` and `deterministic`, as in `flash_attn_with_kvcache`.
 
@@ -118,8 +125,16 @@ def start(
             or does not fit.
     """
     for name in _NEED_POSITIONS:
-        if others.get(name) is not None:
-            raise ValueError(f"{name}: expected None (a rank does not know where its keys stand), got {others[name]!r}")
+        value = others.pop(name, None)
+        if value is not None and not _is_neutral(name, value):
+            raise ValueError(f"{name}: expected None (a rank does not know where its keys stand), got {_words(value)}")
+    if causal is not None and not causal:
+        raise ValueError(f"causal: expected True (the new tokens come after all other keys), got {causal!r}")
+    for name in ("out", "return_softmax_lse"):
+        value = others.pop(name, None)
+        if value is not None and value is not False:
+            raise ValueError(f"{name}: expected None or False (finish makes the results), got {_words(value)}")
+    sink = one_of("s_aux", s_aux, "sinks", sinks)
     if peers and group not in (None, peers.group):
         raise ValueError(f"group: expected None or that of peers, got {group}")
     group = peers.group if peers else group
@@ -140,15 +155,16 @@ def start(
     def attend(out):
         return flash_attn_with_kvcache(
             q, k_cache, v_cache, *news, cache_seqlens=cache_seqlens, block_table=block_table, causal=is_owner,
-            s_aux=s_aux if is_owner else None, out=out, return_softmax_lse=True, **others,
+            s_aux=sink if is_owner else None, out=out, return_softmax_lse=True, **others,
         )  # fmt: skip
 
-    if peers and peers.take(q, head_dim_v):
+    dtype = torch.bfloat16 if q.dtype in _EIGHT_BITS else q.dtype  # of the results
+    if peers and peers.take(q, head_dim_v, dtype):
         return PeerExchange(*attend(None), peers, q_heads if heads == "all" else q_heads // ranks)
     # One message instead of two: behind the values of a token and head, on a boundary of 16 bytes, stand 16 more bytes,
     # and their last float32 is the lse.
-    unit = 16 // q.element_size()
-    message = q.new_empty((*q.shape[:-1], (-(-head_dim_v // unit) + 1) * unit))
+    unit = 16 // dtype.itemsize
+    message = q.new_empty((*q.shape[:-1], (-(-head_dim_v // unit) + 1) * unit), dtype=dtype)
     _, lse = attend(message[..., :head_dim_v])
     _lse_of(message).copy_(lse.transpose(-1, -2))
     received, work = _gather(message, ranks, group) if heads == "all" else _trade_heads(message, ranks, group)
@@ -171,6 +187,17 @@ def finish(exchange: Exchange | PeerExchange, return_softmax_lse: bool = False):
         parts, lse = exchange.received[..., : exchange.head_dim_v], _lse_of(exchange.received)
         ops.merge_parts(parts.flatten(1, -3), lse.flatten(1, -2).unsqueeze(-1), *into)
     return merged if merged_lse is None else (merged, merged_lse.transpose(-1, -2).contiguous())
+
+
+def _is_neutral(name, value) -> bool:
+    """Whether it asks for nothing. Tensors are not read."""
+    if isinstance(value, torch.Tensor):
+        return False
+    return (tuple(value) if isinstance(value, (list, tuple)) else value) in _NEUTRAL.get(name, ())
+
+
+def _words(value) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def _gather(message, ranks, group):

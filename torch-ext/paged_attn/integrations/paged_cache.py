@@ -5,21 +5,31 @@
 
 Pages are allocated as the text grows. Rows that share a beginning (beams, samples of one prompt) share its pages; a
 page is copied when one of its owners writes into it. The model attends to the pages in place.
+
+A pass of the model through its layers, with `tokens` new tokens in every row:
+
+    layer 0   update   extend   the pass gets its pages, copies of shared ones, the block table and the lengths
+                       write    the new keys and values go into the pages of this layer
+              attend            finds these pages by the tensors that update returned, and reads them in place
+    layer 1   update   write    the pages, the table and the lengths are there already
+              attend   ...
+
+An error in update or attend takes the whole pass back (`undo`), so that it can be tried again.
 """
 
 from __future__ import annotations
 
 import functools
+import numbers
 
 import torch
 
-from ..attention import flash_attn_with_kvcache
 from ..cache import empty_paged_cache
 from ..write import kv_paged_write
+from .transformers_attention import ATTENTION, announce, padding_of, register_attention
 
-# The name of the attention function among those of transformers.
-ATTENTION = "paged_attn"
 LAYER_TYPES = ("full_attention", "sliding_attention")
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class OutOfPages(RuntimeError):
@@ -104,6 +114,19 @@ class Pages:
             self._release(row[keep:])
             del row[keep:]
 
+    def undo(self, length: int, copies: list[tuple[int, int]]) -> None:
+        """What was there before the last `extend`, which returned `copies`."""
+        self.crop(self.length - length)
+        old_of_new = {new: old for old, new in copies}
+        for row in self.rows:
+            # Only the last page of a row was written on, so only it can have become a copy.
+            if row and row[-1] in old_of_new:
+                copy, row[-1] = row[-1], old_of_new[row[-1]]
+                self.owners[row[-1]] += 1
+                self._release([copy])
+        if length == 0:
+            self.rows = []
+
     def clear(self) -> None:
         for row in self.rows:
             self._release(row)
@@ -141,26 +164,35 @@ class LayerOfPages:
         self.keys, self.values, self.is_initialized = keys, values, True
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Writes (batch, kv_heads, tokens, head_dim) into the pages. The attention function finds them by `paged_layer`
-        at the returned keys."""
+        """Writes (batch, kv_heads, tokens, head_dim) into the pages. What it returns leads the attention function to
+        them, so it must reach that function as it is."""
         cache = self.cache
-        cache.check_attention()
-        batch, _, tokens, _ = key_states.shape
-        # The first layer of a pass makes room for all.
-        if self.length == cache.pages.length:
-            cache.extend(batch, tokens, key_states.device)
-        if self.keys is None or len(self.keys) < len(cache.pages.owners):
-            self._grow(key_states, value_states)
-        if cache.copies is not None:
-            old, new = cache.copies
-            self.keys[new] = self.keys[old]
-            self.values[new] = self.values[old]
-        kv_paged_write(
-            key_states.transpose(1, 2), value_states.transpose(1, 2), self.keys, self.values, cache.table, cache.before
-        )
-        self.length += tokens
-        key_states.paged_layer = self
+        cache.check_update(self, key_states)
+        try:
+            # The first layer of a pass makes room for all.
+            if self.length == cache.pages.length:
+                cache.extend(key_states.shape[0], key_states.shape[2], key_states.device)
+            if self.keys is None or len(self.keys) < len(cache.pages.owners):
+                self._grow(key_states, value_states)
+            if cache.copies is not None:
+                old, new = cache.copies
+                self.keys[new] = self.keys[old]
+                self.values[new] = self.values[old]
+            new_keys, new_values = key_states.transpose(1, 2), value_states.transpose(1, 2)
+            kv_paged_write(new_keys, new_values, self.keys, self.values, cache.table, cache.before)
+        except BaseException:
+            cache.undo()
+            raise
+        self.length = cache.pages.length
+        cache.pending = self
+        announce(cache)
+        key_states.paged_keys = value_states.paged_values = self
         return key_states, value_states
+
+    def attended(self) -> None:
+        """Layers that share these keys and values attend too, after this one."""
+        if self.cache.pending is self:
+            self.cache.pending = None
 
     def get_seq_length(self) -> int:
         return self.length
@@ -176,68 +208,107 @@ class CacheOfPages:
     """PagedCache without its base."""
 
     def __init__(self, model, *, page_size=16, num_pages=None, max_length=None, dtype=None):
-        register_attention()
-        if model.config._attn_implementation != ATTENTION:
-            model.set_attn_implementation(ATTENTION)
-        self.config = model.config
+        for name, value in (("page_size", page_size), ("num_pages", num_pages), ("max_length", max_length)):
+            is_unlimited = value is None and name != "page_size"
+            if not is_unlimited and (not isinstance(value, numbers.Integral) or value < 1):
+                raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
         text = model.config.get_text_config(decoder=True)
         unknown = set(getattr(text, "layer_types", None) or ()) - set(LAYER_TYPES)
         if unknown:
             raise ValueError(f"model: expected layers of {' and '.join(LAYER_TYPES)}, got {', '.join(sorted(unknown))}")
+        register_attention()
+        if model.config._attn_implementation != ATTENTION:
+            model.set_attn_implementation(ATTENTION)
+        self.config = model.config
         self.pages = Pages(page_size, num_pages)
         self.max_length, self.dtype = max_length, dtype
-        self.start = 0  # the length before the tokens of this pass
+        # Of the pass: the length before it, pages copied, the layer that has stored its keys and not attended yet.
+        self.start, self.copied, self.pending = 0, [], None
         self.table = self.before = self.after = self.copies = None
-        self._listed = self._mask = self._leftpad = None
+        self._listed = None
         super().__init__(layers=[self.layer_class(self) for _ in range(text.num_hidden_layers)])
 
-    def check_attention(self):
-        if self.config._attn_implementation != ATTENTION:
+    def check_update(self, layer, key_states):
+        """Before anything changes: whether this layer may store keys now."""
+        is_first = layer.length == self.pages.length
+        # Once a pass: an attribute of a config takes longer than all else here.
+        if is_first and self.config._attn_implementation != ATTENTION:
             raise ValueError(
                 f"attn_implementation: expected {ATTENTION!r} (PagedCache sets it), got "
                 f"{self.config._attn_implementation!r}"
             )
+        if self.dtype is not None and self.dtype not in (key_states.dtype, *EIGHT_BITS):
+            raise ValueError(f"dtype: expected None, {key_states.dtype} or an 8-bit float, got {self.dtype}")
+        if self._ended_early(is_first) or not (is_first or layer.length == self.start):
+            self._refuse_half_a_pass(layer)
+
+    def _ended_early(self, between_passes=True):
+        """Whether a pass stopped before its last layer: by an error outside of attention, or because the model has
+        attention of its own. Layers without keys do not count: some models have such layers."""
+        lagging = between_passes and any(0 < layer.length < self.pages.length for layer in self.layers)
+        return lagging or self.pending is not None
+
+    def _refuse_half_a_pass(self, layer=None):
+        self.undo()
+        if layer is not None and layer.length < self.pages.length:
+            self.reset()  # the very first pass ended early
+        raise ValueError(
+            "past_key_values: expected every layer to attend once in each pass, got a pass that ended early; the cache "
+            f"holds {self.pages.length} tokens again"
+        )
+
+    def undo(self):
+        """Takes back what the layers have done of this pass."""
+        self.pages.undo(self.start, self.copied)
+        for layer in self.layers:
+            layer.length = min(layer.length, self.start)
+        self._finish_pass()
+        self.pending = None
 
     def extend(self, batch, tokens, device):
-        """Pages, table and lengths for the next tokens of every row."""
-        self.start = length = self.pages.length
+        """A pass: pages, table and lengths for the next tokens of every row."""
+        length = self._finish_pass()
         if self.max_length is not None and length + tokens > self.max_length:
             raise ValueError(f"max_length: expected at least {length + tokens}, got {self.max_length}")
-        copies = self.pages.extend(batch, tokens)
-        self.copies = torch.tensor(copies, device=device).T.unbind() if copies else None
+        self.copied = self.pages.extend(batch, tokens)
+        self.copies = torch.tensor(self.copied, device=device).T.unbind() if self.copied else None
         self._list_pages(device)
         if self.before is None or len(self.before) != batch:
             self.before, self.after = torch.empty(2, batch, dtype=torch.int32, device=device).unbind()
         self.before.fill_(length)
         self.after.fill_(length + tokens)
 
+    def _finish_pass(self) -> int:
+        """From here on nothing of it is taken back."""
+        self.start, self.copied, self.copies = self.pages.length, [], None
+        return self.start
+
     def _list_pages(self, device):
         """The block table; written anew only when a row got another page."""
         rows = self.pages.rows
         if rows == self._listed:
             return
-        self._listed = [list(row) for row in rows]
-        table = torch.tensor(rows, dtype=torch.int32)
+        table = torch.tensor(rows, dtype=torch.int32).to(device)
         if self.max_length is None:
-            self.table = table.to(device)
-            return
-        if self.table is None or len(self.table) != len(rows):
-            width = -(-self.max_length // self.pages.page_size)
-            self.table = torch.zeros(len(rows), width, dtype=torch.int32, device=device)
-        self.table[:, : table.shape[1]] = table.to(device)
+            self.table = table
+        else:
+            if self.table is None or len(self.table) != len(rows):
+                width = -(-self.max_length // self.pages.page_size)
+                self.table = torch.zeros(len(rows), width, dtype=torch.int32, device=device)
+            self.table[:, : table.shape[1]] = table
+        self._listed = [list(row) for row in rows]
 
     def leftpad(self, mask):
         """How many keys before the first one of each row are padding; None: none are."""
         if mask is None:
             return None
-        if mask is not self._mask:
-            present = mask.to(torch.int32)
-            leftpad = present.argmax(-1).int()
-            # Once a text: the padding stands at its beginning.
-            if self.start == 0:
-                check_left_padding(present, leftpad)
-            self._mask, self._leftpad = mask, leftpad
-        return self._leftpad
+        if mask.shape[1] != self.pages.length:
+            raise ValueError(f"attention_mask: expected {self.pages.length} keys a row, got {mask.shape[1]}")
+        padding = padding_of(mask)
+        if not padding.is_left:
+            row = (mask[:, 1:].int() < mask[:, :-1].int()).any(-1).nonzero()[0].item()
+            raise ValueError(f"attention_mask: expected padding on the left only, got other in row {row}")
+        return padding.leftpad
 
     @property
     def batch_size(self) -> int:
@@ -257,22 +328,20 @@ class CacheOfPages:
         tokens_to_remove = int(tokens_to_remove)  # some of its versions pass a tensor, and lengths are changed in place
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: expected 0 or less, got {tokens_to_remove}")
-        self.pages.crop(-tokens_to_remove)
+        if self._ended_early():
+            self._refuse_half_a_pass()
+        self.pages.crop(min(-tokens_to_remove, self.pages.length))
         for layer in self.layers:
             layer.length = min(layer.length, self.pages.length)
+        self._finish_pass()
 
     def reset(self) -> None:
         """Frees every page; the pool stays."""
         self.pages.clear()
-        self.copies = self._listed = self._mask = self._leftpad = None
+        self._finish_pass()
+        self.pending = self._listed = None
         for layer in self.layers:
             layer.length = 0
-
-
-def check_left_padding(present, leftpad):
-    for row, (keys, start) in enumerate(zip(present.sum(-1).tolist(), leftpad.tolist(), strict=True)):
-        if keys and keys != present.shape[1] - start:
-            raise ValueError(f"attention_mask: expected padding on the left only, got other in row {row}")
 
 
 @functools.cache
@@ -298,58 +367,3 @@ def paged_cache_class():
         layer_class = PagedLayer
 
     return PagedCache
-
-
-def register_attention() -> None:
-    """Makes `attn_implementation="paged_attn"` known to transformers."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, flash_attention_mask)
-
-
-def attend(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    dropout=0.0,
-    scaling=None,
-    sliding_window=None,
-    softcap=None,
-    is_causal=None,
-    s_aux=None,
-    **kwargs,
-):
-    """transformers' attention interface: (batch, heads, tokens, head_dim) in, (batch, tokens, heads, head_dim) out."""
-    if dropout:
-        raise ValueError(f"dropout: expected 0.0 (forward only, for inference), got {dropout}")
-    causal = module.is_causal if is_causal is None else is_causal
-    window = -1 if sliding_window is None else sliding_window - 1
-    layer = getattr(key, "paged_layer", None)
-    if layer is not None:
-        cache = layer.cache
-        keys, values, lengths, table = layer.keys, layer.values, cache.after, cache.table
-        leftpad = cache.leftpad(attention_mask)
-    else:
-        # Another cache, or none: all keys are here. A static cache is longer than its mask.
-        keys, values, lengths, table, leftpad = key.transpose(1, 2), value.transpose(1, 2), None, None, None
-        if attention_mask is not None:
-            leftpad = attention_mask.to(torch.int32).argmax(-1).int()
-            lengths = torch.full_like(leftpad, attention_mask.shape[1])
-    out = flash_attn_with_kvcache(
-        query.transpose(1, 2),
-        keys,
-        values,
-        cache_seqlens=lengths,
-        block_table=table,
-        cache_leftpad=leftpad,
-        softmax_scale=scaling,
-        causal=causal,
-        window_size=(window, 0 if causal else window),
-        softcap=softcap or 0.0,
-        s_aux=s_aux,
-    )
-    return out, None

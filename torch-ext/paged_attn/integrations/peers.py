@@ -20,7 +20,7 @@ class Peers:
     CUDA graphs of such calls hold its addresses: keep it as long as them.
 
     Args:
-        q_heads, head_dim_v, dtype: of the calls.
+        q_heads, head_dim_v, dtype: of the results of the calls; 8-bit queries have results in bfloat16.
         max_tokens: of a call. One with more tokens goes through the collective, which is the better way for long
             messages.
         group: the ranks; None: all.
@@ -48,9 +48,9 @@ class Peers:
         # Every row of every rank has two places, used in turns.
         self.memory_of_ranks = _shared_zeros((2, ranks, rows, row_pairs, 2), group)
 
-    def take(self, q: torch.Tensor, head_dim_v: int) -> bool:
+    def take(self, q: torch.Tensor, head_dim_v: int, dtype: torch.dtype) -> bool:
         """Whether a call goes this way. Raises a ValueError if its result has another form."""
-        given, made = (q.shape[-2], head_dim_v, q.dtype), (self.q_heads, self.head_dim_v, self.dtype)
+        given, made = (q.shape[-2], head_dim_v, dtype), (self.q_heads, self.head_dim_v, self.dtype)
         if given != made:
             raise ValueError(f"peers: expected one for (q_heads, head_dim_v, dtype) = {given}, got one for {made}")
         return q.shape[:-2].numel() <= self.max_tokens

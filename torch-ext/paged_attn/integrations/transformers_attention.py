@@ -1,0 +1,276 @@
+"""The attention function "paged_attn" of transformers, which PagedCache sets. It serves every other cache too.
+
+What comes in, and how it is computed:
+
+    keys in the pages of a PagedCache    in place; padding on the left only
+    no mask                              the tensors as they are
+    a mask with padding on the left      the tensors as they are, from the first key that exists
+    a mask with other padding, or holes  packed: the tokens that exist, one row after the other
+    several sequences in one row         packed already, by `cu_seq_lens_q` and `cu_seq_lens_k` or by `position_ids`
+
+The last two mean what they mean in transformers' own flash attention.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import torch
+
+from ..attention import flash_attn_varlen_func, flash_attn_with_kvcache
+
+# The name of the attention function among those of transformers.
+ATTENTION = "paged_attn"
+# Keywords of some models that would change the result: scores are added or keys are chosen, or a cache is handed over
+# that only transformers' continuous batching fills.
+_NOT_SUPPORTED = frozenset(
+    ("position_bias", "attention_bias", "head_mask", "indices", "block_indices", "cache", "block_table", "k_cache",
+     "v_cache")
+)  # fmt: skip
+
+
+class _Thread(threading.local):
+    """A reference to the PagedCache that last stored keys in this thread."""
+
+    cache = None
+
+
+_thread = _Thread()
+
+
+def announce(cache) -> None:
+    """It has stored keys: attention to other tensors would leave them out."""
+    _thread.cache = weakref.ref(cache)
+
+
+def register_attention() -> None:
+    """Makes `attn_implementation="paged_attn"` known to transformers."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, flash_attention_mask)
+
+
+def attend(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    dropout=0.0,
+    scaling=None,
+    sliding_window=None,
+    softcap=None,
+    is_causal=None,
+    s_aux=None,
+    *,
+    cu_seq_lens_q=None,
+    cu_seq_lens_k=None,
+    position_ids=None,
+    **others,
+):
+    """transformers' attention interface: (batch, heads, tokens, head_dim) in, (batch, tokens, heads, head_dim) out."""
+    layer = _layer_of(module, key, value)
+    try:
+        if dropout:
+            raise ValueError(f"dropout: expected 0.0 (forward only, for inference), got {dropout}")
+        if not _NOT_SUPPORTED.isdisjoint(others):
+            _refuse_others(others)
+        if attention_mask is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+            _check_lengths(query, attention_mask, cu_seq_lens_q, cu_seq_lens_k)
+        causal = module.is_causal if is_causal is None else is_causal
+        window = -1 if sliding_window is None else sliding_window - 1
+        query = query.transpose(1, 2)
+        options = {
+            "softmax_scale": scaling,
+            "causal": causal,
+            "window_size": (window, 0 if causal else window),
+            "softcap": softcap or 0.0,
+            "s_aux": s_aux,
+        }
+        if layer is not None:
+            cache = layer.cache
+            if not causal or cu_seq_lens_q is not None or query.shape[1] > 1:
+                _refuse_for_pages(module, query, key, attention_mask, causal, cu_seq_lens_q, position_ids)
+            out = flash_attn_with_kvcache(
+                query,
+                layer.keys,
+                layer.values,
+                cache_seqlens=cache.after,
+                block_table=cache.table,
+                cache_leftpad=cache.leftpad(attention_mask),
+                **options,
+            )
+            layer.attended()
+        else:
+            keys, values = key.transpose(1, 2), value.transpose(1, 2)
+            if attention_mask is None:
+                out = _attend_without_mask(query, keys, values, cu_seq_lens_q, cu_seq_lens_k, position_ids, options)
+            else:
+                out = _attend_with_mask(query, keys, values, attention_mask, options)
+    except BaseException:
+        if layer is not None:
+            layer.cache.undo()
+        raise
+    return out, None
+
+
+def _layer_of(module, key, value):
+    """The layer of a PagedCache that stored `key` and `value` in this pass; None: they belong to no PagedCache.
+
+    Pages hold what was stored. A model that makes other keys or values of it, as DeepSeek V3 does from its latents,
+    would attend to its new tokens alone.
+    """
+    of_key, of_value = getattr(key, "paged_keys", None), getattr(value, "paged_values", None)
+    if of_key is not None and of_key is of_value:
+        return of_key
+    layer = of_key or of_value
+    cache = _cache_that_waits() if layer is None else layer.cache
+    if cache is None:
+        return None
+    cache.undo()
+    raise ValueError(
+        "key and value: expected the tensors that PagedCache.update returned, got others (made by "
+        f"{type(module).__name__})"
+    )
+
+
+def _cache_that_waits():
+    """The PagedCache of this thread that has stored keys to which nothing attended yet."""
+    if torch.compiler.is_compiling():
+        return None  # a PagedCache is not compiled
+    cache = None if _thread.cache is None else _thread.cache()
+    return None if cache is None or cache.pending is None else cache
+
+
+def _refuse_others(others):
+    for name in _NOT_SUPPORTED.intersection(others):
+        given = others[name]
+        if given is not None and given is not False:
+            what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else repr(given)
+            raise ValueError(f"{name}: expected None or False (not supported by paged_attn), got {what}")
+
+
+def _check_lengths(query, attention_mask, cu_seq_lens_q, cu_seq_lens_k):
+    """A mask, or lengths of packed sequences."""
+    if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k: expected both or neither, got only one of them")
+    if attention_mask is not None:
+        if attention_mask.dim() != 2 or len(attention_mask) != len(query):
+            shape = tuple(attention_mask.shape)
+            raise ValueError(f"attention_mask: expected None or ({len(query)}, keys), got shape {shape}")
+        if cu_seq_lens_q is not None:
+            raise ValueError("cu_seq_lens_q: expected None beside an attention_mask with padding, got a tensor")
+
+
+def _refuse_for_pages(module, query, key, attention_mask, causal, cu_seq_lens_q, position_ids):
+    """What pages cannot do: they hold one sequence a row."""
+    if not causal and (key.shape[2] != query.shape[1] or module.config.is_encoder_decoder):
+        raise ValueError(
+            "past_key_values: expected EncoderDecoderCache(PagedCache(model), DynamicCache()) for a model with "
+            "cross-attention, got a PagedCache alone"
+        )
+    if cu_seq_lens_q is not None:
+        raise ValueError("cu_seq_lens_q: expected None with a PagedCache (one sequence a row), got a tensor")
+    if attention_mask is None and _packing_of(query, position_ids) is not None:
+        _refuse_packing()
+
+
+def _refuse_packing():
+    raise ValueError("position_ids: expected one sequence a row with a PagedCache or with earlier keys, got several")
+
+
+def _attend_without_mask(query, keys, values, cu_seqlens_q, cu_seqlens_k, position_ids, options):
+    if cu_seqlens_q is None:
+        cu_seqlens_q = cu_seqlens_k = _packing_of(query, position_ids)
+        if cu_seqlens_q is None:
+            return flash_attn_with_kvcache(query, keys, values, **options)
+        if keys.shape[1] != query.shape[1]:
+            _refuse_packing()
+    packed = (x.flatten(0, 1) for x in (query, keys, values))
+    out = flash_attn_varlen_func(*packed, cu_seqlens_q.int(), cu_seqlens_k.int(), **options)
+    return out.unflatten(0, query.shape[:2])
+
+
+def _attend_with_mask(query, keys, values, mask, options):
+    """A static cache is longer than its mask: the keys after it do not exist."""
+    padding = padding_of(mask)
+    if padding.is_left:
+        lengths = torch.full_like(padding.leftpad, mask.shape[1])
+        return flash_attn_with_kvcache(
+            query, keys, values, cache_seqlens=lengths, cache_leftpad=padding.leftpad, **options
+        )
+    batch, tokens = query.shape[:2]
+    # Where positions matter, the queries are the last of the keys, padding among them. Else all of them count: in
+    # cross-attention the mask says nothing about them.
+    positions_matter = options["causal"] or options["window_size"] != (-1, -1)
+    asked = mask[:, mask.shape[1] - tokens :] if positions_matter else mask.new_ones(batch, tokens)
+    (of_queries, cu_seqlens_q), (of_keys, cu_seqlens_k) = _places(asked), _places(mask)
+    packed = flash_attn_varlen_func(
+        query[of_queries], keys[of_keys], values[of_keys], cu_seqlens_q, cu_seqlens_k, tokens, **options
+    )
+    out = packed.new_zeros(batch, tokens, *packed.shape[1:])
+    out[of_queries] = packed
+    return out
+
+
+def _places(mask):
+    """Rows and columns of the tokens that exist, and cu_seqlens of the rows."""
+    cu_seqlens = torch.nn.functional.pad(mask.bool().sum(-1).cumsum(0), (1, 0)).int()
+    return mask.nonzero(as_tuple=True), cu_seqlens
+
+
+class Padding:
+    """Whether the rows of a mask (batch, keys) are padded on the left only, and by how much."""
+
+    def __init__(self, mask):
+        present = mask.bool()
+        self.leftpad = (~present).sum(-1, dtype=torch.int32)
+        is_left = (present[:, 1:] >= present[:, :-1]).all()
+        if torch.compiler.is_compiling():
+            # A branch would break the graph in every layer.
+            words = "attention_mask: expected padding on the left only in a compiled model, got other"
+            torch._assert_async(is_left, words)
+            self.is_left = True
+        else:
+            self.is_left = bool(is_left)
+
+
+def padding_of(mask) -> Padding:
+    return _once(mask, "paged_padding", Padding)
+
+
+def _packing_of(query, position_ids):
+    """cu_seqlens of sequences that stand in one row one after the other, as transformers' flash attention finds them:
+    each begins at the lowest position. None: the row is one sequence."""
+    batch, tokens = query.shape[:2]
+    if position_ids is None or batch != 1 or tokens == 1 or position_ids.shape != (1, tokens):
+        return None
+    return _once(position_ids, "paged_packing", _starts)
+
+
+def _starts(position_ids):
+    positions = position_ids[0]
+    if torch.compiler.is_compiling():
+        words = "position_ids: expected one sequence a row in a compiled model, got several"
+        torch._assert_async((positions[1:] > positions.min()).all(), words)
+        return None
+    later = (positions[1:] == positions.min()).nonzero().flatten() + 1
+    if len(later) == 0:
+        return None
+    return torch.nn.functional.pad(torch.cat([later, later.new_tensor([len(positions)])]), (1, 0)).int()
+
+
+def _once(tensor, name, make):
+    """make(tensor), kept at the tensor: the layers of a pass get the same one, and `make` waits for the device."""
+    if torch.compiler.is_compiling():
+        return make(tensor)
+    # A tensor may be changed in place between two passes. One of inference mode does not tell.
+    version = None if tensor.is_inference() else tensor._version
+    kept = getattr(tensor, name, None)
+    if kept is None or kept[0] != version:
+        kept = version, make(tensor)
+        setattr(tensor, name, kept)
+    return kept[1]
