@@ -8,7 +8,7 @@ import cases
 import pytest
 import torch
 from cases import Case
-from compare import assert_same_bytes, check, judge, run, with_tensor_lengths
+from compare import assert_result, assert_same_bytes, check, judge, run, with_tensor_lengths
 
 DTYPES = ["bfloat16", "float16", "float32"]
 
@@ -99,18 +99,17 @@ def test_slopes_far_out(paged_attn, device, before, dtype, q_len):
     what its last keys give as a request of their own."""
     torch.manual_seed(0)
     page_size, kv_len = 256, 300 + q_len % 2  # an odd position and an even one at the end
-    k_cache, v_cache = (torch.randn(2, page_size, 2, 64).to(device, getattr(torch, dtype)) for _ in range(2))
-    q = torch.randn(1, q_len, 4, 64).to(device, getattr(torch, dtype))
+    caches = [torch.randn(2, page_size, 2, 64).to(getattr(torch, dtype)) for _ in range(2)]
+    q, slopes = torch.randn(1, q_len, 4, 64).to(getattr(torch, dtype)), torch.tensor([0.5, 0.1, 1.0, -0.3])
+    alone = {"q": q, "alibi_slopes": slopes, "window_size": (64, 0), "cache_seqlens": torch.tensor([kv_len])}
     table = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
-    options = {"alibi_slopes": torch.tensor([0.5, 0.1, 1.0, -0.3], device=device), "window_size": (64, 0)}
-    options["return_softmax_lse"] = True
-    alone = paged_attn.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=kv_len, block_table=table, **options)
-    table = table.repeat(1, before // page_size // 2 + 1)
-    far = paged_attn.flash_attn_with_kvcache(
-        q, k_cache, v_cache, cache_seqlens=before + kv_len, block_table=table, **options
-    )
-    torch.testing.assert_close(far[1], alone[1], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(far[0], alone[0], rtol=0.01, atol=1e-3 if dtype == "bfloat16" else 1e-4)
+    for earlier in (0, before):
+        out, lse = paged_attn.flash_attn_with_kvcache(
+            q.to(device), *(cache.to(device) for cache in caches), cache_seqlens=earlier + kv_len,
+            block_table=table.repeat(1, earlier // page_size // 2 + 1), alibi_slopes=slopes.to(device),
+            window_size=(64, 0), return_softmax_lse=True,
+        )  # fmt: skip
+        assert_result(out, lse, alone, *(cache.view(1, 2 * page_size, 2, 64) for cache in caches), [0])
 
 
 @pytest.mark.parametrize("v_descale", [0.0, -0.5])
