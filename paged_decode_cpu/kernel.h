@@ -1,5 +1,5 @@
-// What one instruction set offers to the host side: paged_decode_cpu.cpp cuts a problem into work
-// items and calls these from several threads. Each kernel_*.cpp is the same source (attend.h),
+// What one instruction set offers to the host side: plan.cpp cuts a problem into work items, and
+// paged_decode_cpu.cpp calls these from several threads. Each kernel_*.cpp is the same source (attend.h),
 // compiled with its own flags.
 #pragma once
 

@@ -123,8 +123,8 @@ std::string unsupported_reason(const Problem&) { return ""; }
 void run_attention(const Problem& p) {
   const Kernel& kernel = kernel_of_this_cpu();
   check_values(p);
-  // Nothing is written before all places are known and all shared memory is there: a call that fails changes nothing.
-  // The plan reads lengths only, which the append leaves as they are.
+  // Nothing is written before all places are known and all memory is there but the scratch memory of threads, which is
+  // small: a call that fails changes nothing. The plan reads lengths only, which the append leaves as they are.
   const std::vector<TokenWrite> new_tokens = p.append.k ? place_tokens(p) : std::vector<TokenWrite>();
   const Plan plan = make_plan(p, kernel, torch::stable::get_num_threads());
   const Shared shared(plan);

@@ -48,7 +48,7 @@ FEATURES = {
     "scaled": {"softmax_scale": 0.4, "deterministic": True},
     # The other name of the sinks, and values that ask for nothing.
     "sinks by SGLang's name": {"sinks": torch.linspace(-1, 2, Q_HEADS), "window_size": (-1, 0), "attention_chunk": 0},
-    "neutral": {"window_size": [-1, -1], "alibi_slopes": None, "cache_leftpad": None},
+    "neutral": {"window_size": [-1, None], "alibi_slopes": None, "cache_leftpad": None},
 }
 
 

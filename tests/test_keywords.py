@@ -83,6 +83,16 @@ def test_nothing_is_accepted(paged_attn, device, function, name):
         assert torch.equal(a, b)
 
 
+def test_a_rotation_of_none_is_the_usual_one(paged_attn, device):
+    """rotary_interleaved is True where nothing is said of it."""
+    results = []
+    for options in ({}, {"rotary_interleaved": None}, {"rotary_interleaved": False}):
+        call = cases.build(Case(q_len=2, append=2, rotary_dim=32, causal=True, kv_len=20)).to(device)
+        call.kwargs.pop("rotary_interleaved", None)
+        results.append(run(paged_attn, call, **options)[0])
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+
+
 @FUNCTIONS
 def test_a_world_of_one(paged_attn, device, function):
     """vLLM's numbers for no context parallelism."""

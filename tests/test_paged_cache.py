@@ -328,6 +328,31 @@ def test_after_an_error_elsewhere_a_pass_is_not_mixed_with_the_next(make_model, 
     close(again, logits(model, ids)[:, start:])
 
 
+@pytest.mark.parametrize("choose", ["reorder_cache", "batch_select_indices", "batch_repeat_interleave"])
+def test_rows_are_not_chosen_after_a_pass_that_ended_early(make_model, paged_cache, choose):
+    """Pages that two rows share were copied in that pass. No page is handed out twice afterwards."""
+    model = make_model()
+    ids = text(model, [30])["input_ids"]
+    cache = paged_cache(model, page_size=4)
+    logits(model, ids[:, :6], past_key_values=cache)
+    cache.batch_repeat_interleave(2)
+    key = torch.ones(2, 2, 3, 16, device=model.device)
+    with torch.no_grad():
+        cache.update(key, key.clone(), 0)
+    argument = 1 if choose == "batch_repeat_interleave" else torch.tensor([0])
+    with pytest.raises(ValueError, match=r"past_key_values: expected every layer .* holds 6 tokens again"):
+        getattr(cache, choose)(argument)
+    getattr(cache, choose)(argument)
+    rows = len(cache.pages.rows)
+    logits(model, ids[:, 6:7].repeat(rows, 1), past_key_values=cache)
+    again = logits(model, ids[:, 7:].repeat(rows, 1), past_key_values=cache)
+    owned = [page for row in cache.pages.rows for page in row]
+    assert [owned.count(page) for page in range(len(cache.pages.owners))] == cache.pages.owners
+    assert not set(owned) & set(cache.pages.free)
+    model.set_attn_implementation("eager")
+    close(again[:1], logits(model, ids)[:, 7:])
+
+
 def test_a_pass_that_ended_early_is_not_cropped(make_model, paged_cache):
     model = make_model()
     ids = text(model, [20])["input_ids"]
@@ -490,15 +515,17 @@ def test_packed_sequences(make_model, paged_cache):
     close(ours, logits(model, ids, position_ids=later, use_cache=False))
 
 
-def test_positions_changed_in_place(make_model, paged_cache):
+@pytest.mark.parametrize("inference", [False, True])
+def test_positions_changed_in_place(make_model, paged_cache, inference):
     """What was seen of a tensor in one pass does not stand for the next."""
     model = make_model()
     ids, by_positions, _, alone = packed(model)
     paged_cache(model)
-    positions = torch.arange(12, device=model.device)[None]
-    logits(model, ids, position_ids=positions, use_cache=False)
-    positions.copy_(by_positions["position_ids"])
-    close(logits(model, ids, position_ids=positions, use_cache=False)[0], alone)
+    with torch.inference_mode(inference):
+        positions = torch.arange(12, device=model.device)[None]
+        logits(model, ids, position_ids=positions, use_cache=False)
+        positions.copy_(by_positions["position_ids"])
+        close(logits(model, ids, position_ids=positions, use_cache=False)[0], alone)
 
 
 def test_what_pages_cannot_hold_is_refused(make_model, paged_cache):

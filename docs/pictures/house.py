@@ -75,7 +75,7 @@ def panel(p, x, y, width, height, fill, title, lines, role="ink"):
 
 ROOMS = {
     "cpu": [
-        ("paged_decode_cpu.cpp", "plan: items, splits, threads"),
+        ("plan.cpp, paged_decode_cpu.cpp", "items, splits; threads"),
         ("isa.cpp, kernel_*.cpp", "one per instruction set"),
         ("attend.h", "the loop over tiles of keys"),
         ("tile.h, ops_*.h, vec.h", "products, numbers, registers"),
@@ -149,7 +149,7 @@ WAYS = {
     "cpu": [
         ("Lengths, pages: checked, always", "torch-ext/spec/check_tables.cpp", "check_values"),
         ("New tokens: places first, then bytes", "paged_decode_cpu/kv_write.cpp", "place_tokens"),
-        ("Plan: items, splits, longest first", "paged_decode_cpu/paged_decode_cpu.cpp", "make_plan"),
+        ("Plan: items, splits, longest first", "paged_decode_cpu/plan.cpp", "make_plan"),
         ("Threads take items from a counter", "paged_decode_cpu/paged_decode_cpu.cpp", "run_plan"),
         ("Tile by tile: scores, softmax, values", "paged_decode_cpu/attend.h", "attend_as"),
         ("The last of a block's splits merges", "paged_decode_cpu/attend.h", "merge_partials"),

@@ -100,7 +100,8 @@ def flash_attn_with_kvcache(
         softcap or 0.0, num_splits or 0, deterministic,
         cache_batch_idx, cache_leftpad, None, sinks, attention_chunk or 0,
         qv, q_descale, k_descale, v_descale,
-        rotary_cos, rotary_sin, rotary_interleaved, None if k is None else rotary_seqlens,
+        rotary_cos, rotary_sin, True if rotary_interleaved is None else rotary_interleaved,
+        None if k is None else rotary_seqlens,
     )  # fmt: skip
     return run(
         names, q, k_cache, v_cache, out, return_softmax_lse, cache_seqlens, page_table, softmax_scale, causal,

@@ -193,7 +193,9 @@ def _is_neutral(name, value) -> bool:
     """Whether it asks for nothing. Tensors are not read."""
     if isinstance(value, torch.Tensor):
         return False
-    return (tuple(value) if isinstance(value, (list, tuple)) else value) in _NEUTRAL.get(name, ())
+    if isinstance(value, (list, tuple)):
+        value = tuple(-1 if size is None else size for size in value)
+    return value in _NEUTRAL.get(name, ())
 
 
 def _words(value) -> str:

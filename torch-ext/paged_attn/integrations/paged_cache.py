@@ -237,7 +237,7 @@ class CacheOfPages:
                 f"attn_implementation: expected {ATTENTION!r} (PagedCache sets it), got "
                 f"{self.config._attn_implementation!r}"
             )
-        if self.dtype is not None and self.dtype not in (key_states.dtype, *EIGHT_BITS):
+        if is_first and self.dtype is not None and self.dtype not in (key_states.dtype, *EIGHT_BITS):
             raise ValueError(f"dtype: expected None, {key_states.dtype} or an 8-bit float, got {self.dtype}")
         if self._ended_early(is_first) or not (is_first or layer.length == self.start):
             self._refuse_half_a_pass(layer)
@@ -314,13 +314,22 @@ class CacheOfPages:
     def batch_size(self) -> int:
         return len(self.pages.rows) or -1
 
+    def _settle(self) -> None:
+        """Before rows change: the last pass is whole, and nothing of it is taken back any more."""
+        if self._ended_early():
+            self._refuse_half_a_pass()
+        self._finish_pass()
+
     def reorder_cache(self, beam_idx) -> None:
+        self._settle()
         self.pages.select(beam_idx.tolist())
 
     def batch_select_indices(self, indices) -> None:
+        self._settle()
         self.pages.select(torch.arange(len(self.pages.rows))[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self._settle()
         self.pages.select([row for row in range(len(self.pages.rows)) for _ in range(repeats)])
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -328,8 +337,7 @@ class CacheOfPages:
         tokens_to_remove = int(tokens_to_remove)  # some of its versions pass a tensor, and lengths are changed in place
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: expected 0 or less, got {tokens_to_remove}")
-        if self._ended_early():
-            self._refuse_half_a_pass()
+        self._settle()
         self.pages.crop(min(-tokens_to_remove, self.pages.length))
         for layer in self.layers:
             layer.length = min(layer.length, self.pages.length)

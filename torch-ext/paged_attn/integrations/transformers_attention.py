@@ -68,6 +68,7 @@ def attend(
     *,
     cu_seq_lens_q=None,
     cu_seq_lens_k=None,
+    max_length_q=None,
     position_ids=None,
     **others,
 ):
@@ -107,7 +108,11 @@ def attend(
         else:
             keys, values = key.transpose(1, 2), value.transpose(1, 2)
             if attention_mask is None:
-                out = _attend_without_mask(query, keys, values, cu_seq_lens_q, cu_seq_lens_k, position_ids, options)
+                if cu_seq_lens_q is None:
+                    cu_seq_lens_q = cu_seq_lens_k = _packing_of(module, query, position_ids)
+                    if cu_seq_lens_q is not None and keys.shape[1] != query.shape[1]:
+                        _refuse_packing()
+                out = _attend_without_mask(query, keys, values, cu_seq_lens_q, cu_seq_lens_k, max_length_q, options)
             else:
                 out = _attend_with_mask(query, keys, values, attention_mask, options)
     except BaseException:
@@ -133,7 +138,7 @@ def _layer_of(module, key, value):
     cache.undo()
     raise ValueError(
         "key and value: expected the tensors that PagedCache.update returned, got others (made by "
-        f"{type(module).__name__})"
+        f"{type(module).__name__}), or a pass with a PagedCache ended before its attention"
     )
 
 
@@ -174,7 +179,7 @@ def _refuse_for_pages(module, query, key, attention_mask, causal, cu_seq_lens_q,
         )
     if cu_seq_lens_q is not None:
         raise ValueError("cu_seq_lens_q: expected None with a PagedCache (one sequence a row), got a tensor")
-    if attention_mask is None and _packing_of(query, position_ids) is not None:
+    if attention_mask is None and _packing_of(module, query, position_ids) is not None:
         _refuse_packing()
 
 
@@ -182,15 +187,11 @@ def _refuse_packing():
     raise ValueError("position_ids: expected one sequence a row with a PagedCache or with earlier keys, got several")
 
 
-def _attend_without_mask(query, keys, values, cu_seqlens_q, cu_seqlens_k, position_ids, options):
+def _attend_without_mask(query, keys, values, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, options):
     if cu_seqlens_q is None:
-        cu_seqlens_q = cu_seqlens_k = _packing_of(query, position_ids)
-        if cu_seqlens_q is None:
-            return flash_attn_with_kvcache(query, keys, values, **options)
-        if keys.shape[1] != query.shape[1]:
-            _refuse_packing()
+        return flash_attn_with_kvcache(query, keys, values, **options)
     packed = (x.flatten(0, 1) for x in (query, keys, values))
-    out = flash_attn_varlen_func(*packed, cu_seqlens_q.int(), cu_seqlens_k.int(), **options)
+    out = flash_attn_varlen_func(*packed, cu_seqlens_q.int(), cu_seqlens_k.int(), max_seqlen_q, **options)
     return out.unflatten(0, query.shape[:2])
 
 
@@ -206,8 +207,13 @@ def _attend_with_mask(query, keys, values, mask, options):
     # Where positions matter, the queries are the last of the keys, padding among them. Else all of them count: in
     # cross-attention the mask says nothing about them.
     positions_matter = options["causal"] or options["window_size"] != (-1, -1)
-    asked = mask[:, mask.shape[1] - tokens :] if positions_matter else mask.new_ones(batch, tokens)
-    (of_queries, cu_seqlens_q), (of_keys, cu_seqlens_k) = _places(asked), _places(mask)
+
+    def asked(mask):
+        return _places(mask[:, mask.shape[1] - tokens :] if positions_matter else mask.new_ones(batch, tokens))
+
+    of_keys, cu_seqlens_k = _once(mask, "paged_keys", _places)
+    # An encoder's mask serves passes with other numbers of tokens.
+    of_queries, cu_seqlens_q = _once(mask, f"paged_queries_{tokens}_{positions_matter}", asked)
     packed = flash_attn_varlen_func(
         query[of_queries], keys[of_keys], values[of_keys], cu_seqlens_q, cu_seqlens_k, tokens, **options
     )
@@ -242,13 +248,13 @@ def padding_of(mask) -> Padding:
     return _once(mask, "paged_padding", Padding)
 
 
-def _packing_of(query, position_ids):
+def _packing_of(module, query, position_ids):
     """cu_seqlens of sequences that stand in one row one after the other, as transformers' flash attention finds them:
     each begins at the lowest position. None: the row is one sequence."""
     batch, tokens = query.shape[:2]
     if position_ids is None or batch != 1 or tokens == 1 or position_ids.shape != (1, tokens):
         return None
-    return _once(position_ids, "paged_packing", _starts)
+    return _once(position_ids, "paged_packing", _starts, is_first=getattr(module, "layer_idx", 0) == 0)
 
 
 def _starts(position_ids):
@@ -263,14 +269,16 @@ def _starts(position_ids):
     return torch.nn.functional.pad(torch.cat([later, later.new_tensor([len(positions)])]), (1, 0)).int()
 
 
-def _once(tensor, name, make):
-    """make(tensor), kept at the tensor: the layers of a pass get the same one, and `make` waits for the device."""
+def _once(tensor, name, make, is_first=False):
+    """make(tensor), kept at the tensor: the layers of a pass get the same one, and `make` waits for the device.
+
+    A tensor may be changed in place between two passes. One of inference mode does not tell, so `is_first` says that a
+    pass begins. (A mask needs no such word: transformers makes one for every pass.)"""
     if torch.compiler.is_compiling():
         return make(tensor)
-    # A tensor may be changed in place between two passes. One of inference mode does not tell.
     version = None if tensor.is_inference() else tensor._version
     kept = getattr(tensor, name, None)
-    if kept is None or kept[0] != version:
+    if kept is None or kept[0] != version or (version is None and is_first):
         kept = version, make(tensor)
         setattr(tensor, name, kept)
     return kept[1]
