@@ -34,7 +34,8 @@ class HostCopies {
     call.bind(kCopyBuffer, Address<void>{copy, 0});
     const int64_t words = count * sizeof(T) / sizeof(int32_t);
     call.arguments.total_words = words;
-    encode(encoder, {"fetch", MTLSizeMake(pd_ceil_div(words, kSimdWidth), 1, 1), kSimdWidth, kSimdWidth}, call);
+    const Dispatch fetch = {"fetch", MTLSizeMake(pd_ceil_div(words, kSimdWidth), 1, 1), kSimdWidth, kSimdWidth};
+    encode(encoder, pipeline_of(fetch, call), fetch, call);
     table = {copy.contents, 0};
   }
 

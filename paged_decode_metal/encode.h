@@ -16,6 +16,14 @@ struct Dispatch {
   int64_t least_threads;  // that the kernel can work with
 };
 
-void encode(id<MTLComputeCommandEncoder> encoder, const Dispatch& dispatch, const Call& call);
+// What of a dispatch may fail: its kernel, compiled, and the threads that this allows it.
+struct Pipeline {
+  id<MTLComputePipelineState> state;
+  int64_t threads;
+};
+
+// On the stream's queue only.
+Pipeline pipeline_of(const Dispatch& dispatch, const Call& call);
+void encode(id<MTLComputeCommandEncoder> encoder, const Pipeline& pipeline, const Dispatch& dispatch, const Call& call);
 
 }  // namespace paged_attn

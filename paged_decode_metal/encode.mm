@@ -58,17 +58,21 @@ int64_t threads_of(id<MTLComputePipelineState> pipeline, const Dispatch& dispatc
 
 }  // namespace
 
-void encode(id<MTLComputeCommandEncoder> encoder, const Dispatch& dispatch, const Call& call) {
-  id<MTLComputePipelineState> pipeline = pipeline_for(dispatch.kernel, call.constants);
-  const int64_t threads = threads_of(pipeline, dispatch);
-  [encoder setComputePipelineState:pipeline];
+Pipeline pipeline_of(const Dispatch& dispatch, const Call& call) {
+  id<MTLComputePipelineState> state = pipeline_for(dispatch.kernel, call.constants);
+  return {state, threads_of(state, dispatch)};
+}
+
+void encode(id<MTLComputeCommandEncoder> encoder, const Pipeline& pipeline, const Dispatch& dispatch,
+            const Call& call) {
+  [encoder setComputePipelineState:pipeline.state];
   [encoder setBytes:&call.arguments length:sizeof(Arguments) atIndex:kArgumentsBuffer];
   for (int i = 0; i < kNumBuffers; ++i) {
     const Optional<const void>& tensor = call.buffers[i];
     if (!tensor) continue;
     [encoder setBuffer:__builtin_bit_cast(id<MTLBuffer>, tensor.data.buffer) offset:tensor.data.offset atIndex:i];
   }
-  [encoder dispatchThreadgroups:dispatch.threadgroups threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
+  [encoder dispatchThreadgroups:dispatch.threadgroups threadsPerThreadgroup:MTLSizeMake(pipeline.threads, 1, 1)];
 }
 
 }  // namespace paged_attn

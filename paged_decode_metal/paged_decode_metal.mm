@@ -39,14 +39,17 @@ struct Step {
   Call call;
 };
 
-// Encodes them in their order; each sees what those before it wrote.
+// Encodes them in their order; each sees what those before it wrote. All that may fail comes before the first, so that
+// an error leaves nothing encoded.
 void encode_all(const std::vector<Step>& steps) {
   const std::vector<Step>* all = &steps;
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
+      std::vector<Pipeline> pipelines;
+      for (const Step& step : *all) pipelines.push_back(pipeline_of(step.dispatch, step.call));
       id<MTLComputeCommandEncoder> encoder = stream->commandEncoder();
-      for (const Step& step : *all) encode(encoder, step.dispatch, step.call);
+      for (size_t i = 0; i < all->size(); ++i) encode(encoder, pipelines[i], (*all)[i].dispatch, (*all)[i].call);
     }
   });
 }
@@ -86,10 +89,17 @@ void use_plan(const Problem& p, const Plan& plan, Call* call) {
 }  // namespace
 
 std::string unsupported_reason(const Problem& p) {
-  if (p.batch > INT32_MAX || p.total_q * p.group > INT32_MAX || capacity_of(p) >= kMaxKeys)
-    return "metal: expected sizes below 2^31 (batch, total_q * group) and of 2^30 (keys of one request), got " +
-           std::to_string(p.batch) + ", " + std::to_string(p.total_q * p.group) + ", " + std::to_string(capacity_of(p));
-  return "";
+  const int64_t rows = p.total_q * p.group, tokens = p.append.total_new + p.total_q;
+  // A write by slots looks at no lengths.
+  const int64_t keys = p.append.slot_mapping ? 0 : capacity_of(p);
+  if (pd_max(pd_max(p.batch, rows), pd_max(tokens, pd_max(p.cache.num_pages, p.cache.table_rows))) <= INT32_MAX &&
+      p.cache.page_size <= INT32_MAX && keys < kMaxKeys)
+    return "";
+  return "metal: expected sizes below 2^31 (batch, total_q * group, tokens to append and to rotate, pages, rows of "
+         "block_table, page_size) and of 2^30 (keys of one request), got " +
+         std::to_string(p.batch) + ", " + std::to_string(rows) + ", " + std::to_string(tokens) + ", " +
+         std::to_string(p.cache.num_pages) + ", " + std::to_string(p.cache.table_rows) + ", " +
+         std::to_string(p.cache.page_size) + ", " + std::to_string(keys);
 }
 
 void run_attention(const Problem& p) {
@@ -144,6 +154,7 @@ std::string explain_attention(const Problem& p) {
 }
 
 void run_kv_write(const Problem& p) {
+  if (const std::string reason = unsupported_reason(p); !reason.empty()) throw std::runtime_error(reason);
   if (checks_enabled()) check_values_on_device(p);
   std::vector<Step> steps;
   add_append(p, {}, &steps);

@@ -56,6 +56,37 @@ def test_limit_of_a_pipeline(paged_attn, limit, kv_len):
         fake_mps.limit_threads("", 0)
 
 
+def test_an_error_of_a_later_kernel_leaves_the_cache_as_it_was(paged_attn):
+    """The append would be first in the queue."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 17, heads, 64, device="mps").bfloat16() for heads in (8, 2, 2))
+    caches = [torch.zeros(1, 64, 2, 64, device="mps").bfloat16() for _ in range(2)]
+    fake_mps.limit_threads("prefill", 32)
+    try:
+        with pytest.raises(RuntimeError, match="threadgroups of at least"):
+            paged_attn.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=0, causal=True)
+    finally:
+        fake_mps.limit_threads("prefill", 0)
+    assert not any(cache.cpu().any() for cache in caches)
+
+
+def test_sizes_that_32_bits_do_not_count(paged_attn):
+    """One page, or one token, stands for all of them here."""
+    page, token = torch.zeros(1, 1, 1, 8, device="mps"), torch.zeros(1, 1, 1, 8, device="mps")
+    one = torch.ones(1, dtype=torch.int32, device="mps")
+    pages = page.expand(2**31, 1, 1, 8)
+    words = r"metal: expected sizes below 2\^31 .* got "
+    with pytest.raises(RuntimeError, match=words):
+        paged_attn.flash_attn_with_kvcache(token, pages, pages, cache_seqlens=one, block_table=one[None] - 1)
+    with pytest.raises(RuntimeError, match=words):
+        paged_attn.kv_paged_write(token, token, pages, pages, one[None] - 1, one - 1)
+    wide = torch.zeros(1, 2**18, dtype=torch.int32, device="mps")
+    large = torch.zeros(1, 4096, 1, 8, device="mps")
+    with pytest.raises(RuntimeError, match=words):
+        paged_attn.kv_paged_write(token, token, large, large, wide, torch.full_like(one, 2**30))
+    assert not large.cpu().any()
+
+
 @pytest.mark.parametrize("seed", range(1, 6))
 @pytest.mark.parametrize("kv_len", [40, 3000])
 def test_order_of_threads_does_not_matter(paged_attn, kv_len, seed):
