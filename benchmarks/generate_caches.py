@@ -84,6 +84,8 @@ def fill(name, model, paged_cache, length, samples, new_tokens):
     keys = torch.randn(shape, dtype=model.dtype, device=model.device)
     for layer in range(config.num_hidden_layers):
         cache.update(keys, keys, layer)
+        if name == "PagedCache":
+            cache.layers[layer].attended()
     if name == "PagedCache":
         cache.batch_repeat_interleave(samples)
     return cache

@@ -190,7 +190,8 @@ class LayerOfPages:
         return key_states, value_states
 
     def attended(self) -> None:
-        """Layers that share these keys and values attend too, after this one."""
+        """The layer is done with this pass; layers that share its keys and values attend too, after it. Who fills a
+        cache by hand calls it after each update, as nothing attends then."""
         if self.cache.pending is self:
             self.cache.pending = None
 
