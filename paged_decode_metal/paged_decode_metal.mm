@@ -7,6 +7,7 @@
 #import <Foundation/Foundation.h>
 #import <Metal/Metal.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <vector>
@@ -92,14 +93,14 @@ std::string unsupported_reason(const Problem& p) {
   const int64_t rows = p.total_q * p.group, tokens = p.append.total_new + p.total_q;
   // A write by slots looks at no lengths.
   const int64_t keys = p.append.slot_mapping ? 0 : capacity_of(p);
-  if (pd_max(pd_max(p.batch, rows), pd_max(tokens, pd_max(p.cache.num_pages, p.cache.table_rows))) <= INT32_MAX &&
-      p.cache.page_size <= INT32_MAX && keys < kMaxKeys)
+  const Cache& c = p.cache;
+  if (std::max({p.batch, rows, tokens, c.num_pages, c.table_rows, c.page_size}) <= INT32_MAX && keys < kMaxKeys)
     return "";
   return "metal: expected sizes below 2^31 (batch, total_q * group, tokens to append and to rotate, pages, rows of "
          "block_table, page_size) and of 2^30 (keys of one request), got " +
          std::to_string(p.batch) + ", " + std::to_string(rows) + ", " + std::to_string(tokens) + ", " +
-         std::to_string(p.cache.num_pages) + ", " + std::to_string(p.cache.table_rows) + ", " +
-         std::to_string(p.cache.page_size) + ", " + std::to_string(keys);
+         std::to_string(c.num_pages) + ", " + std::to_string(c.table_rows) + ", " + std::to_string(c.page_size) + ", " +
+         std::to_string(keys);
 }
 
 void run_attention(const Problem& p) {

@@ -17,7 +17,7 @@ _attend = ops.flash_attn_with_kvcache.default
 _attend_plainly = ops.flash_attn_with_kvcache_plain.default
 _append_and_attend = ops.flash_attn_with_kvcache_append.default
 
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 # What a plain call does not ask for: the operators' last arguments, by the names of the schemas (torch-ext/arguments.h
@@ -92,11 +92,10 @@ def run(
         elif window_right is None:
             window_right = -1
         if out is None:
-            if head_dim == head_dim_v and q.dtype not in _FP8 and q.is_contiguous():
+            if head_dim == head_dim_v and q.dtype not in FP8 and q.is_contiguous():
                 out = torch.empty_like(q)
             else:
-                dtype = torch.bfloat16 if q.dtype in _FP8 else q.dtype
-                out = torch.empty((*q_shape[:-1], head_dim_v), dtype=dtype, device=q.device)
+                out = torch.empty((*q_shape[:-1], head_dim_v), dtype=result_dtype(q.dtype), device=q.device)
         lse = None
         if return_lse:
             # (batch, seqlen_q, q_heads) -> (batch, q_heads, seqlen_q), or (total_q, q_heads) -> (q_heads, total_q)
@@ -124,6 +123,11 @@ def run(
         given |= {n: x for n, x in (("out", out), ("softmax_scale", softmax_scale)) if x is not None}
         given |= {} if features is None else dict(zip(FEATURES, features))
         raise reworded(clearer(error, _TYPES, given), names) from None
+
+
+def result_dtype(q_dtype):
+    """Of attention with such queries."""
+    return torch.bfloat16 if q_dtype in FP8 else q_dtype
 
 
 def check_cu_seqlens_k(cu_seqlens_k, q, cu_seqlens_q):
@@ -166,10 +170,19 @@ def refuse_others(function, others):
             continue
         if name not in _ABSENT:
             raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
-        if value is None or value is False or (type(value) is int and value == _ABSENT[name]):
-            continue
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise ValueError(f"{name}: expected None or False (not supported by paged_attn), got {what}")
+        if not (type(value) is int and value == _ABSENT[name]):
+            refuse(name, value)
+
+
+def refuse(name, value):
+    """A keyword of something that this package does not do: only None and False ask for nothing."""
+    if value is not None and value is not False:
+        raise ValueError(f"{name}: expected None or False (not supported by paged_attn), got {shown(value)}")
+
+
+def shown(value):
+    """A value that an error names. Tensors are not read."""
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def refuse_dropout(dropout_p):

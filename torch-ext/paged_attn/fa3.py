@@ -11,7 +11,7 @@ import torch
 
 from . import attention
 from ._call import check_cu_seqlens_k, form_of, one_of, refuse_others, reworded, run
-from .merge import check_all, merge_attn_states
+from .merge import check_all, merge_checked
 
 __all__ = [
     "flash_attn_func",
@@ -261,7 +261,7 @@ def merge_state_v2(
             )
     lse = None if s_merged is None else s_merged.T
     try:
-        merged, lse = merge_attn_states(v_a, s_a.T, v_b, s_b.T, out=v_merged, lse=lse)
+        merged, lse = merge_checked(v_a, s_a.T, v_b, s_b.T, v_merged, lse)
     except ValueError as error:
         raise reworded(error, _NAMES_OF_PARTS) from None
     return merged, lse.T if s_merged is None else s_merged

@@ -27,12 +27,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .._call import one_of
+from .._call import one_of, result_dtype, shown
 from .._ops import ops
 from ..attention import flash_attn_with_kvcache
 from .peers import Peers
 
-_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 # A rank sees keys without their positions in the whole context.
 _NEED_POSITIONS = (
     "window_size", "attention_chunk", "alibi_slopes", "cache_leftpad", "rotary_cos", "rotary_sin", "rotary_seqlens",
@@ -127,13 +126,13 @@ def start(
     for name in _NEED_POSITIONS:
         value = others.pop(name, None)
         if value is not None and not _is_neutral(name, value):
-            raise ValueError(f"{name}: expected None (a rank does not know where its keys stand), got {_words(value)}")
+            raise ValueError(f"{name}: expected None (a rank does not know where its keys stand), got {shown(value)}")
     if causal is not None and not causal:
         raise ValueError(f"causal: expected True (the new tokens come after all other keys), got {causal!r}")
     for name in ("out", "return_softmax_lse"):
         value = others.pop(name, None)
         if value is not None and value is not False:
-            raise ValueError(f"{name}: expected None or False (finish makes the results), got {_words(value)}")
+            raise ValueError(f"{name}: expected None or False (finish makes the results), got {shown(value)}")
     sink = one_of("s_aux", s_aux, "sinks", sinks)
     if peers and group not in (None, peers.group):
         raise ValueError(f"group: expected None or that of peers, got {group}")
@@ -158,7 +157,7 @@ def start(
             s_aux=sink if is_owner else None, out=out, return_softmax_lse=True, **others,
         )  # fmt: skip
 
-    dtype = torch.bfloat16 if q.dtype in _EIGHT_BITS else q.dtype  # of the results
+    dtype = result_dtype(q.dtype)
     if peers and peers.take(q, head_dim_v, dtype):
         return PeerExchange(*attend(None), peers, q_heads if heads == "all" else q_heads // ranks)
     # One message instead of two: behind the values of a token and head, on a boundary of 16 bytes, stand 16 more bytes,
@@ -196,10 +195,6 @@ def _is_neutral(name, value) -> bool:
     if isinstance(value, (list, tuple)):
         value = tuple(-1 if size is None else size for size in value)
     return value in _NEUTRAL.get(name, ())
-
-
-def _words(value) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def _gather(message, ranks, group):

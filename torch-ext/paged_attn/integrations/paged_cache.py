@@ -24,12 +24,12 @@ import numbers
 
 import torch
 
+from .._call import FP8
 from ..cache import empty_paged_cache
 from ..write import kv_paged_write
 from .transformers_attention import ATTENTION, announce, padding_of, register_attention
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class OutOfPages(RuntimeError):
@@ -238,7 +238,7 @@ class CacheOfPages:
                 f"attn_implementation: expected {ATTENTION!r} (PagedCache sets it), got "
                 f"{self.config._attn_implementation!r}"
             )
-        if is_first and self.dtype is not None and self.dtype not in (key_states.dtype, *EIGHT_BITS):
+        if is_first and self.dtype is not None and self.dtype not in (key_states.dtype, *FP8):
             raise ValueError(f"dtype: expected None, {key_states.dtype} or an 8-bit float, got {self.dtype}")
         if self._ended_early(is_first) or not (is_first or layer.length == self.start):
             self._refuse_half_a_pass(layer)

@@ -18,6 +18,7 @@ import weakref
 
 import torch
 
+from .._call import refuse
 from ..attention import flash_attn_varlen_func, flash_attn_with_kvcache
 
 # The name of the attention function among those of transformers.
@@ -77,8 +78,8 @@ def attend(
     try:
         if dropout:
             raise ValueError(f"dropout: expected 0.0 (forward only, for inference), got {dropout}")
-        if not _NOT_SUPPORTED.isdisjoint(others):
-            _refuse_others(others)
+        for name in _NOT_SUPPORTED.intersection(others):
+            refuse(name, others[name])
         if attention_mask is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None:
             _check_lengths(query, attention_mask, cu_seq_lens_q, cu_seq_lens_k)
         causal = module.is_causal if is_causal is None else is_causal
@@ -148,14 +149,6 @@ def _cache_that_waits():
         return None  # a PagedCache is not compiled
     cache = None if _thread.cache is None else _thread.cache()
     return None if cache is None or cache.pending is None else cache
-
-
-def _refuse_others(others):
-    for name in _NOT_SUPPORTED.intersection(others):
-        given = others[name]
-        if given is not None and given is not False:
-            what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else repr(given)
-            raise ValueError(f"{name}: expected None or False (not supported by paged_attn), got {what}")
 
 
 def _check_lengths(query, attention_mask, cu_seq_lens_q, cu_seq_lens_k):
