@@ -1,8 +1,5 @@
 #include "append.h"
 
-#include <stdexcept>
-#include <string>
-
 #include "append.cuh"
 #include "layout.h"
 
@@ -55,9 +52,6 @@ void append_tokens(const Problem& p, bool rotates, void* rotated_q, const Contex
   plan.moving_queries = is_local(p);
   const int64_t tokens = p.append.total_new + (rotates ? p.total_q : 0);
   if (tokens == 0 || p.batch == 0) return;  // tokens of no request
-  if (tokens > INT32_MAX)
-    throw std::runtime_error("cuda: expected fewer than 2^31 tokens to append and to rotate in a call, got " +
-                             std::to_string(tokens));
   if (rotates || !fits_copy_kernel(p)) {
     const int64_t pairs_k = pd_ceil_div(p.head_dim, 2), pairs_v = pd_ceil_div(p.head_dim_v, 2);
     plan.pairs_k = FastDivisor(pd_max(pairs_k, 1));

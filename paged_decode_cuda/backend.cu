@@ -38,15 +38,16 @@ void use_rotated_queries(Problem& p, void* rotated_q) {
 }  // namespace
 
 std::string unsupported_reason(const Problem& p) {
-  // Rows, and the most tiles of rows that a route cuts them into, are counted in 32 bits.
+  // Rows, the most tiles of rows that a route cuts them into, and tokens are counted in 32 bits.
   const int64_t rows = p.total_q * p.group, tiles = (rows / kFallbackWarps + p.batch) * p.kv_heads;
-  constexpr int64_t kMost = INT32_MAX - 64;
-  if (p.batch <= kMost && rows <= kMost && tiles <= kMost && capacity_of(p) < kMaxKeys) return "";
-  return "cuda: expected sizes below 2^31 (batch, total_q * group, total_q * q_heads / 4 + batch * kv_heads) and of "
-         "2^30 "
-         "(keys of one request), got " +
+  const int64_t tokens = p.append.total_new + p.total_q;
+  // A write by slots looks at no lengths.
+  const int64_t keys = p.append.slot_mapping ? 0 : capacity_of(p);
+  if (pd_max(pd_max(p.batch, rows), pd_max(tiles, tokens)) <= INT32_MAX - 64 && keys < kMaxKeys) return "";
+  return "cuda: expected sizes below 2^31 (batch, total_q * group, total_q * q_heads / 4 + batch * kv_heads, tokens to "
+         "append and to rotate) and of 2^30 (keys of one request), got " +
          std::to_string(p.batch) + ", " + std::to_string(rows) + ", " + std::to_string(tiles) + ", " +
-         std::to_string(capacity_of(p));
+         std::to_string(tokens) + ", " + std::to_string(keys);
 }
 
 void run_attention(const Problem& problem) {

@@ -155,7 +155,6 @@ std::string explain_attention(const Problem& p) {
 }
 
 void run_kv_write(const Problem& p) {
-  if (const std::string reason = unsupported_reason(p); !reason.empty()) throw std::runtime_error(reason);
   if (checks_enabled()) check_values_on_device(p);
   std::vector<Step> steps;
   add_append(p, {}, &steps);

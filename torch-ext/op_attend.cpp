@@ -255,8 +255,7 @@ Problem problem_of(const AttendArguments& a) {
   if (a.num_splits < 0) fail("num_splits: expected at least 0 (0 chooses), got " + str(a.num_splits));
   p.num_splits = a.num_splits;
   p.deterministic = a.deterministic;
-  const std::string reason = unsupported_reason(p);
-  if (!reason.empty()) fail(reason);
+  if (const std::string reason = unsupported_reason(p); !reason.empty()) fail(reason);
   return p;
 }
 

@@ -78,7 +78,7 @@ PD_DEVICE void decode(const Problem& p, const Plan& plan) {
   Dealing dealing = {};
   Walker walker = {};
   if (plan.blocks_each.divisor > 0) expect_even_stretch(p, plan, walker);
-  TileLoader<Kv, kHeadDim, kRowTiles> loader;
+  DecodeLoader<Kv, kHeadDim, kRowTiles> loader;
   loader.start(walker);
 
   Segment segment = {};

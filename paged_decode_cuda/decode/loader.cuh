@@ -17,7 +17,7 @@ namespace paged_attn {
 
 // Copies tiles into the queue of its warp, up to kStages - 1 tiles ahead of their use.
 template <typename Kv, int kHeadDim, int kRowTiles>
-struct TileLoader {
+struct DecodeLoader {
   using Shape = DecodeShape<Kv, kHeadDim, kRowTiles>;
   static constexpr uint32_t kNowhere = ~0u;
 

@@ -27,7 +27,7 @@ namespace paged_attn {
 
 // What a block does and keeps besides. In shared memory: it is rarely looked at, and registers are scarce.
 template <typename Shape>
-struct Work {
+struct Float32Work {
   Item item;
   Segment segment;
   KeySource source;
@@ -41,7 +41,7 @@ struct Work {
 
 // False when there is nothing to do.
 template <typename Shape>
-PD_DEVICE bool find_work(const Problem& p, const Plan& plan, Work<Shape>& work) {
+PD_DEVICE bool find_work(const Problem& p, const Plan& plan, Float32Work<Shape>& work) {
   Walker walker = {};
   Dealing dealing = {};
   Segment segment;
@@ -63,7 +63,7 @@ PD_DEVICE bool find_work(const Problem& p, const Plan& plan, Work<Shape>& work) 
 
 // Adds other blocks' partials to four dimensions of a row; writes the row or its partial.
 template <typename Shape>
-PD_DEVICE void finish_quad(const Problem& p, const Plan& plan, const Work<Shape>& work, int row, int quad,
+PD_DEVICE void finish_quad(const Problem& p, const Plan& plan, const Float32Work<Shape>& work, int row, int quad,
                            RowSum& sum) {
   add_partials(plan, 0, 1, work.partials, row, quad, sum);
   if (quad * 4 >= p.head_dim_v) return;
@@ -76,7 +76,7 @@ PD_DEVICE void finish_quad(const Problem& p, const Plan& plan, const Work<Shape>
 
 // The end of the rows of a warp that shares them with none.
 template <typename Shape>
-PD_DEVICE void finish_rows(const Problem& p, const Plan& plan, const Work<Shape>& work, Float32Rows<Shape>& rows,
+PD_DEVICE void finish_rows(const Problem& p, const Plan& plan, const Float32Work<Shape>& work, Float32Rows<Shape>& rows,
                            char* target) {
   const int lane = threadIdx.x % kWarp, first_row = threadIdx.x / kWarp * Shape::kWarpRows;
   const int count = min(work.item.rows - first_row, Shape::kWarpRows);
@@ -96,7 +96,7 @@ PD_DEVICE void finish_rows(const Problem& p, const Plan& plan, const Work<Shape>
 
 // The end of all rows, which every group has left in `parts`.
 template <typename Shape>
-PD_DEVICE void finish_groups(const Problem& p, const Plan& plan, const Work<Shape>& work, const char* parts) {
+PD_DEVICE void finish_groups(const Problem& p, const Plan& plan, const Float32Work<Shape>& work, const char* parts) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < work.item.rows * Shape::kQuads; i += Shape::kThreads) {
     const int row = i / Shape::kQuads, quad = i % Shape::kQuads;
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(Sizes::kThreads, Sizes::kBlocks)
   let_successor_start();
   clear_unclaimed(p);
 
-  Work<Shape>& work = *reinterpret_cast<Work<Shape>*>(shared + Shape::kSharedBytes - Shape::kWorkBytes);
+  Float32Work<Shape>& work = *reinterpret_cast<Float32Work<Shape>*>(shared + Shape::kSharedBytes - Shape::kWorkBytes);
   static_assert(sizeof(work) <= Shape::kWorkBytes, "the plan counts it");
   if (!find_work(p, plan, work)) return;
   const Item& item = work.item;

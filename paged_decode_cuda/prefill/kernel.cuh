@@ -302,9 +302,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       Gatherer<Shape> gatherer;
       gatherer.run(p, plan, control, shared, warp);
     } else if (warp < askers) {
-      TileLoader<Shape, false>::run(p, plan, control, shared, warp, askers, askers);
+      PrefillLoader<Shape, false>::run(p, plan, control, shared, warp, askers, askers);
     } else if (warp < askers + kEdgeCopiers) {
-      TileLoader<Shape, true>::run(p, plan, control, shared, warp - askers, kEdgeCopiers, askers);
+      PrefillLoader<Shape, true>::run(p, plan, control, shared, warp - askers, kEdgeCopiers, askers);
     }
   } else if (Shape::kOwnDirector && threadIdx.x >= (1 + Shape::kConsumers) * kWarpgroup) {
     give_registers<Shape::kProducerRegisters>();

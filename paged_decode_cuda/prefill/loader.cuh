@@ -14,7 +14,7 @@ namespace paged_attn {
 
 // Copies tile after tile of keys or of values, by one warp or two.
 template <typename Shape, bool kValues>
-struct TileLoader {
+struct PrefillLoader {
   static constexpr int kKeys = Shape::kKeys, kColumns = kValues ? Shape::kColumnsV : Shape::kColumns;
   static constexpr int kBytes = kValues ? Shape::kValueBytes : Shape::kKeyBytes;
   static constexpr int kPieceDims = 16 / Shape::kElementBytes;
@@ -368,7 +368,7 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
     barrier_wait(shared_address(&control.queries_empty[queries.stage]), queries.phase ^ 1);
     const uint32_t stage = shared + queries.stage * Shape::kQueryBytes;
     const uint32_t full = shared_address(&control.queries_full[queries.stage]);
-    if (plan.query_boxes) {
+    if (control.work[slot.stage].item.rows >= plan.query_box_rows) {
       if (lane == 0) copy_query_boxes<Shape>(p, plan, control.work[slot.stage], stage, full);
     } else {
       copy_any_queries<Shape>(p, plan, control.work[slot.stage], stage);

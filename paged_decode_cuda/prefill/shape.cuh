@@ -26,7 +26,7 @@ struct PrefillCall : Plan {
   static constexpr bool kHasSections = true;
   CUtensorMap keys, values;  // of the cache: [page, kv_head, slot, dim] from the slowest to the fastest
   CUtensorMap queries;       // [batch, token, kv_head, head of its group, dim]
-  bool query_boxes;          // a tile of rows is a box of queries
+  int32_t query_box_rows;    // so many rows of a tile or more come as a box of queries
   uint64_t copy_policy;      // of L2, for keys and values
   int32_t box_rows;          // slots of a box; 0: no bulk copies
   int32_t blocks_in_grid;
