@@ -14,9 +14,11 @@ sys.path += [str(FOLDER), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import data  # noqa: E402
 import house  # noqa: E402
+import of_cpu  # noqa: E402
 import of_cuda  # noqa: E402
 import of_engine  # noqa: E402
 import of_results  # noqa: E402
+import of_routes  # noqa: E402
 import of_usage  # noqa: E402
 
 PICTURES = {
@@ -32,6 +34,10 @@ PICTURES = {
     "dealing": of_cuda.dealing,
     "decode_kernel": of_cuda.decode_kernel,
     "prefill_kernel": of_cuda.prefill_kernel,
+    "boxes_and_pieces": of_cuda.boxes_and_pieces,
+    "mla_block": of_cuda.mla_block,
+    "cutting": of_cpu.cutting,
+    "which_route": of_routes.which_route,
     "engine_time": of_results.engine_time,
     "call_time": of_results.call_time,
     "batching": of_engine.batching,

@@ -5,6 +5,7 @@ compiled for the host (tests/cuda/planner.py).
 import itertools
 import math
 import random
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -15,8 +16,15 @@ from svg import MARGIN, REQUESTS, Picture, text_width
 
 sys.path.append(str(Path(__file__).resolve().parent.parent.parent / "tests" / "cuda"))
 import planner
+import prefill_planner
 
 SMALL = 11
+CUDA = Path(__file__).resolve().parent.parent.parent / "paged_decode_cuda"
+
+
+def constant(path: str, name: str) -> int:
+    """Of a header, where it is written as a number the first time."""
+    return int(re.search(rf"\b{name} = (\d+)\b", (CUDA / path).read_text())[1])
 
 
 @cache
@@ -335,3 +343,185 @@ def draw_turns(p: Picture, y: float) -> None:
     p.paragraph(y + 3 * (high + 6) + 14, "K1 (2): scores of tile 1 for consumer 2; V0: product of the weights of tile "
                 "0 with its values. Slots are of one length here, not in the kernel.", role="faint",
                 size=SMALL)  # fmt: skip
+
+
+# ---- Boxes and pieces ----
+
+
+def prefill_numbers(page_size: int):
+    return prefill_planner.numbers_of(prefill_planner.load(), [4096] * 4, max_q_len=1024, page_size=page_size)
+
+
+def boxes_and_pieces() -> Picture:
+    """How the rows of a tile of keys come from pages into shared memory."""
+    row_values, row_bytes = constant("prefill/sizes.h", "kColumn"), constant("prefill/sizes.h", "kRowBytes")
+    columns, gatherers = 128 // row_values, 4
+    lanes = constant("prefill/places.cuh", "kCopyLanes")
+    run = 32 // lanes
+    boxed, gathered = prefill_numbers(16), prefill_numbers(12)
+    assert (boxed.box_rows, gathered.box_rows) == (16, 0)
+    assert "kGatherers = 3 + kOwnDirector" in (CUDA / "prefill/sizes.h").read_text()
+
+    p = Picture("How keys come from pages into shared memory: in boxes, or in pieces")
+    rows, high = 32, 5
+    halves = [(MARGIN, "In bulk: pages of 16 slots", 16), (428, "In pieces: pages of 12 slots", 12)]
+    for left, title, page_size in halves:
+        p.heading(24, title, left)
+        p.text(left, 46, "pages in memory", role="faint", size=SMALL)
+        p.text(left + 214, 46, f"the first {rows} of {boxed.keys} rows of a tile", role="faint", size=SMALL)
+        counts = [min(page_size, rows - first) for first in range(0, rows, page_size)]
+        top = 56
+        for page, (first, count) in enumerate(zip(range(0, rows, page_size), counts)):
+            y = top + first * high + 10 * page
+            p.box(left, y, 128, page_size * high if page_size == 16 else count * high, "empty", radius=0)
+            number = (31, 4, 17)[page]
+            inside = f"page {number}" + ("" if count == page_size else f", {count} slots")
+            for column in range(columns):
+                fill = REQUESTS[page * columns + column] if page_size == 16 else "band"
+                p.box(left + 64 * column, y, 64, count * high, fill, line="page", radius=0)
+            p.text(left + 64, y + count * high / 2 + 4, inside, "middle", size=SMALL)
+            target = 56 + 10 + first * high + count * high / 2
+            p.arrow((left + 134, y + count * high / 2), (left + 208, target))
+        x = left + 214
+        for column in range(columns):
+            p.text(x + 70 * column + 33, 62 + rows * high + 20, f"column {column}", "middle", "faint", size=SMALL)
+        if page_size == 16:
+            for box in range(rows // 16 * columns):
+                first, column = box // columns * 16, box % columns
+                p.box(x + 70 * column, 66 + first * high, 66, 16 * high, REQUESTS[box], f"box {box}", radius=0)
+        else:
+            for first in range(0, rows, run):
+                warp = first // run % gatherers
+                for column in range(columns):
+                    p.box(x + 70 * column, 66 + first * high, 66, run * high, REQUESTS[warp], f"warp {warp}",
+                          line="page", radius=0, size=SMALL)  # fmt: skip
+
+    y = p.bottom + 22
+    p.paragraph(y, f"One lane asks for a box: {boxed.box_rows} rows, {row_bytes} bytes of each. Boxes of the same rows "
+                "follow one another.", right=402, role="faint", size=SMALL)  # fmt: skip
+    p.paragraph(y, f"Four warps take turns at runs of {run} rows. Each lane copies 16 bytes of one row, of column 0, "
+                "then of column 1.", x=428, role="faint", size=SMALL)  # fmt: skip
+
+    y = p.bottom + 30
+    p.heading(y, f"One run of {run} rows in pieces: where each lane puts its piece of column 0 (lane: piece)")
+    cell, left = 80, MARGIN + 58
+    for row in range(run):
+        top = y + 12 + 21 * row
+        p.text(left - 8, top + 14, f"row {row}", "end", "faint", size=SMALL)
+        for place in range(lanes):
+            piece = place ^ row % 8
+            p.box(left + cell * place, top, cell - 3, 18, "abcdea"[row] if row % 2 == 0 else "band",
+                  f"lane {row * lanes + piece}: {piece}", size=SMALL, radius=0)  # fmt: skip
+    p.paragraph(p.bottom + 17, "Piece i of row r lies at place i ^ (r % 8), as the matrix unit reads it and as a box "
+                "arrives by itself.", role="faint", size=SMALL)  # fmt: skip
+
+    y = p.bottom + 26
+    kv_len, keys = 300, boxed.keys
+    tiles = -(-kv_len // keys)
+    p.heading(y, f"The end of a request of {kv_len} keys, pages of 16 slots")
+    p.legend(y + 22, [("b", "in bulk"), ("c", "in pieces"), ("new", "zeros"), ("d", "in bulk, scores masked later")])
+    left, width = MARGIN + 58, (p.width - MARGIN - 58 - MARGIN) / (tiles * keys)
+    for line, name in enumerate(("keys", "values")):
+        top = y + 34 + 28 * line
+        p.text(left - 8, top + 16, name, "end", "faint", size=SMALL)
+        for tile in range(tiles):
+            begin, end = tile * keys, (tile + 1) * keys
+            whole = end <= kv_len
+            shares = [(begin, min(end, kv_len), "b" if whole or name == "keys" else "c")]
+            if not whole:
+                shares.append((kv_len, end, "d" if name == "keys" else "new"))
+            for first, last, fill in shares:
+                label = f"{first} to {last - 1}"
+                p.box(left + width * first, top, width * (last - first) - 2, 24, fill, label, size=SMALL, radius=0)
+    p.paragraph(p.bottom + 17, "A score that is masked hides its key. A weight of 0 does not hide a value, as 0 * NaN "
+                "is NaN: so values that nobody sees become zeros.", role="faint", size=SMALL)  # fmt: skip
+    return p
+
+
+# ---- Multi-head latent attention ----
+
+
+def mla_block() -> Picture:
+    """What a block of the kernel over 16-bit latents holds, and what its warpgroups do side by side."""
+    names = "kLatents", "kRope", "kRows", "kKeys", "kStages", "kLoaders"
+    latents, rope, rows, keys, stages, loaders = (constant("mla/sizes.h", name) for name in names)
+    dim, half = latents + rope, latents // 2
+    query_kb, key_kb, weight_kb = (n // 1024 for n in (rows * dim * 2, keys * dim * 2, rows * keys * 2))
+    producer = constant("mla/sizes.h", "kProducerRegisters")
+    consumer = constant("mla/sizes.h", "kConsumerRegisters")
+
+    p = Picture("A block of the MLA kernel: one copy of a key for both products")
+    p.heading(24, f"A key of {dim} numbers: the first {latents} are its value too")
+    unit, y = (p.width - 2 * MARGIN - 8) / dim, 36
+    p.box(MARGIN, y, unit * half - 2, 26, "a", f"latents 0 to {half - 1}")
+    p.box(MARGIN + unit * half, y, unit * half - 2, 26, "b", f"latents {half} to {latents - 1}")
+    p.box(MARGIN + unit * latents, y, unit * rope + 8, 26, "c", f"{rope} rotated")
+    p.text(MARGIN, y + 42, f"scores: q times all {dim}", role="faint", size=SMALL)
+    p.text(p.width - MARGIN, y + 42, f"sums: weights times the first {latents}, half of them for each consumer", "end",
+           "faint", size=SMALL)  # fmt: skip
+
+    y += 76
+    p.heading(y, f"A block: {rows} rows of one request, three warpgroups, one block on a multiprocessor")
+    top = y + 14
+    p.box(MARGIN, top, 190, 118, "empty")
+    p.text(MARGIN + 10, top + 19, "producer warpgroup", bold=True)
+    for i, line in enumerate([f"{loaders} warps copy tiles of keys,", "one finds work; where pages",
+                              "hold no boxes all four copy"]):  # fmt: skip
+        p.text(MARGIN + 10, top + 38 + 16 * i, line, size=SMALL)
+    p.text(MARGIN + 10, top + 92, f"{producer} registers per thread", role="faint", size=SMALL)
+
+    x, wide = MARGIN + 232, 270
+    p.box(x, top, wide, 26, "c", f"Q: {rows} rows, {query_kb} KB", size=SMALL)
+    for stage in range(stages):
+        left = wide * half / dim
+        at = top + 30 + 30 * stage
+        p.box(x, at, left, 26, "a", f"tile {stage}: left half", size=SMALL)
+        p.box(x + left, at, wide - left, 26, "b", f"right half, {key_kb} KB in all", size=SMALL)
+    p.box(x, top + 90, wide, 20, "d", f"weights of one tile, {weight_kb} KB", size=SMALL)
+    p.text(x, top + 126, f"shared memory: {query_kb + key_kb * stages + weight_kb} KB and a little", role="faint",
+           size=SMALL)  # fmt: skip
+    p.arrow((MARGIN + 194, top + 60), (x - 6, top + 60))
+    p.arrow((x + wide + 4, top + 30), (x + wide + 38, top + 30))
+    p.arrow((x + wide + 4, top + 88), (x + wide + 38, top + 88))
+    x += wide + 44
+    for i, (fill, which) in enumerate((("a", f"0 to {half - 1}"), ("b", f"{half} to {latents - 1}"))):
+        at = top + 60 * i
+        p.box(x, at, p.width - MARGIN - x, 56, fill)
+        p.text(x + 10, at + 18, f"consumer {i}", bold=True)
+        p.text(x + 10, at + 34, f"sums of latents {which},", size=SMALL)
+        p.text(x + 10, at + 49, f"{rows} rows; {consumer} registers", size=SMALL)
+
+    y = top + 156
+    p.heading(y, f"Tiles of {keys} keys in turns: each softmax lies under products of the other consumer")
+    left = MARGIN + 84
+    wide = (p.width - MARGIN - left) / 8.75
+    high = 38
+    lines = [
+        [(0, 1, "a", "scores 0"), (1, 1, "d", "weights 0"), (2, 1, "a", "values 0,\nleft"),
+         (3, 1.75, "a", "scores 2,\nvalues 1, left"), (4.75, 1, "d", "weights 2"), (5.75, 1, "a", "values 2,\nleft"),
+         (6.75, 1.75, "a", "scores 4,\nvalues 3, left")],
+        [(1.1, 1.75, "b", "scores 1,\nvalues 0, right"), (2.85, 1, "d", "weights 1"),
+         (3.85, 1, "b", "values 1,\nright"), (4.85, 1.75, "b", "scores 3,\nvalues 2, right"),
+         (6.6, 1, "d", "weights 3"), (7.6, 1, "b", "values 3,\nright")],
+    ]  # fmt: skip
+    for i, cells in enumerate(lines):
+        at = y + 14 + (high + 6) * i
+        p.text(left - 8, at + high / 2 + 4, f"consumer {i}", "end")
+        for begin, length, fill, label in cells:
+            p.box(left + wide * begin, at, wide * length - 3, high, fill, label, size=SMALL)
+    p.paragraph(p.bottom + 18, "Whose turn it is computes the scores of all rows and their weights, and leaves the "
+                "weights in shared memory for the other one. Lengths are not to scale.", role="faint",
+                size=SMALL)  # fmt: skip
+
+    y = p.bottom + 26
+    p.heading(y, "A cluster: two blocks, 128 rows of one request, one copy of every key")
+    top = y + 14
+    p.box(MARGIN, top, 190, 62, "empty", "tile in memory:\nhalf of its boxes are asked\nfor by each block", size=SMALL)
+    for i in range(2):
+        at = top + 34 * i
+        p.box(MARGIN + 300, at, 330, 28, "ab"[i], f"block {i}: rows {rows * i} to {rows * (i + 1) - 1}, the whole tile",
+              size=SMALL)  # fmt: skip
+        for other in range(2):
+            p.arrow((MARGIN + 194, top + 20 + 22 * other), (MARGIN + 294, at + 9 + 10 * other))
+    p.text(MARGIN + 200, top + 84, "what one block asks for arrives in both", role="faint", size=SMALL)
+    return p

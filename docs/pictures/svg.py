@@ -94,8 +94,8 @@ class Picture:
         more |= {"font_weight": 600} if bold else {}
         self.part("text", [f"t-{role}"], escape(text, quote=False), x=x, y=y, **more)
 
-    def heading(self, y, text):
-        self.text(MARGIN, y, text, bold=True)
+    def heading(self, y, text, x=MARGIN):
+        self.text(x, y, text, bold=True)
 
     def paragraph(self, y, text, x=MARGIN, right=None, role="ink", size=SIZE) -> float:
         """Text in as many rows as it needs, the first of them at y. Returns where the next row would be."""
