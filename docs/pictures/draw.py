@@ -17,6 +17,7 @@ import house  # noqa: E402
 import of_cpu  # noqa: E402
 import of_cuda  # noqa: E402
 import of_engine  # noqa: E402
+import of_metal  # noqa: E402
 import of_results  # noqa: E402
 import of_routes  # noqa: E402
 import of_usage  # noqa: E402
@@ -37,6 +38,7 @@ PICTURES = {
     "boxes_and_pieces": of_cuda.boxes_and_pieces,
     "mla_block": of_cuda.mla_block,
     "cutting": of_cpu.cutting,
+    "threadgroup": of_metal.threadgroup,
     "which_route": of_routes.which_route,
     "engine_time": of_results.engine_time,
     "call_time": of_results.call_time,
