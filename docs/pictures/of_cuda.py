@@ -123,8 +123,8 @@ def dealing() -> Picture:
         p.box(start, y + 10, end - start, 24, "band" if block % 2 else "empty", str(block))
 
     y += 64
-    p.text(left, y, "Where a cut goes through a (request, kv_head), the block with its first keys merges the parts "
-           "behind it (arrows)", role="faint")  # fmt: skip
+    p.text(left, y, "Where a cut goes through a (request, kv_head), the block with its first keys merges the "
+           "partials behind it (arrows)", role="faint")  # fmt: skip
     first = {}
     for s, x, width in places:
         p.box(x, y + 10, width, 24, REQUESTS[s.b], radius=0)
