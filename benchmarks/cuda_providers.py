@@ -2,6 +2,7 @@
 
 import math
 import os
+import random
 import statistics
 import time
 from dataclasses import asdict
@@ -200,7 +201,8 @@ PEERS = [name for name in PROVIDERS if name not in ("floor", "ours")]
 
 
 def sample(x, providers, rounds, failed, look, own=("ours",)):
-    """By provider the microseconds of its calls of the inputs x in every round, in which all take turns.
+    """By provider the microseconds of its calls of the inputs x in every round, in which all take turns. Their order is
+    another in each round: what runs right before leaves the GPU warm or cool.
 
     `look` is given the name and the first result of each. `failed` is given the reason of those that are left out:
     what is missing, or what a library raised that is not our own.
@@ -218,9 +220,10 @@ def sample(x, providers, rounds, failed, look, own=("ours",)):
                 raise
             failed[name] = f"{type(error).__name__}: {error}"[:300]
     samples = {name: [] for name in graphs}
+    shuffle = random.Random(1).sample
     for _ in range(rounds):
-        for name, graph in graphs.items():
-            samples[name].append(graph.microseconds())
+        for name in shuffle(list(graphs), len(graphs)):
+            samples[name].append(graphs[name].microseconds())
     return samples
 
 

@@ -14,13 +14,14 @@ bool fits_copy_kernel(const Problem& p) {
   if (p.rotary.cos || (a.dtype != c.dtype && from != 2)) return false;
   if (p.head_dim * from % 16 != 0 || p.head_dim_v * from % 16 != 0) return false;
   if (!aligned(a.k) || !aligned(a.v) || !aligned(c.k) || !aligned(c.v)) return false;
-  for (int64_t stride :
-       {a.k_stride_batch, a.k_stride_token, a.k_stride_head, a.v_stride_batch, a.v_stride_token, a.v_stride_head}) {
-    if (!aligned(stride, from)) return false;
+  const Dimension new_dimensions[] = {{p.batch, a.k_stride_batch},      {a.seqlen_new, a.k_stride_token},
+                                      {p.kv_heads, a.k_stride_head},    {p.batch, a.v_stride_batch},
+                                      {a.seqlen_new, a.v_stride_token}, {p.kv_heads, a.v_stride_head}};
+  for (const Dimension& d : new_dimensions) {
+    if (!aligned(d, from)) return false;
   }
-  for (int64_t stride :
-       {c.k_stride_page, c.k_stride_slot, c.k_stride_head, c.v_stride_page, c.v_stride_slot, c.v_stride_head}) {
-    if (stride * to % (to == 1 ? 8 : 16) != 0) return false;
+  for (const Dimension& d : cache_dimensions(p)) {
+    if (!aligned(d, to == 1 ? 2 : to)) return false;  // 8-bit numbers are stored 8 at a time
   }
   return true;
 }

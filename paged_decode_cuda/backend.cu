@@ -41,8 +41,7 @@ std::string unsupported_reason(const Problem& p) {
   // Rows, the most tiles of rows that a route cuts them into, and tokens are counted in 32 bits.
   const int64_t rows = p.total_q * p.group, tiles = (rows / kFallbackWarps + p.batch) * p.kv_heads;
   const int64_t tokens = p.append.total_new + p.total_q;
-  // A write by slots looks at no lengths.
-  const int64_t keys = p.append.slot_mapping ? 0 : capacity_of(p);
+  const int64_t keys = attends(p) ? capacity_of(p) : 0;
   if (pd_max(pd_max(p.batch, rows), pd_max(tiles, tokens)) <= INT32_MAX - 64 && keys < kMaxKeys) return "";
   return "cuda: expected sizes below 2^31 (batch, total_q * group, total_q * q_heads / 4 + batch * kv_heads, tokens to "
          "append and to rotate) and of 2^30 (keys of one request), got " +

@@ -74,6 +74,11 @@ PD_DEVICE void find_keys(const Problem& p, const Plan& plan, Item& item) {
   item.inner_end = first.end;
 }
 
+// Bounded, so that no sum with a position wraps whatever it holds.
+PD_DEVICE int bounded_leftpad(const Problem& p, const Plan& plan, int b) {
+  return p.cache_leftpad ? min(max(p.cache_leftpad[b], 0), plan.max_keys) : 0;
+}
+
 PD_DEVICE int basic_length(const Problem& p, const Plan& plan, int b) {
   return min(max(p.cache_seqlens[b] + plan.new_keys, 0), plan.max_keys);
 }
@@ -135,7 +140,7 @@ PD_DEVICE Item load_item(const Problem& p, const Plan& plan, int index) {
   // Bounded, so that the units of all items can be counted whatever the lengths.
   item.kv_len =
       plan.basic ? basic_length(p, plan, item.b) : min(cached_length(p, item.b) + new_length(p, item.b), plan.max_keys);
-  item.leftpad = p.cache_leftpad ? p.cache_leftpad[item.b] : 0;
+  item.leftpad = bounded_leftpad(p, plan, item.b);
   const bool exists = tile >= first_tile && tile <= (rows - 1) >> plan.row_shift;
   item.first_row = exists ? tile << plan.row_shift : 0;
   item.rows = exists ? min(1 << plan.row_shift, rows - item.first_row) : 0;

@@ -122,17 +122,14 @@ const char* pieces_why_not(const Problem& p) {
   if (p.head_dim % piece != 0 || p.head_dim_v % piece != 0) return "rows of the cache are not whole pieces of 16 bytes";
   if (!aligned(c.k) || !aligned(c.v)) return "k_cache or v_cache does not begin at a multiple of 16 bytes";
   if (!aligned(p.q) || !aligned(p.out)) return "q or out does not begin at a multiple of 16 bytes";
-  for (int64_t stride :
-       {c.k_stride_page, c.k_stride_slot, c.k_stride_head, c.v_stride_page, c.v_stride_slot, c.v_stride_head}) {
-    if (!aligned(stride, bytes)) return "a stride of k_cache or v_cache is no multiple of 16 bytes";
-    if (stride < 0) return "a stride of k_cache or v_cache is negative";
+  for (const Dimension& d : cache_dimensions(p)) {
+    if (!aligned(d, bytes)) return "a stride of k_cache or v_cache is no multiple of 16 bytes";
+    if (d.stride < 0) return "a stride of k_cache or v_cache is negative";
   }
-  for (int64_t stride : {p.q_stride_batch, p.q_stride_token, p.q_stride_head}) {
-    if (!aligned(stride, q_bytes)) return "a stride of q is no multiple of 16 bytes";
-  }
-  for (int64_t stride : {p.out_stride_batch, p.out_stride_token, p.out_stride_head}) {
-    if (!aligned(stride, dtype_bytes(out_dtype(p.q_dtype)))) return "a stride of out is no multiple of 16 bytes";
-  }
+  const QueryDimensions q(p, p.q_stride_batch, p.q_stride_token, p.q_stride_head);
+  const QueryDimensions out(p, p.out_stride_batch, p.out_stride_token, p.out_stride_head);
+  if (!q.aligned_by(q_bytes)) return "a stride of q is no multiple of 16 bytes";
+  if (!out.aligned_by(dtype_bytes(out_dtype(p.q_dtype)))) return "a stride of out is no multiple of 16 bytes";
   return fits_32_bits(p) ? "" : "the cache has 64 GiB or more";
 }
 

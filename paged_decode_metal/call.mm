@@ -17,13 +17,17 @@ int32_t position(int64_t x) { return int32(pd_min(x, kMaxKeys)); }
 bool is_aligned(int64_t offset_bytes, int64_t vector_bytes) { return offset_bytes % vector_bytes == 0; }
 
 // Whether the rows of a cache, or of the new tokens, are whole vectors: loads of 16 bytes, of 8 from an 8-bit cache.
+// outer, middle: sizes of the first two dimensions. The stride of a single entry says nothing: views leave there what
+// they like.
 template <typename T>
 bool has_vectors(const Problem& p, Address<T> k, Address<T> v, const Strides& k_strides, const Strides& v_strides,
-                 DType dtype) {
+                 int64_t outer, int64_t middle, DType dtype) {
   const int64_t bytes = dtype_bytes(dtype), vector_bytes = pd_min(kVector * bytes, 16);
   bool all = p.head_dim % kVector == 0 && p.head_dim_v % kVector == 0;
-  for (const Strides& s : {k_strides, v_strides})
-    for (int64_t stride : {s.outer, s.middle, s.head}) all = all && is_aligned(stride * bytes, vector_bytes);
+  for (const Strides& s : {k_strides, v_strides}) {
+    for (auto [size, stride] : {std::pair{outer, s.outer}, {middle, s.middle}, {p.kv_heads, s.head}})
+      all = all && (size <= 1 || is_aligned(stride * bytes, vector_bytes));
+  }
   return all && is_aligned(k.offset, vector_bytes) && is_aligned(v.offset, vector_bytes);
 }
 
@@ -101,7 +105,7 @@ Call shared_call(const Problem& p) {
   Constants& constants = call.constants;
   constants[kHasNew] = p.append.k.given;
   constants[kWide] = is_wide(p, a.k_cache) || is_wide(p, a.v_cache);
-  constants[kAligned] = has_vectors(p, c.k, c.v, a.k_cache, a.v_cache, c.dtype);
+  constants[kAligned] = has_vectors(p, c.k, c.v, a.k_cache, a.v_cache, c.num_pages, c.page_size, c.dtype);
   constants[kHeadDim] = int32(p.head_dim);
   constants[kHeadDimV] = int32(p.head_dim_v);
   constants[kPageSize] = c.block_table ? int32(c.page_size) : 1;
@@ -126,7 +130,8 @@ Call append_call(const Problem& p, Optional<void> rotated) {
   call.constants[kInterleaved] = p.rotary.interleaved;
   call.constants[kNewType] = static_cast<int32_t>(p.append.dtype);
   call.constants[kAligned] =
-      call.constants[kAligned] && has_vectors(p, p.append.k.data, p.append.v.data, a.new_k, a.new_v, p.append.dtype);
+      call.constants[kAligned] &&
+      has_vectors(p, p.append.k.data, p.append.v.data, a.new_k, a.new_v, p.batch, p.append.seqlen_new, p.append.dtype);
   return call;
 }
 

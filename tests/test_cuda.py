@@ -323,6 +323,23 @@ def test_a_workspace_beyond_64_gib(paged_attn, device):
     torch.cuda.empty_cache()
 
 
+@pytest.mark.parametrize("q_len", [1, 300])
+def test_strides_of_single_entries_say_nothing(paged_attn, device, q_len):
+    """q as a slice of a fused row that is no multiple of 16 bytes, one kv_head whose stride is odd."""
+    generator = torch.Generator(device).manual_seed(1)
+    fused = torch.randn(1, 1, 4 * 128 + 1, device=device, generator=generator).bfloat16()
+    pool = torch.randn(40, 16, 128, device=device, generator=generator).bfloat16()
+    cache = pool.as_strided((40, 16, 1, 128), (16 * 128, 128, 1, 1))
+    q = fused[:, :, : 4 * 128].view(1, 1, 4, 128) if q_len == 1 else pool[:20].view(-1, 4, 128)[None, :q_len]
+    q = q.as_strided(q.shape, (7, *q.stride()[1:]))
+    options = {"cache_seqlens": torch.tensor([600], device=device).int(), "causal": True}
+    options["block_table"] = torch.arange(40, device=device).int()[None]
+    plain = (q.clone(memory_format=torch.contiguous_format), pool.unsqueeze(2), pool.unsqueeze(2))
+    assert paged_attn.explain(q, cache, cache, **options).route == paged_attn.explain(*plain, **options).route
+    out = paged_attn.flash_attn_with_kvcache(q, cache, cache, **options)
+    assert torch.equal(out, paged_attn.flash_attn_with_kvcache(*plain, **options))
+
+
 def test_more_new_tokens_than_32_bits_count(paged_attn, device):
     """Refused, whatever cu_seqlens_k_new says; one row stands for all of them here."""
     k = torch.zeros(1, 1, 8, device=device).expand(2**31 + 8, 1, 8)

@@ -245,6 +245,26 @@ def test_float32_blocks_of_several_groups(library):
     assert numbers(1, 8, group=4).splits == 4  # a part has 512 keys at least
 
 
+@pytest.mark.parametrize("leftpad", [-(2**31), -(2**31) + 1, -1, 2**31 - 1])
+@pytest.mark.parametrize("kv_bytes", [1, 2, 4])
+def test_wild_leftpads(library, kv_bytes, leftpad):
+    """What a request holds there costs no more than its keys, and every row of the others is covered."""
+    lens, leftpads = [2, 900, 40, 300], [leftpad, 0, 3, 0]
+    options = {
+        "kv_heads": 4,
+        "group": 4,
+        "head_dim": 128,
+        "kv_bytes": kv_bytes,
+        "q_len": 4,
+        "window_right": 0,
+        "chunk": 64,
+    }
+    _, shares = plan(library, shares=10000, lens=lens, leftpads=leftpads, **options)
+    covered = {(s.b, s.head) for s in shares}
+    assert covered == {(b, head) for b in range(len(lens)) for head in range(4)}
+    assert max(s.tile_end - s.tile for s in shares) <= 64  # of 16 keys at least, as many as the longest request has
+
+
 def test_sizes_beyond_32_bits_are_refused_or_planned(library):
     """Nothing overflows: so many tokens, and a hint that is as large as it can be."""
     lens, q_lens = [3] * 1000, [1] * 1000

@@ -126,6 +126,45 @@ def test_descale(paged_attn, device, descale):
     on_the_route(paged_attn, dataclasses.replace(JOINED, kv_dtype="float8_e4m3fn", descale=descale, q_len=2), device)
 
 
+LATENTS = {  # v_cache of k_cache = kv.unsqueeze(2), kv being [pages, slots, 576]
+    "of k_cache": lambda kv: kv.unsqueeze(2)[..., :512],
+    "unsqueezed": lambda kv: kv[..., :512].unsqueeze(2),
+    "a view": lambda kv: kv[..., :512].view(*kv.shape[:2], 1, 512),
+    "split": lambda kv: kv.split([512, 64], -1)[0][:, :, None],
+    "slots of a pool": lambda kv: kv.view(-1, 1, 576)[..., :512].view(-1, kv.shape[1], 1, 512),
+}
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("spelling", LATENTS)
+def test_every_way_to_write_v_cache(paged_attn, device, spelling, page_size):
+    """Their strides differ, where one entry makes them meaningless. All are the same call."""
+    generator = torch.Generator(device).manual_seed(1)
+    kv = torch.randn(256 // page_size, page_size, 576, device=device, generator=generator).bfloat16()
+    q = torch.randn(1, 1, 128, 576, device=device, generator=generator).bfloat16()
+    table = torch.arange(len(kv), device=device).int()[None]
+    options = {"cache_seqlens": torch.tensor([250], device=device).int(), "block_table": table}
+    expected = paged_attn.flash_attn_with_kvcache(q, kv.unsqueeze(2), kv.unsqueeze(2)[..., :512], **options)
+    call = (q, kv.unsqueeze(2), LATENTS[spelling](kv))
+    assert paged_attn.explain(*call, **options).route == "mla"
+    assert torch.equal(paged_attn.flash_attn_with_kvcache(*call, **options), expected)
+
+
+@pytest.mark.parametrize("q_heads", [16, 128])
+def test_large_queries_over_8_bits(paged_attn, device, q_heads):
+    """q goes through float16 there: rows are brought into its range whatever they hold."""
+    q = torch.zeros(1, 1, q_heads, 576, device=device).bfloat16()
+    q[..., 0] = 2.0**120
+    kv = torch.zeros(1, 64, 1, 576, device=device)
+    kv[0, 5, 0, 0], kv[0, 5, 0, 1:512] = 2.0**-9, 3.0
+    kv = kv.to(torch.float8_e4m3fn)
+    table, lens = torch.zeros(1, 1, device=device).int(), torch.tensor([64], device=device).int()
+    call = {"cache_seqlens": lens, "block_table": table, "softmax_scale": 2.0**-100}  # a score of 2^11
+    out = paged_attn.flash_attn_with_kvcache(q, kv, kv[..., :512], **call)
+    assert paged_attn.explain(q, kv, kv[..., :512], **call).route == "mla"
+    assert (out[..., 1:] == 3.0).all()
+
+
 @pytest.mark.parametrize("q_heads", [1, 16, 128])
 def test_two_kv_heads(paged_attn, device, q_heads):
     on_the_route(paged_attn, dataclasses.replace(APART, q_heads=2 * q_heads, kv_heads=2, q_len=2), device)

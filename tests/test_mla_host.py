@@ -227,6 +227,23 @@ def test_why_not(library):
         ({"v_stride_slot": 512}, "v_cache is not the first 512"),
         ({"k_stride_slot": 577, "v_stride_slot": 577}, "stride"),
         ({"batch": 2**20, "max_q_len": 2**10, "total_q": 2**30, "num_pages": 9}, "32 bits"),
+        ({"kv_heads": 2, "v_stride_head": 512}, "v_cache is not the first 512"),
     ):
         said, _ = explained(library, **options)
         assert reason in said, (options, said)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"v_stride_head": 512},
+        {"v_stride_head": 513},
+        {"k_stride_head": 1},
+        {"page_size": 1, "max_pages": 4096, "v_stride_slot": 512},
+        {"num_pages": 1, "v_stride_page": 7},
+    ],
+    ids=str,
+)
+def test_strides_of_single_entries_say_nothing(library, options):
+    """kv[..., :512].unsqueeze(2) has another stride of its one head than kv.unsqueeze(2)."""
+    assert explained(library, **options)[0] == ""

@@ -113,7 +113,8 @@ PD_DEVICE int store_narrow_query(const QueryWords& words, int row, uint32_t quer
   }
 #pragma unroll
   for (int step = 1; step < kCopyLanes; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-  const int up = min(max(kTop - static_cast<int>(__float_as_uint(top) >> 23), -100), 100);
+  // Both 127 + up and 127 - up are exponents of a normal number: up is at least 141 - 255.
+  const int up = min(max(kTop - static_cast<int>(__float_as_uint(top) >> 23), -126), 100);
   const float factor = __uint_as_float(static_cast<uint32_t>(127 + up) << 23);
   const auto scaled = [factor](uint32_t word) {
     const float2 values = pair_values<kBf16>(word);

@@ -22,9 +22,10 @@ bool joined(const Problem& p) { return p.head_dim == MlaSizes::kDim && p.head_di
 // k_cache of 64, v_cache and qv of 512.
 bool apart(const Problem& p) { return p.head_dim == MlaSizes::kRope && p.head_dim_v == MlaSizes::kLatents && p.qv; }
 
-bool values_are_latents(const Cache& c) {
-  return c.k == c.v && c.k_stride_page == c.v_stride_page && c.k_stride_slot == c.v_stride_slot &&
-         c.k_stride_head == c.v_stride_head;
+bool values_are_latents(const Problem& p) {
+  const Cache& c = p.cache;
+  return c.k == c.v && same({c.num_pages, c.k_stride_page}, c.v_stride_page) &&
+         same({c.page_size, c.k_stride_slot}, c.v_stride_slot) && same({p.kv_heads, c.k_stride_head}, c.v_stride_head);
 }
 
 // Two blocks share the copies of their keys, where that leaves hardly one without rows.
@@ -92,15 +93,14 @@ const char* mla_why_not(const Problem& p, const DeviceLimits& limits) {
   if (p.batch == 0) return "no requests";
   if (dtype_bytes(p.q_dtype) == 1) return "8-bit q";
   if (dtype_bytes(p.cache.dtype) == 2 && p.q_dtype != p.cache.dtype) return "q and the cache differ in dtype";
-  if (joined(p) && !values_are_latents(p.cache)) return "v_cache is not the first 512 values of the rows of k_cache";
+  if (joined(p) && !values_are_latents(p)) return "v_cache is not the first 512 values of the rows of k_cache";
   if (p.qv && (p.cache.k_descale || p.cache.v_descale)) return "descales with qv";
   const char* const reason = pieces_why_not(p);
   if (*reason != '\0') return reason;
   if (p.qv) {
     if (!aligned(p.qv.data)) return "qv does not begin at a multiple of 16 bytes";
-    for (int64_t stride : {p.qv_stride_batch, p.qv_stride_token, p.qv_stride_head}) {
-      if (!aligned(stride, dtype_bytes(p.q_dtype))) return "a stride of qv is no multiple of 16 bytes";
-    }
+    const QueryDimensions qv(p, p.qv_stride_batch, p.qv_stride_token, p.qv_stride_head);
+    if (!qv.aligned_by(dtype_bytes(p.q_dtype))) return "a stride of qv is no multiple of 16 bytes";
   }
   const int64_t items = items_of(p, row_shift_of(1, few_rows_of(p)));
   return items * p.kv_heads > INT32_MAX / MlaSizes::kRows ? "there are more rows than 32 bits count" : "";

@@ -50,7 +50,7 @@ PD_DEVICE Item request_item(const Problem& p, const Plan& plan, int b) {
   item.q_begin = query_begin(p, b);
   item.q_len = query_length(p, b);
   item.kv_len = key_count(p, plan, b);
-  item.leftpad = p.cache_leftpad ? p.cache_leftpad[b] : 0;
+  item.leftpad = bounded_leftpad(p, plan, b);
   return item;
 }
 

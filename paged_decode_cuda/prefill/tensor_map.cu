@@ -25,10 +25,12 @@ cuuint64_t size(int64_t n) { return static_cast<cuuint64_t>(n); }
 
 // Rank sizes and boxes, and the bytes from one to the next of all dimensions but the fastest. False: not possible.
 template <int kRank>
-bool describe(const void* base, DType dtype, const cuuint64_t (&sizes)[kRank], const cuuint64_t (&bytes)[kRank - 1],
+bool describe(const void* base, DType dtype, const cuuint64_t (&sizes)[kRank], const cuuint64_t (&given)[kRank - 1],
               const cuuint32_t (&box)[kRank], CUtensorMap& map) {
   const auto encode = encode_function();
   if (encode == nullptr) return false;
+  cuuint64_t bytes[kRank - 1];
+  for (int i = 0; i < kRank - 1; ++i) bytes[i] = sizes[i + 1] > 1 ? given[i] : kRowBytes;  // of one entry: see Dimension
   cuuint32_t steps[kRank];
   for (cuuint32_t& step : steps) step = 1;
   const CUtensorMapDataType of_16_bits =

@@ -14,7 +14,7 @@ SOURCES = (
 )
 FOLDERS = ("paged_decode_cuda", "torch-ext", "tests/cuda")  # of headers
 FLAGS = [
-    *("-std=c++17", "-O1", "-fPIC", "-shared", "-Wno-unknown-pragmas"),
+    *("-std=c++17", "-O1", "-fPIC", "-shared", "-Wno-unknown-pragmas", "-DPD_POSITION=int32_t"),
     *("-fsanitize=undefined", "-fno-sanitize-recover", "-fsanitize-undefined-trap-on-error"),
 ]
 CALL = [
