@@ -43,7 +43,8 @@ if "PAGED_ATTN_TEST_DEVICE" not in os.environ:
     os.environ["PAGED_ATTN_TEST_DEVICE"] = detect_device()
 
 # Without a Mac the mps device is the fake of tools/metal_emulator.
-if os.environ["PAGED_ATTN_TEST_DEVICE"] == "mps" and not torch.backends.mps.is_built():
+EMULATED = os.environ["PAGED_ATTN_TEST_DEVICE"] == "mps" and not torch.backends.mps.is_built()
+if EMULATED:
     sys.path.insert(0, str(REPOSITORY / "tools" / "metal_emulator"))
     import fake_mps
 
@@ -87,6 +88,19 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "runs_tests: waits for test runs in processes of its own")
     config.addinivalue_line("markers", "kernels_ci: the short run, under a minute")
     config.addinivalue_line("markers", "sanitize: every feature once, for builds with sanitizers")
+
+
+def pytest_collection_modifyitems(config, items):
+    """What asks for no device gives the same on each: it ran on the CPU, and does not again on the emulated GPU."""
+    if not EMULATED:
+        return
+
+    def stays(item):
+        here = item.path.parent == REPOSITORY / "tests" and not item.path.name.startswith("test_metal")
+        return not here or not {"device", "paged_attn"}.isdisjoint(item.fixturenames)
+
+    config.hook.pytest_deselected(items=[item for item in items if not stays(item)])
+    items[:] = [item for item in items if stays(item)]
 
 
 @pytest.fixture(scope="session")
