@@ -126,7 +126,8 @@ format: $(STAMP)
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
 bench: build
+	$(if $(metal),$(error make bench: expected BACKEND cpu or cuda, got metal))
 	$(BIN)/python benchmarks/compare_$(BACKEND).py
 
 clean:
-	rm -rf build build-sanitize $(races)
+	rm -rf build build-sanitize build-emulated-amx $(races)

@@ -192,6 +192,11 @@ def assert_result(out, lse, kwargs, k_cache, v_cache, seqlens_new, weights=None)
     assert_within("lse", lse, expected_lse, lse_bound)
 
 
+def assert_same_bits(a, b):
+    for x, y in zip(a, b):
+        assert torch.equal(x, y)
+
+
 def assert_same_bytes(name, actual, expected):
     bits = reference.BITS[expected.itemsize]
     wrong = actual.cpu().view(bits) != expected.view(bits)

@@ -7,6 +7,7 @@ PAGED_ATTN_TEST_LIMIT  seconds that a test may take before it counts as hung and
 """
 
 import faulthandler
+import functools
 import json
 import os
 import sys
@@ -53,6 +54,8 @@ else:
     collect_ignore_glob = ["test_metal*.py"]
 # Each engine has an environment of its own (make test-engines).
 collect_ignore = [] if "PAGED_ATTN_ENGINE" in os.environ else ["engines"]
+if not (REPOSITORY / "docs").exists():  # where kernel-builder tests the package, the pages do not come along
+    collect_ignore += ["test_documents.py", "test_pictures.py"]
 
 
 # Kernels wait for each other, so a fault may be a test that never ends. Nothing can stop a hung kernel but the end of
@@ -106,6 +109,15 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(scope="session")
 def device():
     return os.environ["PAGED_ATTN_TEST_DEVICE"]
+
+
+@pytest.fixture
+def make_model(device):
+    """A small model of transformers, by its family."""
+    import small_models
+    import transformers
+
+    return functools.partial(small_models.make, transformers, device)
 
 
 @pytest.fixture(scope="session")

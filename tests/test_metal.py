@@ -121,7 +121,6 @@ def test_dispatches(paged_attn):
 # ---- Routes
 
 DECODE = {"prefill": "more than 8 rows"}
-WIDE = DECODE | {"decode": "head_dim and head_dim_v of at most 256"}
 ROUTES = {
     "decode": (Case(q_heads=8, kv_heads=2), DECODE),
     "decode_many_rows_fp32": (Case(q_len=17, dtype="float32"), {"prefill": "q in 16 or 8 bits"}),

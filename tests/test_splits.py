@@ -7,7 +7,7 @@ import pytest
 import reference
 import torch
 from cases import Case
-from compare import assert_result, check, judge, run, torch_threads, with_tensor_lengths
+from compare import assert_result, assert_same_bits, check, judge, run, torch_threads, with_tensor_lengths
 
 SHAPES = [
     Case(batch=1, kv_len=3000, q_heads=8, head_dim=128),
@@ -24,11 +24,6 @@ PROMPTS = [
     Case(batch=2, lens=(2100, 1300), q_len=140, causal=True),
     Case(batch=3, kv_len=2100, q_len=140, varlen_q=True, causal=True, dtype="float32"),
 ]
-
-
-def assert_same_bits(a, b):
-    for x, y in zip(a, b):
-        assert torch.equal(x, y)
 
 
 NUM_SPLITS = (1, 2, 3, 7, 16, 64, 1000, 1_000_000)
