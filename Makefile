@@ -56,15 +56,22 @@ run: build
 # On the CPU processes share the files of the tests, in their order: among the first is the longest. Their threads
 # outnumber the cores, so none may spin while it waits.
 shared = $(if $(filter cpu,$(BACKEND)),--numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder)
+# What the reference gives is kept for this run (tests/kept.py).
+forget = rm -rf $(CURDIR)/build/.kept
+test test-metal: export PAGED_ATTN_TEST_KEEP = $(if $(filter cpu,$(BACKEND)),$(CURDIR)/build/.kept)
 test: build
+	@$(forget)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests $(shared) $(PYTEST)
 ifeq ($(BACKEND),cpu)
 	$(BIN)/python tools/metal_emulator/run.py $(PYTEST)
+	@$(forget)
 endif
 
 # Metal: on a Mac the tests run on its device, elsewhere on an emulated one (tools/metal_emulator/README.md).
 test-metal: $(if $(metal),build,$(STAMP))
+	@$(forget)
 	$(BIN)/python tools/metal_emulator/run.py $(PYTEST)
+	@$(forget)
 
 # A sanitizer's runtime must be in the process before Python loads the extension; libstdc++ comes along because the
 # runtime looks up its exception functions at start. Python's own leaks are not of interest.
@@ -119,7 +126,8 @@ format: $(STAMP)
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
 bench: build
+	$(if $(metal),$(error make bench: expected BACKEND cpu or cuda, got metal))
 	$(BIN)/python benchmarks/compare_$(BACKEND).py
 
 clean:
-	rm -rf build build-sanitize $(races)
+	rm -rf build build-sanitize build-emulated-amx $(races)

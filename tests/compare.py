@@ -18,6 +18,7 @@ import math
 import random
 
 import cases
+import kept
 import reference
 import torch
 
@@ -135,15 +136,12 @@ def assert_within(name, actual, expected, bound):
         )
 
 
-@one_thread()
-def assert_result(out, lse, kwargs, k_cache, v_cache, seqlens_new, weights=None):
-    """The rule above. The caches hold the new tokens. weights: their dtype in the second product, if not q's."""
-    options = {name: x for name, x in kwargs.items() if name not in (*NOT_SEMANTIC, "k", "v", "cu_seqlens_k_new")}
-    options |= {"k_cache": k_cache, "v_cache": v_cache, "seqlens_new": seqlens_new}
+@kept.keep
+def judgement(options, weights):
+    """(expected out, what it may be off by, expected lse, what it may be off by), by the rule above."""
     expected, expected_lse = reference.attend(**options)
-    dtype, cu_seqlens_q = kwargs["q"].dtype, kwargs.get("cu_seqlens_q")
-    out_dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype  # 8-bit numbers are bfloat16 numbers
-    arithmetics = [Rounded(out_dtype, order, weights) for order in range(SAMPLES)]
+    q, cu_seqlens_q = options["q"], options.get("cu_seqlens_q")
+    arithmetics = [Rounded(dtype_of_out(q), order, weights) for order in range(SAMPLES)]
     samples = [reference.attend(**options, arithmetic=arithmetic) for arithmetic in arithmetics]
     out_spread, lse_spread, size = (torch.zeros_like(x) for x in (expected, expected_lse, expected))
     spreads = iter(arithmetics[0].spreads)
@@ -163,21 +161,40 @@ def assert_result(out, lse, kwargs, k_cache, v_cache, seqlens_new, weights=None)
     # What the scores may carry: n products added one after the other in float32 drift like a random walk, by sqrt(n)/4
     # roundings of the partial sums (a rounding has a standard deviation of 0.29 ulp), and the worst of many sums by
     # twice that. PyTorch sums in blocks, whose size is another on every processor.
-    length = kwargs["q"].shape[-1] + (kwargs["qv"].shape[-1] if "qv" in kwargs else 0)
+    length = q.shape[-1] + (options["qv"].shape[-1] if "qv" in options else 0)
     score = torch.finfo(torch.float32).eps * max(1.0, length**0.5 / 2)
     if weights is not None:
         score = EIGHT_BIT_SUMS
 
-    assert out.dtype == out_dtype, f"out is {out.dtype}"
-    rounding = torch.finfo(out.dtype)
+    rounding = torch.finfo(dtype_of_out(q))
     bound = 2 * worst_per_request(expected, [sample[0] for sample in samples]) + score * out_spread
     bound = bound + torch.finfo(torch.float32).eps * size
-    assert_within("out", out, expected, bound + rounding.eps * expected.abs() + rounding.tiny)
+    bound = bound + rounding.eps * expected.abs() + rounding.tiny
 
-    assert lse.dtype == torch.float32, f"lse is {lse.dtype}"
     error = worst_per_request(expected_lse.mT.contiguous(), [sample[1].mT for sample in samples]).mT
-    bound = 2 * error + score * lse_spread + 2 * torch.finfo(torch.float32).eps * expected_lse.abs().clamp(min=1)
-    assert_within("lse", lse, expected_lse, bound)
+    lse_bound = 2 * error + score * lse_spread + 2 * torch.finfo(torch.float32).eps * expected_lse.abs().clamp(min=1)
+    return expected, bound, expected_lse, lse_bound
+
+
+def dtype_of_out(q):
+    return torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype  # 8-bit numbers are bfloat16 numbers
+
+
+@one_thread()
+def assert_result(out, lse, kwargs, k_cache, v_cache, seqlens_new, weights=None):
+    """The rule above. The caches hold the new tokens. weights: their dtype in the second product, if not q's."""
+    options = {name: x for name, x in kwargs.items() if name not in (*NOT_SEMANTIC, "k", "v", "cu_seqlens_k_new")}
+    options |= {"k_cache": k_cache, "v_cache": v_cache, "seqlens_new": seqlens_new}
+    expected, bound, expected_lse, lse_bound = judgement(options, weights)
+    assert out.dtype == dtype_of_out(kwargs["q"]), f"out is {out.dtype}"
+    assert_within("out", out, expected, bound)
+    assert lse.dtype == torch.float32, f"lse is {lse.dtype}"
+    assert_within("lse", lse, expected_lse, lse_bound)
+
+
+def assert_same_bits(a, b):
+    for x, y in zip(a, b):
+        assert torch.equal(x, y)
 
 
 def assert_same_bytes(name, actual, expected):
@@ -234,7 +251,8 @@ def with_tensor_lengths(call):
 
 def check(paged_attn, case, device="cpu", **overrides):
     """Runs a case and compares everything: output, lse, cache contents, untouched bytes."""
-    before, call = cases.build(case), cases.build(case).to(device)
+    before = cases.build(case)
+    call = before.to(device)  # a copy, also on the CPU
     judge(*run(paged_attn, call, **overrides), call, before, weights_of(paged_attn, call, overrides))
 
 

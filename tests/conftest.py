@@ -7,6 +7,7 @@ PAGED_ATTN_TEST_LIMIT  seconds that a test may take before it counts as hung and
 """
 
 import faulthandler
+import functools
 import json
 import os
 import sys
@@ -43,7 +44,8 @@ if "PAGED_ATTN_TEST_DEVICE" not in os.environ:
     os.environ["PAGED_ATTN_TEST_DEVICE"] = detect_device()
 
 # Without a Mac the mps device is the fake of tools/metal_emulator.
-if os.environ["PAGED_ATTN_TEST_DEVICE"] == "mps" and not torch.backends.mps.is_built():
+EMULATED = os.environ["PAGED_ATTN_TEST_DEVICE"] == "mps" and not torch.backends.mps.is_built()
+if EMULATED:
     sys.path.insert(0, str(REPOSITORY / "tools" / "metal_emulator"))
     import fake_mps
 
@@ -52,6 +54,8 @@ else:
     collect_ignore_glob = ["test_metal*.py"]
 # Each engine has an environment of its own (make test-engines).
 collect_ignore = [] if "PAGED_ATTN_ENGINE" in os.environ else ["engines"]
+if not (REPOSITORY / "docs").exists():  # where kernel-builder tests the package, the pages do not come along
+    collect_ignore += ["test_documents.py", "test_pictures.py"]
 
 
 # Kernels wait for each other, so a fault may be a test that never ends. Nothing can stop a hung kernel but the end of
@@ -89,9 +93,31 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "sanitize: every feature once, for builds with sanitizers")
 
 
+def pytest_collection_modifyitems(config, items):
+    """What asks for no device gives the same on each: it ran on the CPU, and does not again on the emulated GPU."""
+    if not EMULATED:
+        return
+
+    def stays(item):
+        here = item.path.parent == REPOSITORY / "tests" and not item.path.name.startswith("test_metal")
+        return not here or not {"device", "paged_attn"}.isdisjoint(item.fixturenames)
+
+    config.hook.pytest_deselected(items=[item for item in items if not stays(item)])
+    items[:] = [item for item in items if stays(item)]
+
+
 @pytest.fixture(scope="session")
 def device():
     return os.environ["PAGED_ATTN_TEST_DEVICE"]
+
+
+@pytest.fixture
+def make_model(device):
+    """A small model of transformers, by its family."""
+    import small_models
+    import transformers
+
+    return functools.partial(small_models.make, transformers, device)
 
 
 @pytest.fixture(scope="session")

@@ -183,7 +183,7 @@ def int32(values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def numbers(dice, shape, dtype, factor=1.0):
+def numbers(shape, dtype, factor=1.0):
     return (torch.randn(shape) * factor).to(dtype)
 
 
@@ -263,8 +263,8 @@ def draw_length(dice, longest, page_size):
 def per_token(dice, lens, packed, heads, dim, dtype, factor, spare):
     """(batch, tokens, heads, dim), or packed with `spare` tokens of NaN that belong to no request."""
     if not packed:
-        return numbers(dice, (len(lens), lens[0] if lens else spare, heads, dim), dtype, factor)
-    x = numbers(dice, (sum(lens) + spare, heads, dim), dtype, factor)
+        return numbers((len(lens), lens[0] if lens else spare, heads, dim), dtype, factor)
+    x = numbers((sum(lens) + spare, heads, dim), dtype, factor)
     x.view(reference.BITS[x.itemsize])[sum(lens) :] = (
         torch.full((1,), torch.nan).to(dtype).view(reference.BITS[x.itemsize])
     )
@@ -325,7 +325,7 @@ class Drawing:
 
     # What every attention function takes
 
-    def draw_queries(self, packed, lens_of_all):
+    def draw_queries(self, packed):
         """q, qv and cu_seqlens_q; the q_len of every request."""
         dice = self.dice
         if packed:
@@ -518,7 +518,7 @@ def draw_kvcache(d):
     padded = set()
     if dice.chance(0.05) and not same:  # padded entries of a captured batch
         padded = {b for b in range(batch) if dice.chance(0.5)}
-    q_lens = d.draw_queries(dice.chance(0.4), None)
+    q_lens = d.draw_queries(dice.chance(0.4))
     if "cu_seqlens_q" in d.arguments and dice.chance(0.8):
         d.draw_max_seqlen_q(q_lens)
     requests, q_begin, new_begin = [], 0, 0
@@ -619,7 +619,7 @@ def draw_func(d):
     dice = d.dice
     d.draw_scores()
     d.latent = False
-    (q_len, *_) = (*d.draw_queries(False, None), 0)
+    (q_len, *_) = (*d.draw_queries(False), 0)
     k_len = draw_length(dice, d.longest_kv, 0)
     lens = [k_len] * d.batch
     as_varlen = d.fa3 and dice.chance(0.3)  # which FlashAttention 3 also takes without cu_seqlens
@@ -641,7 +641,7 @@ def draw_varlen(d):
     d.draw_scores()
     paged = dice.chance(0.5)
     page_size = dice.choice(PAGE_SIZES) if paged else 0
-    q_lens = d.draw_queries(True, None)
+    q_lens = d.draw_queries(True)
     room = [draw_length(dice, d.longest_kv, page_size) for _ in range(batch)]
     used, requests, q_begin, k_begin = room, [], 0, 0
     if dice.chance(0.4):
@@ -743,7 +743,7 @@ def draw_merge(d):
     same = torch.rand(shape) < dice.choice((0.0, 0.3))
     lse[1] = torch.where(same, lse[0], lse[1])
     for i, x in enumerate(lse):
-        values = numbers(dice, (*shape, d.head_dim_v), d.dtype)
+        values = numbers((*shape, d.head_dim_v), d.dtype)
         values[x.isinf()] = 0.0
         lse_given = x if heads_last else x.mT
         d.give(**{names[2 * i]: laid_out(dice, values, d.features)})

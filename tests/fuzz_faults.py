@@ -3,8 +3,6 @@
 import torch
 from fuzz_calls import locality, visible
 
-INT_TABLES = ("block_table", "page_table", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "cu_seqlens_q",
-              "cu_seqlens_k", "cu_seqlens_k_new", "rotary_seqlens", "seqused_k", "slot_mapping")  # fmt: skip
 NEUTRAL_ALONE = ("cu_seqlens_k_new", "rotary_seqlens")  # not looked at without their tensors
 # The message may name the tensor that fixed a size instead of the one that was spoiled.
 PARTNERS = {

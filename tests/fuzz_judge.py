@@ -34,7 +34,7 @@ def descale_of(arguments, name, b, kv_heads):
     return table[b if table.shape[0] > 1 else 0].double().expand(kv_heads)
 
 
-def tokens_of(x, request, b, packed, begin, count):
+def tokens_of(x, b, packed, begin, count):
     return x[begin : begin + count] if packed else x[b][:count]
 
 
@@ -52,7 +52,7 @@ def write_expected(call, caches):
         count = request.new_len
         if not count:
             continue
-        new = [tokens_of(arguments[name], request, b, packed, request.new_begin, count) for name in ("k", "v")]
+        new = [tokens_of(arguments[name], b, packed, request.new_begin, count) for name in ("k", "v")]
         if "rotary_cos" in arguments:
             tables = (arguments["rotary_cos"], arguments["rotary_sin"], arguments.get("rotary_interleaved", True))
             new[0] = reference.rotate(new[0], range(request.rotary_base, request.rotary_base + count), *tables)

@@ -22,9 +22,11 @@ EMULATED = TESTS.parent / "build-emulated-amx"
 
 pytestmark = pytest.mark.skipif(os.environ["PAGED_ATTN_TEST_DEVICE"] != "cpu", reason="the matrix unit is the CPU's")
 
-# Tiles have 16 rows and 32 elements of head_dim or keys; parts 32 rows, panels 64 keys, steps of the loop 128 keys.
+# Tiles have 16 rows and 32 elements of head_dim or keys; parts 32 rows, panels 64 keys, steps of the loop 128 keys, and
+# items 512 rows, which two heads reach with 256.
 ROWS = (1, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 255, 257)
 KEYS = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 193, 256, 300)
+KEYS_OF_ITEMS = {255: KEYS[::5], 257: KEYS[4::5]}  # they take long
 DIMS = ((8, 8), (32, 64), (59, 59), (64, 96), (80, 80), (128, 128), (192, 128), (256, 256), (512, 512))
 MASKS = (
     {},
@@ -48,13 +50,16 @@ DTYPES = ("bfloat16", "float16", "bfloat16")
 
 
 def edges():
-    """Every number of rows with every number of keys; the rest goes around."""
+    """Every number of rows with every number of keys, but for items; the rest goes around."""
     ways = WAYS + WAYS[:1] * 2
     rest = zip(*map(itertools.cycle, (DIMS, MASKS + MASKS[:2], [(dtype, way) for dtype in DTYPES for way in ways])))
     for (rows, keys), ((dim, dim_v), mask, (dtype, way)) in zip(itertools.product(ROWS, KEYS), rest):
+        if keys not in KEYS_OF_ITEMS.get(rows, KEYS):
+            continue
+        q_heads = 2 if rows in KEYS_OF_ITEMS else 1 + keys % 2
         page_size = (16, 0, 64, 1)[(rows + keys) % 4]
         yield Case(
-            batch=2, lens=(keys, max(1, keys - 9)), q_len=rows, q_heads=1 + keys % 2, kv_heads=1, head_dim=dim,
+            batch=2, lens=(keys, max(1, keys - 9)), q_len=rows, q_heads=q_heads, kv_heads=1, head_dim=dim,
             head_dim_v=dim_v, page_size=page_size, dtype=dtype, **mask, **way,
         )  # fmt: skip
 
@@ -64,7 +69,7 @@ LARGE = {
     "mla": MLA,
     "mla_verify": replace(MLA, kv_len=300, q_len=3, causal=True),
     "mla_qv": replace(MLA, kv_len=300, q_len=3, causal=True, q_heads=64, head_dim=64, layout="plain", qv=True),
-    "prefill": Case(batch=2, lens=(0, 0), append=700, q_len=700, q_heads=8, head_dim=128, causal=True),
+    "prefill": Case(batch=2, lens=(0, 0), append=300, q_len=300, q_heads=8, head_dim=128, causal=True),
     "chunk_of_prefill": Case(batch=1, lens=(1000,), q_len=300, q_heads=8, head_dim=128, causal=True),
     "draft": Case(batch=6, kv_len=500, q_len=8, varlen_q=True, q_heads=8, head_dim=128, causal=True),
     "large_scores": Case(batch=2, kv_len=400, q_len=40, head_dim=128, scale=3.0),

@@ -25,6 +25,24 @@ def change(calls, **kwargs):
         call.kwargs |= {n: x.to(place) if isinstance(x, torch.Tensor) else x for n, x in kwargs.items()}
 
 
+def test_cache_beyond_31_bits(paged_attn, device):
+    """More elements than 2^31, of which only the last pages are touched: memory that nobody touches costs nothing."""
+    if device != "cpu":
+        pytest.skip("test_cuda.py has one of 32 GiB")
+    case = Case(batch=3, kv_len=100, q_len=3, append=3, causal=True)
+    call, before = both_calls(case, device)
+    pages, per_page = call.storage[0].shape[0], call.storage[0][0].numel()
+    first = 2**31 // per_page  # of the last pages, in the large cache
+    large = [torch.empty(first + pages, *s.shape[1:], dtype=s.dtype) for s in call.storage]
+    last = tuple(cache[first:] for cache in large)
+    for into, storage in zip(last, call.storage):
+        into.copy_(storage)
+    used = call.kwargs["block_table"]
+    used[(used >= 0) & (used < pages)] += first + cases.GUARD
+    out, lse = paged_attn.flash_attn_with_kvcache(k_cache=large[0], v_cache=large[1], **call.kwargs)
+    judge(out, lse, cases.Call(case, call.kwargs, last, call.seqlens_new), before)
+
+
 FACTORS = {
     "scale 0": {"softmax_scale": 0.0},
     "scale below 0": {"softmax_scale": -0.2},

@@ -32,16 +32,18 @@ def threads_as_before():
 
 @pytest.mark.parametrize("block", range(TESTS))
 def test_random_calls(paged_attn, device, block):
-    """Every call of the block is made; the first wrong ones are printed as code."""
-    wrong = []
+    """Every call of the block is made, on an emulated GPU the small ones; the first wrong ones are printed as code."""
+    wrong, made = [], 0
     for seed in range(block * CALLS_PER_TEST, (block + 1) * CALLS_PER_TEST):
         call = fuzz.draw(seed)
         if KIND == "mps" and "small" not in call.features:
             continue
+        made += 1
         try:
             fuzz.run_call(paged_attn, call, device)
         except fuzz_judge.Wrong as error:
             wrong.append(fuzz.report(call, error))
+    assert made >= CALLS_PER_TEST // 2
     assert not wrong, f"{len(wrong)} wrong\n" + "\n\n".join(wrong[:3])
 
 

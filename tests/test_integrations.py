@@ -5,7 +5,6 @@ import inspect
 from collections import Counter
 
 import pytest
-import small_models
 import torch
 from small_models import MODELS
 from torch._dynamo.utils import counters
@@ -52,11 +51,6 @@ def closed_gate(paged_attn):
     yield before
     paged_attn.integrations.disable_transformers_block_tables()
     assert getattr(initialization, GATE) is before
-
-
-@pytest.fixture
-def make_model(device):
-    return functools.partial(small_models.make, transformers, device)
 
 
 def generate(model, attention, prompts, **options):

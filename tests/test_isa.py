@@ -143,6 +143,7 @@ def test_cases(isa, runs):
     assert counts == {"tests": len(marked), "errors": 0, "failures": 0, "skipped": 0}
 
 
+@pytest.mark.skipif("asan" not in os.environ.get("LD_PRELOAD", ""), reason="test_cases runs them, and more")
 @pytest.mark.sanitize
 @pytest.mark.runs_tests
 @pytest.mark.parametrize("isa", OTHERS)

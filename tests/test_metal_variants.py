@@ -11,19 +11,21 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 COUNT = TESTS.parent / "benchmarks" / "count_metal.py"
 
+# Which of the tests marked sanitize, and a number that is a little below theirs.
 PICKED = {
-    "fast": "",  # fast math, Metal's default
-    "asan": "",  # with UndefinedBehaviorSanitizer
+    "fast": ("", 580),  # fast math, Metal's default
+    "asan": ("", 580),  # with UndefinedBehaviorSanitizer
     # An error also for memory that two threadgroups of a dispatch share: these wrong requests overlap, in rows of q.
-    "count": "not (cu_seqlens_q and falls)",
+    "count": ("not (cu_seqlens_q and falls)", 580),
     # Lanes are threads, only barriers order them; four times as slow.
-    "tsan": "test_named or test_feature_alone or test_more_or_fewer_rows",
+    "tsan": ("test_named or test_feature_alone or test_more_or_fewer_rows", 110),
 }
 
 
 @pytest.mark.runs_tests
 @pytest.mark.parametrize("variant", PICKED)
 def test_every_feature(variant):
+    picked, least = PICKED[variant]
     metal_build.extension([variant])
     command = [
         sys.executable,
@@ -37,14 +39,14 @@ def test_every_feature(variant):
         "-m",
         "sanitize",
         "-k",
-        PICKED[variant],
+        picked,
         TESTS,
     ]
     # Threads are the host's, which is compiled one way only.
     command += [f"--ignore={TESTS / 'test_threads.py'}", f"--ignore={Path(__file__)}"]
     run = subprocess.run(command, env=metal_build.environment(variant), capture_output=True, text=True)
     assert run.returncode == 0, (run.stdout + run.stderr)[-6000:]
-    assert int(re.search(r"(\d+) passed", run.stdout)[1]) > 50, run.stdout
+    assert int(re.search(r"(\d+) passed", run.stdout)[1]) >= least, run.stdout
 
 
 # Of the names of cases: a short context, groups of 1, 2, 4 and 8, 16 rows, an 8-bit cache.

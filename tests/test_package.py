@@ -14,7 +14,6 @@ import jinja2
 import pytest
 import torch
 from conftest import KERNEL, REPOSITORY
-from kernels._rust import Metadata
 from kernels.compat import tomllib
 
 CONTRACT = {
@@ -123,8 +122,10 @@ def test_device_is_detected(tmp_path, monkeypatch):
         conftest.detect_device()
 
 
-def test_short_run_needs_only_torch_kernels_and_pytest(device):
-    """kernel-builder's ci-test has no other package, and collects every file."""
+def test_short_run_needs_only_torch_kernels_and_pytest(device, tmp_path):
+    """kernel-builder's ci-test has no other package, and of the repository only Python's files of tests/ and torch-ext/
+    beside the kernels. It collects every file.
+    """
     if device == "mps" and not torch.backends.mps.is_built():
         pytest.skip("the emulated GPU is built with ninja")
     code = """
@@ -133,8 +134,12 @@ sys.modules |= dict.fromkeys(["accelerate", "matplotlib", "ninja", "tomlkit", "t
 import pytest
 sys.exit(pytest.main(["--collect-only", "--quiet", "-p", "no:cacheprovider", "-m", "kernels_ci", sys.argv[1]]))
 """
-    command = [sys.executable, "-c", code, REPOSITORY / "tests"]
-    run = subprocess.run(command, capture_output=True, text=True)
+    for path in (path for folder in ("tests", "torch-ext") for path in (REPOSITORY / folder).rglob("*.py")):
+        copy = tmp_path / path.relative_to(REPOSITORY)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    command = [sys.executable, "-c", code, tmp_path / "tests"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout
     assert "test_package.py::test_everything_promised_is_exported" in run.stdout
 
@@ -199,9 +204,23 @@ def test_extension_exports_only_its_entry(paged_attn):
     assert not [name for kind, name in symbols if kind == "u"], "unique in the whole process, whatever the visibility"
 
 
+def test_extension_is_of_the_stable_abi(paged_attn):
+    """Of Python 3.9 and later. That glibc 2.28 has all its symbols only a build of kernel-builder can promise, with its
+    own compiler.
+    """
+    from kernel_abi_check import ObjectFile
+
+    extension = Path(paged_attn.__file__).parent / f"{paged_attn._ops.ops.name}.abi3.so"
+    assert ObjectFile(str(extension)).check_python_abi("3.9") == []
+    other = Path(torch.__file__).parent / "lib" / f"libtorch_python.{'dylib' if sys.platform == 'darwin' else 'so'}"
+    assert ObjectFile(str(other)).check_python_abi("3.9") != [], "the check sees what is no part of it"
+
+
 @pytest.mark.parametrize("variant", sorted((REPOSITORY / "build").glob("torch*")), ids=lambda path: path.name)
 def test_built_variant_is_complete(variant):
     """Also of a backend that this machine cannot run."""
+    from kernels._rust import Metadata
+
     parsed = Metadata.read_from_file(variant / "metadata.json")
     assert parsed.python_depends == parsed.kernel_depends == []
     metadata = json.loads((variant / "metadata.json").read_text())

@@ -1,10 +1,7 @@
 """PagedCache in transformers' generate(): the tokens of a DynamicCache, and what happens to the pages; the attention
 function that it sets, with other caches."""
 
-import functools
-
 import pytest
-import small_models
 import torch
 from small_models import CHANGES_AFTER_STORING, MODELS, SHARED_KEYS
 
@@ -20,11 +17,6 @@ WAYS = {
     "prompt lookup": {"prompt_lookup_num_tokens": 3},  # takes tokens back
 }
 NEW_TOKENS = 20
-
-
-@pytest.fixture
-def make_model(device):
-    return functools.partial(small_models.make, transformers, device)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 TESTS = Path(__file__).resolve().parent
 HANGS = {
@@ -59,6 +60,29 @@ def test_the_native_module_shows_the_error(build, monkeypatch, tmp_path):
     monkeypatch.setattr(build, "ROOT", tmp_path)  # where no source is
     with pytest.raises(build.NotBuilt, match=r"does not compile it\n.*error.*check_tables\.cpp.* missing"):
         build.load()
+
+
+EMULATORS = {  # how each is run; what is said of one that is missing
+    "Arm": (["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "test_arm.py", "-k", "missing_path"], "no qemu"),
+    "Metal": (["../tools/metal_emulator/run.py", "-k", "no such test"], "clang++-19 is not installed"),
+}
+
+
+@pytest.mark.parametrize("required", [False, True])
+@pytest.mark.parametrize("emulator", EMULATORS)
+def test_a_missing_emulator_is_skipped_unless_required(tmp_path, emulator, required):
+    """.ci/run requires both; make test on a machine of a user says what it skips."""
+    if emulator == "Metal" and torch.backends.mps.is_built():
+        pytest.skip("the device is a real one here")
+    command, words = EMULATORS[emulator]
+    settings = {"PATH": str(tmp_path), "PAGED_ATTN_TEST_DEVICE": "cpu"}
+    settings["PAGED_ATTN_TEST_EMULATORS"] = "required" if required else ""
+    run = subprocess.run(
+        [sys.executable, *command], env=os.environ | settings, cwd=TESTS, capture_output=True, text=True
+    )
+    assert (run.returncode != 0) == required, run.stdout + run.stderr
+    assert words in run.stdout + run.stderr
+    assert ("skipped" in (run.stdout + run.stderr).lower()) != required
 
 
 def test_every_planted_fault_applies():

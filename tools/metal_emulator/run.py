@@ -47,6 +47,8 @@ def main() -> None:
     try:
         environment |= {"LOCAL_KERNELS": f"org/paged-attn={metal_build.extension()}", "OMP_NUM_THREADS": "1"}
     except metal_build.Missing as missing:
+        if os.environ.get("PAGED_ATTN_TEST_EMULATORS") == "required":
+            sys.exit(f"the Metal backend cannot be tested: {missing}")
         print(f"SKIPPED: the Metal backend was not tested: {missing}")
         return
     environment.pop("PAGED_ATTN_BUILD", None)
