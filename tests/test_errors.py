@@ -1252,6 +1252,22 @@ def test_parts_that_nothing_can_be_made_of(paged_attn, device, function, i):
         merging(paged_attn, device, function, lambda a: a.update({i: a[i].requires_grad_()}))
 
 
+@pytest.mark.parametrize("name", ["out", "lse"])
+def test_merge_into_an_expanded_tensor(paged_attn, device, name):
+    """Refused before the other one is written."""
+    parts = torch.ones(5, 4, 64, device=device), torch.ones(4, 5, device=device)
+    targets = {"out": torch.zeros(5, 4, 64, device=device), "lse": torch.zeros(4, 5, device=device)}
+    targets[name] = targets[name][:1].expand(targets[name].shape)
+    with pytest.raises(ValueError, match=f"^{name}: expected memory for every element, got an expanded tensor$"):
+        paged_attn.merge_attn_states(*parts, *parts, **targets)
+    assert not any(x.any() for x in targets.values())
+    if name == "lse":
+        with pytest.raises(ValueError, match=r"^s_merged: expected memory for every element, got an expanded tensor$"):
+            lse = torch.zeros(5, 1, device=device).expand(5, 4)
+            paged_attn.fa3.merge_state_v2(parts[0], parts[1].T, parts[0], parts[1].T, targets["out"], lse)
+        assert not targets["out"].any()
+
+
 def test_merge_of_parts_without_heads(paged_attn, device):
     out, lse = torch.zeros(4, 64, device=device), torch.zeros(4, device=device)
     message = "out_a: expected a tensor of 3 or 4 dimensions, got shape (4, 64)"

@@ -93,3 +93,5 @@ def _check_shape(name, tensor, other_name, other):
 def _check_target(name, target, shape, dtype):
     if target is not None and (target.shape != shape or target.dtype != dtype):
         raise ValueError(f"{name}: expected {dtype} {tuple(shape)}, got {target.dtype} {tuple(target.shape)}")
+    if target is not None and any(s > 1 and t == 0 for s, t in zip(target.shape, target.stride())):
+        raise ValueError(f"{name}: expected memory for every element, got an expanded tensor")
