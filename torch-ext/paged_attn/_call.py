@@ -130,6 +130,16 @@ def result_dtype(q_dtype):
     return torch.bfloat16 if q_dtype in FP8 else q_dtype
 
 
+def check_batch(q, k):
+    """Of keys that are no cache: a cache may have more rows than there are requests."""
+    try:
+        surplus = k.shape[0] > q.shape[0]
+    except (AttributeError, IndexError, TypeError):
+        return  # run() refuses what has no batch
+    if surplus and len(q.shape) == len(k.shape) == 4:
+        raise ValueError(f"k: expected batch = {q.shape[0]} (from q), got {form_of(k)}")
+
+
 def check_cu_seqlens_k(cu_seqlens_k, q, cu_seqlens_q):
     """With a table the operator gets lengths and no cu_seqlens_k. Its form is checked all the same."""
     if not isinstance(q, torch.Tensor) or q.dim() == 0:
