@@ -13,6 +13,7 @@ from pathlib import Path
 import cases
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from cases import Case
 from compare import assert_same_bytes, run
 
@@ -578,6 +579,38 @@ def test_inputs_that_require_grad_without_grad_mode(paged_attn, device, name):
     arguments[name] = that_requires_grad(arguments, name)
     with torch.no_grad():
         paged_attn.flash_attn_with_kvcache(**arguments)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_tangents(paged_attn, device, name):
+    """Forward-mode differentiation, with grad mode and without: there is no derivative, and 0 would be a wrong one."""
+    for grad in (True, False):
+        with forward_ad.dual_level(), torch.set_grad_enabled(grad):
+
+            def bad(a):
+                given = that_requires_grad(a, name).detach()
+                if given.dtype.itemsize == 1:
+                    pytest.skip("torch has no tangents of 8 bits")
+                a[name] = forward_ad.make_dual(given, torch.ones_like(given))
+
+            refused(paged_attn, device, NUMBERS[name], f"^{name}: expected a tensor without a tangent ", bad)
+
+
+def test_no_derivative_is_silently_zero(paged_attn, device):
+    q, k, v = (torch.randn(1, n, 2, 8, device=device) for n in (3, 5, 5))
+    functions = {
+        "q": lambda x: paged_attn.flash_attn_func(x, k, v),
+        "v_cache": lambda x: paged_attn.flash_attn_with_kvcache(q, k, v * x.sum(), cache_seqlens=2),
+        "out_a": lambda x: paged_attn.merge_attn_states(x, x[..., 0].mT, x, x[..., 0].mT)[0],
+    }
+    for name, function in functions.items():
+        with pytest.raises(ValueError, match=f"^{name}: expected a tensor without a tangent "):
+            torch.func.jvp(function, (q,), (torch.ones_like(q),))
+    pages, table = torch.zeros(1, 4, 2, 8, device=device), torch.zeros(1, 1, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=r"^k: expected a tensor without a tangent "):
+        torch.func.jvp(lambda x: paged_attn.kv_paged_write(x, q, pages, pages.clone(), table, 0), (q,), (q,))
+    with forward_ad.dual_level():  # without a tangent all is as ever
+        assert torch.equal(paged_attn.flash_attn_func(q, k, v), functions["q"](q))
 
 
 def test_sinks_that_require_grad(paged_attn, device):

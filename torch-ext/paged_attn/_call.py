@@ -10,6 +10,8 @@ import re
 from operator import index
 
 import torch
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from ._ops import ops
 
@@ -18,6 +20,7 @@ _attend_plainly = ops.flash_attn_with_kvcache_plain.default
 _append_and_attend = ops.flash_attn_with_kvcache_append.default
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+INTS = (int, torch.SymInt)  # torch.export has sizes of the second kind
 
 
 # What a plain call does not ask for: the operators' last arguments, by the names of the schemas (torch-ext/arguments.h
@@ -68,7 +71,7 @@ def run(
     None where none is asked for. `names`: how the caller calls the arguments of flash_attn_with_kvcache, in errors."""
     try:
         qv = None if features is None else features[_QV]
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             refuse_grad(_NUMBERS, (q, k_cache, v_cache, k, v, out))
             if features is not None:
                 refuse_grad(_NUMBERS_OF_FEATURES, features[_SLOPES_AND_SINK] + features[_QV_TO_ROTARY])
@@ -91,7 +94,8 @@ def run(
             window_right = 0
         elif window_right is None:
             window_right = -1
-        if out is None:
+        is_new = out is None
+        if is_new:
             if head_dim == head_dim_v and q.dtype not in FP8 and q.is_contiguous():
                 out = torch.empty_like(q)
             else:
@@ -116,6 +120,8 @@ def run(
                 q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right, k, v,
                 window_left, max_seqlen_q, *(_NO_FEATURES if features is None else features),
             )  # fmt: skip
+        if (append or not is_new) and torch.is_grad_enabled():
+            count_writes((k_cache, v_cache, out) if append else (out,))
         return (out, lse) if return_lse else out
     except FAILURES as error:
         given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
@@ -123,6 +129,13 @@ def run(
         given |= {n: x for n, x in (("out", out), ("softmax_scale", softmax_scale)) if x is not None}
         given |= {} if features is None else dict(zip(FEATURES, features))
         raise reworded(clearer(error, _TYPES, given), names) from None
+
+
+def count_writes(tensors):
+    """In the tensors themselves, as torch's own operators do it: so that a gradient which needs what they held before
+    is refused. A compiled graph counts by itself."""
+    if not torch.compiler.is_compiling():
+        increment_version(tensors)
 
 
 def result_dtype(q_dtype):
@@ -201,12 +214,21 @@ def refuse_dropout(dropout_p):
 
 
 def refuse_grad(names, tensors):
+    """Of both directions: an operator has neither, and its result would silently be a constant."""
+    forward = forward_ad._current_level >= 0
     for tensor in tensors:
-        if tensor is not None and tensor.requires_grad:
-            name = names[[other is tensor for other in tensors].index(True)]
+        if tensor is None or not (forward or tensor.requires_grad):
+            continue
+        name = names[[other is tensor for other in tensors].index(True)]
+        if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{name}: expected a tensor that asks for no gradient (forward only, for inference), "
                 "got requires_grad=True; use torch.no_grad() or detach()"
+            )
+        if forward and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ValueError(
+                f"{name}: expected a tensor without a tangent (for inference, no derivatives), got one of forward-mode "
+                "differentiation; use detach()"
             )
 
 

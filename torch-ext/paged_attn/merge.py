@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
 from ._call import form_of, refuse_grad
 
@@ -81,7 +82,7 @@ def check_all(names, parts, targets):
             raise ValueError(
                 f"{name}: expected a tensor on the device of {names[0]} ({device}), got one on {tensor.device}"
             )
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         refuse_grad(names, given)
 
 
