@@ -1069,6 +1069,69 @@ def test_scalars_with_an_int_length(paged_attn, device):
         paged_attn.kv_paged_write(scalar, scalar, cache, cache, None, 1)
 
 
+def test_more_rows_of_keys_than_requests(paged_attn, device):
+    """Only a cache may have them."""
+    q, k = torch.zeros(2, 5, 4, 8, device=device), torch.zeros(3, 6, 4, 8, device=device)
+    fa3 = paged_attn.fa3
+    for function in (
+        paged_attn.flash_attn_func, fa3.flash_attn_func, lambda *x: fa3.flash_attn_varlen_func(*x, None, None)
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"^k: expected batch = 2 \(from q\), got float32 \[3, 6, 4, 8\]$"):
+            function(q, k, k)
+        assert function(q, k[:2], k[:2]).shape == q.shape
+    assert paged_attn.flash_attn_with_kvcache(q, k, k).shape == q.shape
+
+
+def test_bounds_that_are_no_numbers(paged_attn, device):
+    """A max_seqlen_q of any kind is looked at, and none is swallowed."""
+    np = pytest.importorskip("numpy")
+    call = cases.build(VARLEN).to(device)
+    for value, given in (("x", "'x'"), (2.5, "2.5")):
+        with pytest.raises(ValueError, match=f"^max_seqlen_q: expected an int of 64 bits, got {given}$"):
+            run(paged_attn, call, max_seqlen_q=value)
+    if values_are_checked(device):
+        with pytest.raises(RuntimeError, match=r"^max_seqlen_q: expected at least the \d tokens .*, got 1$"):
+            run(paged_attn, call, max_seqlen_q=np.int64(1))
+    run(paged_attn, call, max_seqlen_q=np.int64(4))
+
+
+def test_a_bool_is_no_length(paged_attn, device):
+    q, cache = torch.zeros(1, 1, 2, 8, device=device), torch.zeros(1, 4, 2, 8, device=device)
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    match = "^cache_seqlens: expected a tensor, an int of 32 bits or None, got True$"
+    with pytest.raises(ValueError, match=match):
+        paged_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=True)
+    with pytest.raises(ValueError, match=match):
+        paged_attn.kv_paged_write(q, q, cache, cache.clone(), table, True)
+
+
+@pytest.mark.parametrize("name", ["out", "k_cache", "v_cache"])
+def test_views_that_negate(paged_attn, device, name):
+    """torch makes such a view of the imaginary part of a conjugate. It may be read, not written."""
+    q, new = (torch.ones(1, 1, 2, 8, device=device) for _ in range(2))
+    a = {"q": q, "k": new, "v": new.clone(), "cache_seqlens": 2, "out": torch.zeros_like(q)}
+    a |= {n: torch.zeros(1, 4, 2, 8, device=device) for n in ("k_cache", "v_cache")}
+    view = torch._neg_view(a[name])
+    match = f"^{name}: expected a tensor to write into, got a view that negates its memory; use resolve_neg\\(\\)$"
+    with pytest.raises(ValueError, match=match):
+        paged_attn.flash_attn_with_kvcache(**(a | {name: view}))
+    assert not a[name].any()
+    negative = paged_attn.flash_attn_func(torch._neg_view(q), a["k"], a["v"])
+    assert torch.equal(negative, paged_attn.flash_attn_func(-q, a["k"], a["v"]))
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fnuz", "float8_e5m2fnuz", "complex64", "uint16"])
+def test_dtypes_have_their_names(paged_attn, device, name):
+    if device == "mps":
+        pytest.skip("this device has no such dtypes")
+    cache, q = (
+        torch.zeros(1, 4, 2, 8, dtype=getattr(torch, name), device=device),
+        torch.zeros(1, 1, 2, 8, device=device),
+    )
+    with pytest.raises(RuntimeError, match=rf"^k_cache: expected .*, got {name}$"):
+        paged_attn.flash_attn_with_kvcache(q, cache, cache)
+
+
 def plain_calls(paged_attn, device):
     """Every function that attends or writes, with its tensors by the names that it has for them."""
     q, new, cache = (torch.zeros(2, n, h, 64, device=device) for n, h in ((3, 4), (3, 2), (8, 2)))

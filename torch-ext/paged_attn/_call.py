@@ -35,6 +35,7 @@ _CU_SEQLENS_Q, _QV = FEATURES.index("cu_seqlens_q"), FEATURES.index("qv")
 # The tensors of numbers, which could require grad: those of every call, and those among the features (all between
 # alibi_slopes and rotary_sin but the int attention_chunk).
 _NUMBERS = ("q", "k_cache", "v_cache", "k", "v", "out")
+_WRITTEN = ("k_cache", "v_cache", "out")
 _SLOPES_AND_SINK = slice(FEATURES.index("alibi_slopes"), FEATURES.index("s_aux") + 1)
 _QV_TO_ROTARY = slice(FEATURES.index("qv"), FEATURES.index("rotary_sin") + 1)
 _NUMBERS_OF_FEATURES = FEATURES[_SLOPES_AND_SINK] + FEATURES[_QV_TO_ROTARY]
@@ -80,7 +81,7 @@ def run(
             name, shape = ("q", q_shape) if len(q_shape) < 3 else ("v_cache", v_shape)
             raise ValueError(f"{name}: expected a tensor of 3 or 4 dimensions, got shape {tuple(shape)}")
         head_dim, head_dim_v = q_shape[-1], v_shape[-1]
-        if isinstance(cache_seqlens, int):
+        if isinstance(cache_seqlens, INTS) and not isinstance(cache_seqlens, bool):
             cu_seqlens_q = None if features is None else features[_CU_SEQLENS_Q]
             batch = q_shape[0] if cu_seqlens_q is None else batch_of("cu_seqlens_q", cu_seqlens_q)
             cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
@@ -115,7 +116,8 @@ def run(
         else:
             operator = _append_and_attend if append else _attend
             # Only a bound: a tensor is not read, for that would wait for the device.
-            max_seqlen_q = max_seqlen_q if isinstance(max_seqlen_q, int) else q_shape[0]
+            if max_seqlen_q is None or isinstance(max_seqlen_q, torch.Tensor):
+                max_seqlen_q = q_shape[0]
             operator(
                 q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right, k, v,
                 window_left, max_seqlen_q, *(_NO_FEATURES if features is None else features),
@@ -126,7 +128,9 @@ def run(
     except FAILURES as error:
         given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
         given |= {"block_table": block_table, "k": k, "v": v, "window_size": window_size}
-        given |= {n: x for n, x in (("out", out), ("softmax_scale", softmax_scale)) if x is not None}
+        filled = {"out": out, "softmax_scale": softmax_scale}
+        filled |= {} if isinstance(max_seqlen_q, torch.Tensor) else {"max_seqlen_q": max_seqlen_q}
+        given |= {name: x for name, x in filled.items() if x is not None}
         given |= {} if features is None else dict(zip(FEATURES, features))
         raise reworded(clearer(error, _TYPES, given), names) from None
 
@@ -251,8 +255,12 @@ def _refuse_types(types, given):
             continue
         value = given[name]
         is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor and name in _WRITTEN and not torch.compiler.is_compiling() and value.is_neg():
+            raise ValueError(
+                f"{name}: expected a tensor to write into, got a view that negates its memory; use resolve_neg()"
+            )
         if name == "cache_seqlens":
-            is_length = isinstance(value, int) and _fits(value, 32)
+            is_length = isinstance(value, INTS) and not isinstance(value, bool) and _fits(value, 32)
             if not (value is None or is_tensor or is_length):
                 raise ValueError(f"{name}: expected a tensor, an int of 32 bits or None, got {form_of(value)}")
         elif kind == "Tensor" and not is_tensor:

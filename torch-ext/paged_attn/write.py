@@ -54,7 +54,7 @@ def kv_paged_write(
         if k.dim() < 3:
             raise ValueError(f"k: expected a tensor of 3 or 4 dimensions, got shape {tuple(k.shape)}")
         if slot_mapping is None:
-            if isinstance(cache_seqlens, int):
+            if isinstance(cache_seqlens, INTS) and not isinstance(cache_seqlens, bool):
                 batch = k.shape[0] if cu_seqlens_k_new is None else batch_of("cu_seqlens_k_new", cu_seqlens_k_new)
                 cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=k.device)
         else:
@@ -89,5 +89,5 @@ def _check_positions(k, block_table, cache_seqlens, cu_seqlens_k_new):
     size = "batch" if batch is None else f"batch = {batch} (from {origin})"
     if block_table is not None:
         check_int32("block_table", block_table, f"{size}, max_pages", (batch, None), "k", k)
-    if cache_seqlens is not None and not isinstance(cache_seqlens, int):
+    if cache_seqlens is not None and not isinstance(cache_seqlens, INTS):
         check_int32("cache_seqlens", cache_seqlens, size, (batch,), "k", k)
