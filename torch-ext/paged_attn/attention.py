@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._call import check_batch, check_cu_seqlens_k, form_of, one_of, refuse_dropout, refuse_others, run
+from ._call import check_cu_seqlens_k, form_of, one_of, refuse_dropout, refuse_others, run
 
 
 def _names(**others):
@@ -198,8 +198,9 @@ def flash_attn_func(
     )  # fmt: skip
     return_lse = return_softmax_lse or return_attn_probs
     names = _NAMES_OF_KEYS[False, sinks is not None]
-    check_batch(q, k)
-    return run(names, q, k, v, out, return_lse, None, None, softmax_scale, causal, window_size, features)
+    return run(
+        names, q, k, v, out, return_lse, None, None, softmax_scale, causal, window_size, features, is_cache=False
+    )
 
 
 def flash_attn_varlen_func(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from . import attention
-from ._call import check_batch, check_cu_seqlens_k, form_of, one_of, refuse_others, reworded, run
+from ._call import check_cu_seqlens_k, form_of, one_of, refuse_others, reworded, run
 from .merge import check_all, merge_checked
 
 __all__ = [
@@ -156,8 +156,9 @@ def flash_attn_func(
         None, None, True, None,
     )  # fmt: skip
     return_lse = return_softmax_lse or return_attn_probs
-    check_batch(q, k)
-    return run(names, q, k, v, out, return_lse, None, None, softmax_scale, causal, window_size, features)
+    return run(
+        names, q, k, v, out, return_lse, None, None, softmax_scale, causal, window_size, features, is_cache=False
+    )
 
 
 def flash_attn_varlen_func(
@@ -220,8 +221,6 @@ def flash_attn_varlen_func(
     elif (cu_seqlens_q is None) != (cu_seqlens_k is None):
         missing, given = ("q", "k") if cu_seqlens_q is None else ("k", "q")
         raise ValueError(f"cu_seqlens_{missing}: expected int32 [batch + 1] beside cu_seqlens_{given}, got None")
-    elif cu_seqlens_k is None:
-        check_batch(q, k)
     features = (
         cu_seqlens_q, cu_seqlens_k, None,
         softcap or 0.0, num_splits or 0, deterministic,
@@ -232,7 +231,7 @@ def flash_attn_varlen_func(
     return_lse = return_softmax_lse or return_attn_probs
     return run(
         names, q, k, v, out, return_lse, seqused_k, page_table, softmax_scale, causal, window_size, features, None,
-        None, max_seqlen_q,
+        None, max_seqlen_q, page_table is not None or cu_seqlens_k is not None,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from ._call import FAILURES, INTS, batch_of, check_int32, clearer, count_writes, refuse_grad, types_of
 from ._ops import ops
@@ -49,7 +50,8 @@ def kv_paged_write(
             then.
     """
     try:
-        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        grad = torch.is_grad_enabled()
+        if grad or forward_ad._current_level >= 0:
             refuse_grad(_NUMBERS, (k, v, k_cache, v_cache, k_descale, v_descale))
         if k.dim() < 3:
             raise ValueError(f"k: expected a tensor of 3 or 4 dimensions, got shape {tuple(k.shape)}")
@@ -67,7 +69,7 @@ def kv_paged_write(
             k, v, k_cache, v_cache, block_table, cache_seqlens, cu_seqlens_k_new=cu_seqlens_k_new,
             slot_mapping=slot_mapping, k_descale=k_descale, v_descale=v_descale,
         )  # fmt: skip
-        if torch.is_grad_enabled():
+        if grad and not is_compiling():
             count_writes((k_cache, v_cache))
     except FAILURES as error:
         given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table}
