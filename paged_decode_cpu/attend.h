@@ -73,8 +73,9 @@ inline HeadScale head_scale(const Problem& p, int64_t b, int64_t kv_head, float 
   const float v_descale = unit * descale_at(c.v_descale, c.v_descale_stride_batch, c.v_descale_stride_head, b, kv_head);
   const float q_descale = descale_at(p.q_descale, p.q_descale_stride_batch, p.q_descale_stride_head, b, kv_head);
   // With qv: score = q.k * k_descale + qv.v * v_descale.
-  const bool with_qv = p.qv && v_descale != 0.f;
-  return {p.scale * q_descale * (with_qv ? v_descale : k_descale), k_descale / v_descale, with_qv, v_descale};
+  const float carry = k_descale / v_descale;
+  const bool with_qv = p.qv && v_descale != 0.f && fabsf(carry) != INFINITY;  // else qv.v counts for nothing
+  return {p.scale * q_descale * (with_qv ? v_descale : k_descale), carry, with_qv, v_descale};
 }
 
 inline int64_t nanoseconds() {
@@ -313,6 +314,18 @@ inline void change_base(float new_m, float* m, f32v* sum, float* acc, int64_t wi
   for (int64_t d = 0; d < width; d += kLanes) store<DType::kFloat32>(acc + d, load<DType::kFloat32>(acc + d) * rescale);
 }
 
+// From here on float32 has gaps of more than 1 between scores, in log2 units.
+constexpr float kFarScore = 1 << 24;
+
+// Far out, a base is rounded by many powers of two, and so must be the scores that it is taken from: the product that
+// goes straight into a subtraction, in one instruction, is not. So they are multiplied here, and their factor is 1
+// then.
+[[gnu::noinline]] inline void round_scores(float* scores, int64_t n, float* factor) {
+  for (int64_t j = 0; j < n; j += kLanes)
+    store<DType::kFloat32>(scores + j, load<DType::kFloat32>(scores + j) * *factor);
+  *factor = 1.f;
+}
+
 // What turns the products of one row into scores.
 struct ScoreOf {
   float scale, softcap, slope;
@@ -329,7 +342,7 @@ inline void softmax_row(float* scores, int64_t n, KvRange visible, const ScoreOf
   const bool whole = visible.begin <= 0 && visible.end == n && n % kLanes == 0;
   // Without softcap and slope the scale and the change to log2 units are one factor, taken late.
   const bool plain = score.softcap == 0.f && score.slope == 0.f && whole && score.scale >= 0.f;
-  const float factor = plain ? score.scale * PD_LOG2E : 1.f;
+  float factor = plain ? score.scale * PD_LOG2E : 1.f;
   f32v top = splat(-INFINITY);
   if (plain) {
     for (int64_t j = 0; j < n; j += kLanes) top = max(top, load<DType::kFloat32>(scores + j));
@@ -350,6 +363,7 @@ inline void softmax_row(float* scores, int64_t n, KvRange visible, const ScoreOf
   f32v sum = load<DType::kFloat32>(l);
   if (any_above(top, splat(*m + kMaxLogProbability))) change_base(max_lanes(top), m, &sum, acc, width);
   const float base = *m == -INFINITY ? 0.f : *m;
+  if (fabsf(base) > kFarScore) round_scores(scores, n, &factor);
   for (int64_t j = 0; j < n; j += kLanes) {
     f32v x = exp2(load<DType::kFloat32>(scores + j) * factor - base);
     sum += x;

@@ -53,8 +53,8 @@ inline f32v exp2_of_floor(f32v x) {
 
 // softmax_row for scores that want only a factor, on n keys, filled up to whole pairs of registers.
 template <class Ops, bool kMasked>
-[[gnu::always_inline]] inline void softmax_plain(const float* scores, int64_t n, KvRange visible, float factor,
-                                                 uint16_t* p, float* m, float* l, float* acc, int64_t width) {
+[[gnu::always_inline]] inline void softmax_plain(float* scores, int64_t n, KvRange visible, float factor, uint16_t* p,
+                                                 float* m, float* l, float* acc, int64_t width) {
   const __m512i from_first = _mm512_add_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                                               _mm512_set1_epi32(static_cast<int>(-visible.begin)));
   const __m512i count = _mm512_set1_epi32(static_cast<int>(pd_max(visible.end - visible.begin, 0)));
@@ -75,6 +75,7 @@ template <class Ops, bool kMasked>
   f32v sum = load<DType::kFloat32>(l), sum1 = f32v{};
   if (any_above(top, splat(*m + kMaxLogProbability))) change_base(max_lanes(top), m, &sum, acc, width);
   const f32v base = splat(*m == -INFINITY ? 0.f : *m);
+  if (fabsf(base[0]) > kFarScore) round_scores(scores, round_up(n, 2 * kLanes), &factor);
   for (int64_t j = 0; j < n; j += 2 * kLanes) {
     const f32v x = exp2_of_floor(score(j) * factor - base), x1 = exp2_of_floor(score(j + kLanes) * factor - base);
     sum += x;
@@ -93,7 +94,7 @@ struct SoftmaxRows {
   const TileRows& tile;
   int64_t h;
   Part part;
-  const float* scores;
+  float* scores;
   uint16_t* probabilities;
   int64_t done, per_step;
   const bool plain = problem.softcap == 0.f && !problem.alibi_slopes && s.scales[h].score > 0.f;
@@ -134,9 +135,8 @@ struct SoftmaxRows {
 
   [[gnu::noinline]] void row(int64_t r, int64_t offset) {
     const int64_t i = h * s.head_rows + r;
-    softmax_row<Ops>(const_cast<float*>(scores) + offset, part.keys, seen_by(r),
-                     score_of(problem, item, s, h, r, tile.begin + part.from), probabilities + offset, &s.m[i],
-                     s.l + i * kLanes, s.acc + i * s.width, s.width);
+    softmax_row<Ops>(scores + offset, part.keys, seen_by(r), score_of(problem, item, s, h, r, tile.begin + part.from),
+                     probabilities + offset, &s.m[i], s.l + i * kLanes, s.acc + i * s.width, s.width);
   }
 };
 

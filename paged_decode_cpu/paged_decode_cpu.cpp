@@ -87,7 +87,8 @@ void run_plan(const Problem& p, const Kernel& kernel, const Plan& plan, const Sh
   const int64_t workers = pd_min(plan.threads, static_cast<int64_t>(plan.tasks.size()));
   torch::stable::parallel_for(0, workers, 1, [&](int64_t worker, int64_t) {
     char* scratch = thread_scratch(plan.scratch_bytes);
-    // Its own task first: a short call that comes again finds its keys in the cache of this core.
+    // Its own task first: a short call that comes again finds its keys in the cache of this core. Where torch gives a
+    // thread several workers, the first does all that is left.
     for (size_t i = worker; i < plan.tasks.size(); i = next_task++) {
       if (shared.taken[i].exchange(true)) continue;
       const Task& task = plan.tasks[i];

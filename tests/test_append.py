@@ -1,5 +1,6 @@
 """Writing to the cache: kv_paged_write, the append inside flash_attn_with_kvcache, and that both write the same."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -54,6 +55,30 @@ def test_append_writes_the_same_bytes(paged_attn, device, case):
     run(paged_attn, appended)
     for a, b in zip(appended.storage, written.storage):
         assert_same_bytes("cache", a, b.cpu())
+
+
+def test_gradients_see_what_was_written(paged_attn, device):
+    """torch keeps a tensor for a gradient, and refuses it if the tensor was written since."""
+    q, new = torch.ones(1, 1, 2, 8, device=device), torch.ones(1, 1, 2, 8, device=device)
+    cache, values, out = (torch.ones(1, n, 2, 8, device=device) for n in (4, 4, 1))
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    attend = functools.partial(paged_attn.flash_attn_with_kvcache, q.detach(), cache, values, cache_seqlens=2)
+    writes = {
+        "append": (lambda: attend(new, new), (cache, values)),
+        "write": (lambda: paged_attn.kv_paged_write(new, new, cache, values, table, 2), (cache, values)),
+        "out": (lambda: attend(out=out), (out,)),
+    }
+    for write, written in writes.values():
+        for tensor in written:
+            weight = torch.ones((), device=device, requires_grad=True)
+            product = (weight * tensor).sum()
+            write()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.backward()
+    weight = torch.ones((), device=device, requires_grad=True)
+    product = (weight * cache).sum()
+    attend(), paged_attn.explain(q, cache, values, new, new, cache_seqlens=2)  # which only read
+    product.backward()
 
 
 def slots_of(call):

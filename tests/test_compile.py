@@ -141,6 +141,59 @@ def test_errors_of_the_trace_say_what_is_wrong(paged_attn, device, name):
         compiled(**given)
 
 
+# Tensors of a call whose heads do not fit, and what is said of them.
+MISFITS = {
+    "head_dim": (
+        {"k_cache": (2, 8, 2, 32)},
+        "k_cache: expected .*head_dim = 64 .from q.*, got float32 .2, 8, 2, 32.$",
+    ),
+    "kv_heads": ({"v_cache": (2, 8, 4, 64)}, "v_cache: expected .*kv_heads = 2 .from k., .*, got "),
+    "dimensions": ({"k_cache": (8, 64)}, "k_cache: expected 3 or 4 dimensions that end .*, got float32 .8, 64.$"),
+    "new keys": ({"k": (2, 3, 1, 64)}, "v: expected .*kv_heads = 1 .from k., .*, got "),
+    "out": ({"out": (2, 3, 4, 32)}, "out: expected .*head_dim_v = 64 .from v.., got float32 .2, 3, 4, 32.$"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_heads_that_do_not_fit_are_refused_without_data(paged_attn, name):
+    """On `meta`, where only the fakes see them."""
+    shapes, words = MISFITS[name]
+    shapes = {"q": (2, 3, 4, 64), "k": (2, 3, 2, 64), "v": (2, 3, 2, 64), "out": (2, 3, 4, 64)} | shapes
+    shapes = {"k_cache": (2, 8, 2, 64), "v_cache": (2, 8, 2, 64)} | shapes
+    given = {n: torch.zeros(shape, device="meta") for n, shape in shapes.items()}
+    lens = torch.zeros(2, dtype=torch.int32, device="meta")
+    with pytest.raises(ValueError, match=f"^{words}"):
+        paged_attn.flash_attn_with_kvcache(**given, cache_seqlens=lens)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_lengths_are_ints_of_a_free_size(paged_attn, device, strict):
+    """An int length that comes from a shape is symbolic in torch.export, and so is a max_seqlen_q."""
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, cu_seqlens):
+            whole = paged_attn.flash_attn_with_kvcache(q, k, k, cache_seqlens=k.shape[1])
+            packed = q.flatten(0, 1)
+            lens = torch.full((2,), 4, dtype=torch.int32, device=q.device)
+            ragged = paged_attn.flash_attn_with_kvcache(
+                packed, k, k, cache_seqlens=lens, cu_seqlens_q=cu_seqlens, max_seqlen_q=q.shape[1]
+            )
+            k_cache, v_cache = torch.zeros_like(k), torch.zeros_like(k)
+            table = torch.arange(2, dtype=torch.int32, device=q.device)[:, None]
+            paged_attn.kv_paged_write(k[:, :1], k[:, :1], k_cache, v_cache, table, k.shape[1] - 1)
+            return whole, ragged, k_cache
+
+    def inputs(tokens, keys):
+        q, k = torch.randn(2, tokens, 4, 8, device=device), torch.randn(2, keys, 2, 8, device=device)
+        return q, k, torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32, device=device)
+
+    shapes = ({1: torch.export.Dim("tokens", min=2)}, {1: torch.export.Dim("keys", min=4)}, None)
+    exported = torch.export.export(Model(), inputs(3, 7), dynamic_shapes=shapes, strict=strict).module()
+    for call in (inputs(3, 7), inputs(5, 20)):
+        for x, y in zip(exported(*call), Model()(*call), strict=True):
+            assert torch.equal(x, y)
+
+
 def loops(paged_attn, module, table_name, device):
     """By name: a function of `module`, its calls i = 0, 1, ..., every length of which differs from the call before, and
     the graphs that they may take. A length in a tensor takes none; a size that changes takes a second graph, for every

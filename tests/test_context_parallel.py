@@ -232,6 +232,8 @@ def test_owners_take_pages_in_turns(paged_attn):
         owners.append(owner)
         held[owner] += 1
     assert owners == [0] * 4 + [1] * 4 + [2] * 4 + [0] * 2
+    with pytest.raises(ValueError, match=r"^keys_of_ranks: expected a number for each rank, got \[\]$"):
+        next_owner([], PAGE_SIZE)
 
 
 def test_ranks(device, tmp_path):

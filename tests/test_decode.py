@@ -1,5 +1,7 @@
 """The named cases, every feature by itself, every size; and the ways of saying the same thing."""
 
+import errno
+import mmap
 import platform
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import reference
 import torch
 from cases import Case
 from compare import assert_same_bits, check, judge, run
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
 @pytest.mark.every_isa
@@ -192,6 +195,24 @@ def test_empty_paged_cache(paged_attn, device, dtype, head_dims):
         assert cache.shape == (700, 16, 2, dim)
         assert cache.dtype == dtype and cache.is_contiguous() and cache.device.type == torch.device(device).type
         cache.view(reference.BITS[dtype.itemsize]).fill_(1)  # all of it is ours
+
+
+def test_paged_cache_without_huge_pages(paged_attn, device, monkeypatch):
+    """On a kernel that has none madvise fails; the cache is ordinary memory then."""
+
+    class Memory(mmap.mmap):
+        def madvise(self, *arguments):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Memory)
+    for cache in paged_attn.empty_paged_cache(700, 16, 2, 64, dtype=torch.float32, device=device):
+        assert cache.fill_(1).shape == (700, 16, 2, 64)
+
+
+def test_fake_paged_cache(paged_attn, device):
+    with FakeTensorMode():
+        for cache in paged_attn.empty_paged_cache(700, 16, 2, 64, dtype=torch.float32, device=device):
+            assert isinstance(cache, FakeTensor) and cache.shape == (700, 16, 2, 64)
 
 
 def policy_of(address):

@@ -130,9 +130,11 @@ def test_slopes_far_out(paged_attn, device, before, dtype, q_len):
         assert_result(out, lse, alone, *(cache.view(1, 2 * page_size, 2, 64) for cache in caches), [0])
 
 
-@pytest.mark.parametrize("v_descale", [0.0, -0.5])
+@pytest.mark.parametrize("v_descale", [0.0, -0.5, 1e-39])
 def test_descale_of_values_with_qv(paged_attn, device, v_descale):
-    """The values are in the score too then."""
+    """The values are in the score too then, if they count for anything."""
+    if v_descale == 1e-39 and torch.device(device).type != "cpu":
+        pytest.skip("a number that only the CPU does not take for 0")
     calls = both_calls(Case(kv_len=60, head_dim_v=512, qv=True, descale="full"), device)
     for call in calls:
         call.kwargs["v_descale"] = torch.full((4, 2), v_descale, device=call.kwargs["q"].device)
@@ -150,6 +152,25 @@ def test_huge_scores(paged_attn, device, dtype, q_len, size):
     out, lse = run(paged_attn, calls[0])
     assert torch.isfinite(out).all()
     judge(out, lse, *calls)
+
+
+@pytest.mark.parametrize("score", [1e7, 2e9, 1e11, 1e30])
+@pytest.mark.parametrize("q_len", [1, 3, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_far_out(paged_attn, device, dtype, q_len, score):
+    """One key scores so much that all others count for nothing, also where float32 rounds such scores by many powers of
+    two. float16 is short of them: the scale makes them."""
+    if torch.device(device).type != "cpu":
+        pytest.skip("the CPU's")
+    dtype = getattr(torch, dtype)
+    keys, v = torch.zeros(1, 32, 1, 64, dtype=dtype), torch.zeros(1, 32, 1, 64, dtype=dtype)
+    q = torch.zeros(1, q_len, 1, 64, dtype=dtype)
+    v[0, :, 0], q[..., 0] = torch.arange(32.0)[:, None], 1
+    for i in range(50):
+        keys[0, 3, 0, 0], scale = 1 + i / 64, score * (1 + i / 333)  # a product that float32 does not hold
+        out, lse = paged_attn.flash_attn_func(q, keys, v, softmax_scale=scale, return_softmax_lse=True)
+        torch.testing.assert_close(out, torch.full_like(out, 3), rtol=1e-6, atol=0)
+        torch.testing.assert_close(lse, torch.full_like(lse, (1 + i / 64) * scale), rtol=1e-6, atol=0)
 
 
 def test_infinite_sink_takes_everything(paged_attn, device):

@@ -13,6 +13,7 @@ from pathlib import Path
 import cases
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from cases import Case
 from compare import assert_same_bytes, run
 
@@ -580,6 +581,38 @@ def test_inputs_that_require_grad_without_grad_mode(paged_attn, device, name):
         paged_attn.flash_attn_with_kvcache(**arguments)
 
 
+@pytest.mark.parametrize("name", NUMBERS)
+def test_tangents(paged_attn, device, name):
+    """Forward-mode differentiation, with grad mode and without: there is no derivative, and 0 would be a wrong one."""
+    for grad in (True, False):
+        with forward_ad.dual_level(), torch.set_grad_enabled(grad):
+
+            def bad(a):
+                given = that_requires_grad(a, name).detach()
+                if given.dtype.itemsize == 1:
+                    pytest.skip("torch has no tangents of 8 bits")
+                a[name] = forward_ad.make_dual(given, torch.ones_like(given))
+
+            refused(paged_attn, device, NUMBERS[name], f"^{name}: expected a tensor without a tangent ", bad)
+
+
+def test_no_derivative_is_silently_zero(paged_attn, device):
+    q, k, v = (torch.randn(1, n, 2, 8, device=device) for n in (3, 5, 5))
+    functions = {
+        "q": lambda x: paged_attn.flash_attn_func(x, k, v),
+        "v_cache": lambda x: paged_attn.flash_attn_with_kvcache(q, k, v * x.sum(), cache_seqlens=2),
+        "out_a": lambda x: paged_attn.merge_attn_states(x, x[..., 0].mT, x, x[..., 0].mT)[0],
+    }
+    for name, function in functions.items():
+        with pytest.raises(ValueError, match=f"^{name}: expected a tensor without a tangent "):
+            torch.func.jvp(function, (q,), (torch.ones_like(q),))
+    pages, table = torch.zeros(1, 4, 2, 8, device=device), torch.zeros(1, 1, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=r"^k: expected a tensor without a tangent "):
+        torch.func.jvp(lambda x: paged_attn.kv_paged_write(x, q, pages, pages.clone(), table, 0), (q,), (q,))
+    with forward_ad.dual_level():  # without a tangent all is as ever
+        assert torch.equal(paged_attn.flash_attn_func(q, k, v), functions["q"](q))
+
+
 def test_sinks_that_require_grad(paged_attn, device):
     refused(
         paged_attn, device, READ_ONLY, "^sinks: expected a tensor that asks for no gradient ",
@@ -1036,6 +1069,69 @@ def test_scalars_with_an_int_length(paged_attn, device):
         paged_attn.kv_paged_write(scalar, scalar, cache, cache, None, 1)
 
 
+def test_more_rows_of_keys_than_requests(paged_attn, device):
+    """Only a cache may have them."""
+    q, k = torch.zeros(2, 5, 4, 8, device=device), torch.zeros(3, 6, 4, 8, device=device)
+    fa3 = paged_attn.fa3
+    for function in (
+        paged_attn.flash_attn_func, fa3.flash_attn_func, lambda *x: fa3.flash_attn_varlen_func(*x, None, None)
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"^k: expected batch = 2 \(from q\), got float32 \[3, 6, 4, 8\]$"):
+            function(q, k, k)
+        assert function(q, k[:2], k[:2]).shape == q.shape
+    assert paged_attn.flash_attn_with_kvcache(q, k, k).shape == q.shape
+
+
+def test_bounds_that_are_no_numbers(paged_attn, device):
+    """A max_seqlen_q of any kind is looked at, and none is swallowed."""
+    np = pytest.importorskip("numpy")
+    call = cases.build(VARLEN).to(device)
+    for value, given in (("x", "'x'"), (2.5, "2.5")):
+        with pytest.raises(ValueError, match=f"^max_seqlen_q: expected an int of 64 bits, got {given}$"):
+            run(paged_attn, call, max_seqlen_q=value)
+    if values_are_checked(device):
+        with pytest.raises(RuntimeError, match=r"^max_seqlen_q: expected at least the \d tokens .*, got 1$"):
+            run(paged_attn, call, max_seqlen_q=np.int64(1))
+    run(paged_attn, call, max_seqlen_q=np.int64(4))
+
+
+def test_a_bool_is_no_length(paged_attn, device):
+    q, cache = torch.zeros(1, 1, 2, 8, device=device), torch.zeros(1, 4, 2, 8, device=device)
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    match = "^cache_seqlens: expected a tensor, an int of 32 bits or None, got True$"
+    with pytest.raises(ValueError, match=match):
+        paged_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=True)
+    with pytest.raises(ValueError, match=match):
+        paged_attn.kv_paged_write(q, q, cache, cache.clone(), table, True)
+
+
+@pytest.mark.parametrize("name", ["out", "k_cache", "v_cache"])
+def test_views_that_negate(paged_attn, device, name):
+    """torch makes such a view of the imaginary part of a conjugate. It may be read, not written."""
+    q, new = (torch.ones(1, 1, 2, 8, device=device) for _ in range(2))
+    a = {"q": q, "k": new, "v": new.clone(), "cache_seqlens": 2, "out": torch.zeros_like(q)}
+    a |= {n: torch.zeros(1, 4, 2, 8, device=device) for n in ("k_cache", "v_cache")}
+    view = torch._neg_view(a[name])
+    match = f"^{name}: expected a tensor to write into, got a view that negates its memory; use resolve_neg\\(\\)$"
+    with pytest.raises(ValueError, match=match):
+        paged_attn.flash_attn_with_kvcache(**(a | {name: view}))
+    assert not a[name].any()
+    negative = paged_attn.flash_attn_func(torch._neg_view(q), a["k"], a["v"])
+    assert torch.equal(negative, paged_attn.flash_attn_func(-q, a["k"], a["v"]))
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fnuz", "float8_e5m2fnuz", "complex64", "uint16"])
+def test_dtypes_have_their_names(paged_attn, device, name):
+    if device == "mps":
+        pytest.skip("this device has no such dtypes")
+    cache, q = (
+        torch.zeros(1, 4, 2, 8, dtype=getattr(torch, name), device=device),
+        torch.zeros(1, 1, 2, 8, device=device),
+    )
+    with pytest.raises(RuntimeError, match=rf"^k_cache: expected .*, got {name}$"):
+        paged_attn.flash_attn_with_kvcache(q, cache, cache)
+
+
 def plain_calls(paged_attn, device):
     """Every function that attends or writes, with its tensors by the names that it has for them."""
     q, new, cache = (torch.zeros(2, n, h, 64, device=device) for n, h in ((3, 4), (3, 2), (8, 2)))
@@ -1250,6 +1346,22 @@ def test_parts_that_nothing_can_be_made_of(paged_attn, device, function, i):
             merging(paged_attn, device, function, lambda a: a.update({i: a[i].to("meta")}))
     with pytest.raises(ValueError, match=f"^{name}: expected a tensor that asks for no gradient "):
         merging(paged_attn, device, function, lambda a: a.update({i: a[i].requires_grad_()}))
+
+
+@pytest.mark.parametrize("name", ["out", "lse"])
+def test_merge_into_an_expanded_tensor(paged_attn, device, name):
+    """Refused before the other one is written."""
+    parts = torch.ones(5, 4, 64, device=device), torch.ones(4, 5, device=device)
+    targets = {"out": torch.zeros(5, 4, 64, device=device), "lse": torch.zeros(4, 5, device=device)}
+    targets[name] = targets[name][:1].expand(targets[name].shape)
+    with pytest.raises(ValueError, match=f"^{name}: expected memory for every element, got an expanded tensor$"):
+        paged_attn.merge_attn_states(*parts, *parts, **targets)
+    assert not any(x.any() for x in targets.values())
+    if name == "lse":
+        with pytest.raises(ValueError, match=r"^s_merged: expected memory for every element, got an expanded tensor$"):
+            lse = torch.zeros(5, 1, device=device).expand(5, 4)
+            paged_attn.fa3.merge_state_v2(parts[0], parts[1].T, parts[0], parts[1].T, targets["out"], lse)
+        assert not targets["out"].any()
 
 
 def test_merge_of_parts_without_heads(paged_attn, device):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import Case
 from compare import assert_same_bytes, run, torch_threads
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 CASES = {
     "decode": Case(kv_len=200),
@@ -51,6 +52,20 @@ def test_the_errors_are_those_of_the_call(paged_attn, device):
         RuntimeError, match=r"^cache_seqlens: expected int32 \[batch = 4 \(from q\)\], got int64 \[4\]$"
     ):
         explain(paged_attn, call, cache_seqlens=call.kwargs["cache_seqlens"].long())
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_tensors_without_data_are_refused(paged_attn, device, kind):
+    def explain_zeros(device):
+        q, cache = torch.zeros(2, 3, 4, 64, device=device), torch.zeros(2, 8, 2, 64, device=device)
+        paged_attn.explain(q, cache, cache)
+
+    with pytest.raises(ValueError, match=r"^q: expected a tensor with data \(the plan depends on lengths\), got one "):
+        if kind == "meta":
+            explain_zeros("meta")
+        else:
+            with FakeTensorMode():
+                explain_zeros(device)
 
 
 def test_other_functions(paged_attn, device):

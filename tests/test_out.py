@@ -1,5 +1,7 @@
-"""out may be any memory of its own: also rows between those of an input, but no element of one."""
+"""What is written, out and a cache that tokens are appended to, may be any memory of its own: also rows between those
+of an input, but no element of one."""
 
+import math
 import random
 
 import cases
@@ -62,6 +64,93 @@ def test_shared_memory_is_refused(paged_attn, device, name):
         assert torch.equal(x.nan_to_num(), expected.nan_to_num())
 
 
+# Every table of a call, and a case that has it.
+MANY = Case(
+    batch=3, lens=(20, 0, 33), q_len=2, append=2, causal=True, alibi="batch", sink="float32", leftpad=True,
+    batch_idx=True, rotary_dim=32, rotary_seqlens=True,
+)  # fmt: skip
+PACKED = Case(batch=3, lens=(20, 0, 33), q_len=4, varlen_q=True, append=3, append_varlen=True, causal=True)
+DESCALED = Case(batch=3, lens=(20, 0, 33), q_len=2, append=2, kv_dtype="float8_e4m3fn", descale="full")
+TABLES = {
+    "block_table": MANY, "cache_seqlens": MANY, "cache_batch_idx": MANY, "cache_leftpad": MANY, "rotary_cos": MANY,
+    "rotary_sin": MANY, "rotary_seqlens": MANY, "alibi_slopes": MANY, "s_aux": MANY, "cu_seqlens_q": PACKED,
+    "cu_seqlens_k_new": PACKED, "k_descale": DESCALED, "v_descale": DESCALED, "q": MANY, "k": MANY, "v": MANY,
+}  # fmt: skip
+
+
+def over_the_start(a, name, like):
+    """A tensor as `like` is, whose last 16 bytes are the first of an argument, which moves there."""
+    x, start = a[name], math.prod(like.shape) * like.element_size() - 16
+    memory = torch.zeros(start + max(16, x.nbytes), dtype=torch.uint8, device=x.device)
+    a[name] = memory[start : start + x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+    return memory[: start + 16].view(like.dtype).view(like.shape)
+
+
+@pytest.mark.parametrize("written", ["out", "k_cache", "v_cache"])
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_in_the_memory_that_is_written(paged_attn, device, name, written):
+    call = cases.build(TABLES[name]).to(device)
+    a = call.kwargs | dict(zip(("k_cache", "v_cache"), call.caches()))
+    a["out"] = torch.zeros_like(a["q"])
+    a[written] = over_the_start(a, name, a[written])
+    before = {n: x.clone() for n, x in a.items() if isinstance(x, torch.Tensor)}
+    for function in (paged_attn.flash_attn_with_kvcache, paged_attn.explain):
+        with pytest.raises(RuntimeError, match=f"^{written}: expected memory of its own, got memory of {name}$"):
+            function(**a)
+    for n, x in before.items():
+        assert torch.equal(a[n].view(torch.uint8), x.view(torch.uint8)), n
+
+
+@pytest.mark.parametrize("written", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("name", ["k", "v", "block_table", "cache_seqlens", "slot_mapping", "k_descale", "v_descale"])
+def test_tables_in_the_memory_of_a_write(paged_attn, device, name, written):
+    call = cases.build(DESCALED).to(device)
+    names = ("k", "v", "k_descale", "v_descale")
+    a = {n: call.kwargs[n] for n in names} | dict(zip(("k_cache", "v_cache"), call.caches()))
+    if name == "slot_mapping":
+        a["slot_mapping"] = torch.arange(6, device=device)
+    else:
+        a |= {n: call.kwargs[n] for n in ("block_table", "cache_seqlens")}
+    a[written] = over_the_start(a, name, a[written])
+    before = a[written].view(torch.uint8).clone()
+    with pytest.raises(RuntimeError, match=f"^{written}: expected memory of its own, got memory of {name}$"):
+        paged_attn.kv_paged_write(**a)
+    assert torch.equal(a[written].view(torch.uint8), before)
+
+
+def test_tokens_of_the_cache_itself(paged_attn, device):
+    """Moved within it: whether a token is read before another one is written over it, no caller knows."""
+    cache, values = torch.randn(2, 1, 8, 2, 64, device=device)
+    before, q = cache.clone(), torch.zeros(1, 1, 2, 64, device=device)
+    tokens, new = cache[:, :4], torch.zeros(1, 4, 2, 64, device=device)
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    for k, v, blamed in ((tokens, new, "k"), (new, tokens, "v")):
+        with pytest.raises(RuntimeError, match=f"^k_cache: expected memory of its own, got memory of {blamed}$"):
+            paged_attn.flash_attn_with_kvcache(q, cache, values, k, v, cache_seqlens=2)
+        with pytest.raises(RuntimeError, match=f"^k_cache: expected memory of its own, got memory of {blamed}$"):
+            paged_attn.kv_paged_write(k, v, cache, values, table, 2)
+    assert torch.equal(cache, before)
+    paged_attn.kv_paged_write(tokens.clone(), new, cache, values, table, 2)
+    assert torch.equal(cache[:, 2:6], before[:, :4])
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_expanded_caches_are_not_written(paged_attn, device, name):
+    """Every request would write into the row of all. They may be read."""
+    one, q, new = (torch.zeros(n, t, 1, 8, device=device) for n, t in ((1, 4), (3, 1), (3, 1)))
+    caches = {n: torch.zeros(3, 4, 1, 8, device=device) for n in ("k_cache", "v_cache")} | {
+        name: one.expand(3, 4, 1, 8)
+    }
+    match = rf"^{name}: expected rows that share no memory, got rows of 32 bytes that begin 0 bytes apart$"
+    with pytest.raises(RuntimeError, match=match):
+        paged_attn.flash_attn_with_kvcache(q, **caches, k=new + 1, v=new + 1, cache_seqlens=0)
+    with pytest.raises(RuntimeError, match=match):
+        slots = torch.tensor([0, 4, 8], device=device)
+        paged_attn.kv_paged_write(new[:, 0] + 1, new[:, 0] + 1, **caches, slot_mapping=slots)
+    assert not one.any()
+    paged_attn.flash_attn_with_kvcache(q, **caches, cache_seqlens=3)
+
+
 def test_shared_memory_has_the_name_of_the_caller(paged_attn, device):
     q, k, v = (torch.randn(1, 8, 2, 64, device=device) for _ in range(3))
     with pytest.raises(RuntimeError, match=r"^out: expected memory of its own, got memory of v$"):
@@ -88,6 +177,15 @@ def test_rows_that_overlap_in_part_are_refused(paged_attn, device):
     match = r"^out: expected rows that share no memory, got rows of 128 bytes that begin 126 bytes apart$"
     with pytest.raises(RuntimeError, match=match):
         run(paged_attn, call, out=out.as_strided((2, 3, 4, 64), (768, 256, 63, 1)))
+    assert (out == 7.0).all()
+
+
+def test_rows_that_overlap_only_together_are_refused(paged_attn, device):
+    """The second head of the first token is where the first head of the second one is."""
+    q, out = torch.zeros(1, 2, 2, 8, device=device), torch.full((24,), 7.0, device=device)
+    match = r"^out: expected rows that share no memory, got rows of 64 bytes that begin 32 bytes apart$"
+    with pytest.raises(RuntimeError, match=match):
+        paged_attn.flash_attn_func(q, q, q, out=out.as_strided((1, 2, 2, 8), (0, 8, 8, 1)))
     assert (out == 7.0).all()
 
 

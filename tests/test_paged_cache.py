@@ -1,6 +1,9 @@
 """PagedCache in transformers' generate(): the tokens of a DynamicCache, and what happens to the pages; the attention
 function that it sets, with other caches."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from small_models import CHANGES_AFTER_STORING, MODELS, SHARED_KEYS
@@ -239,6 +242,30 @@ def test_errors_name_what_was_expected(make_model, paged_cache):
         generate(model, inputs, cache)
     with pytest.raises(ValueError, match="tokens_to_remove: expected 0 or less, got 2"):
         cache.crop(2)
+
+
+def test_a_deep_copy_is_of_the_same_model(make_model, paged_cache):
+    """It holds the same tokens, in pages of its own, and sees when the model's attention is another one."""
+    model, inputs = make_model(), text(make_model(), [12, 12])
+    wanted = expected(model, inputs)
+    cache = paged_cache(model)
+    with torch.no_grad():
+        model(inputs["input_ids"][:, :8], past_key_values=cache)
+    copies = [copy.deepcopy(cache) for _ in range(2)]
+    assert all(layer.cache is copies[0] for layer in copies[0].layers)
+    assert generate(model, inputs, copies[0]) == wanted
+    assert cache.get_seq_length() == copies[1].get_seq_length() == 8
+    model.set_attn_implementation("sdpa")
+    for one in (cache, copies[1]):
+        with pytest.raises(ValueError, match=r"attn_implementation: expected 'paged_attn' .* got 'sdpa'"):
+            generate(model, inputs, one)
+
+
+def test_pages_are_not_pickled(make_model, paged_cache):
+    cache = paged_cache(make_model())
+    for copying in (pickle.dumps, copy.copy):
+        with pytest.raises(TypeError, match=r"^PagedCache: expected copy.deepcopy .*, got pickle or copy$"):
+            copying(cache)
 
 
 def test_layers_of_another_kind_are_refused(make_model, paged_cache):

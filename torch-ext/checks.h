@@ -34,6 +34,14 @@ inline const char* str(ScalarType type) {
     case ScalarType::Byte: return "uint8";
     case ScalarType::Char: return "int8";
     case ScalarType::Short: return "int16";
+    case ScalarType::UInt16: return "uint16";
+    case ScalarType::UInt32: return "uint32";
+    case ScalarType::UInt64: return "uint64";
+    case ScalarType::ComplexFloat: return "complex64";
+    case ScalarType::ComplexDouble: return "complex128";
+    case ScalarType::Float8_e4m3fnuz: return "float8_e4m3fnuz";
+    case ScalarType::Float8_e5m2fnuz: return "float8_e5m2fnuz";
+    case ScalarType::Float8_e8m0fnu: return "float8_e8m0fnu";
     default: return "another dtype";
   }
 }

@@ -6,7 +6,6 @@
 #include "backend.h"
 #include "op_parts.h"
 #include "ops.h"
-#include "overlap.h"
 #include "spec/ranges.h"
 
 namespace paged_attn {
@@ -194,45 +193,6 @@ void check_scores(const AttendArguments& a, const Like& q, Sizes& s, Problem* p)
   p->q_descale = descale.table;
   p->q_descale_stride_batch = descale.stride_batch;
   p->q_descale_stride_head = descale.stride_head;
-}
-
-// Two rows of a result at one place, as those of an expanded tensor are, would be written over each other.
-void check_rows_apart(const char* name, const Rows& rows) {
-  for (int d = 0; d < 3; ++d)
-    if (rows.size[d] > 1 && rows.stride[d] < rows.row_bytes && !rows.empty())
-      fail(std::string(name) + ": expected rows that share no memory, got rows of " + str(rows.row_bytes) +
-           " bytes that begin " + str(rows.stride[d]) + " bytes apart");
-}
-
-// Results are written while inputs are still read, in an order that no caller knows: they need memory of their own.
-void check_memory(const Problem& p) {
-  const bool packed = static_cast<bool>(p.cu_seqlens_q);
-  const int64_t tokens[] = {packed ? 1 : p.batch, packed ? p.total_q : p.max_q_len, p.q_heads};
-  const Rows out = rows_at(p.out, out_dtype(p.q_dtype), p.head_dim_v, tokens,
-                           {p.out_stride_batch, p.out_stride_token, p.out_stride_head});
-  check_rows_apart("out", out);
-  if (p.lse)
-    check_rows_apart("softmax_lse", rows_at(p.lse.data, DType::kFloat32, tokens[1], {tokens[0], p.q_heads, 1},
-                                            {p.lse_stride_batch, p.lse_stride_head, 0}));
-  const auto check_input = [&](const char* name, const Rows& input) {
-    if (share_memory(out, input)) fail(std::string("out: expected memory of its own, got memory of ") + name);
-  };
-  check_input("q", rows_at(p.q, p.q_dtype, p.head_dim, tokens, {p.q_stride_batch, p.q_stride_token, p.q_stride_head}));
-  if (p.qv)
-    check_input("qv", rows_at(p.qv.data, p.q_dtype, p.head_dim_v, tokens,
-                              {p.qv_stride_batch, p.qv_stride_token, p.qv_stride_head}));
-  const Cache& c = p.cache;
-  const int64_t slots[] = {c.num_pages, c.page_size, p.kv_heads};
-  check_input("k_cache", rows_at(c.k, c.dtype, p.head_dim, slots, {c.k_stride_page, c.k_stride_slot, c.k_stride_head}));
-  check_input("v_cache",
-              rows_at(c.v, c.dtype, p.head_dim_v, slots, {c.v_stride_page, c.v_stride_slot, c.v_stride_head}));
-  if (!p.append.k) return;
-  const Append& n = p.append;
-  const int64_t new_tokens[] = {n.cu_seqlens_k_new ? 1 : p.batch, n.seqlen_new, p.kv_heads};
-  check_input(
-      "k", rows_at(n.k.data, n.dtype, p.head_dim, new_tokens, {n.k_stride_batch, n.k_stride_token, n.k_stride_head}));
-  check_input(
-      "v", rows_at(n.v.data, n.dtype, p.head_dim_v, new_tokens, {n.v_stride_batch, n.v_stride_token, n.v_stride_head}));
 }
 
 // Checks everything but what only the values of tensors tell.

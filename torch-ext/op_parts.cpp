@@ -1,5 +1,9 @@
 #include "op_parts.h"
 
+#include <algorithm>
+
+#include "overlap.h"
+
 namespace paged_attn {
 
 DType dtype_of(ScalarType type) {
@@ -141,6 +145,101 @@ void check_head_dims(const Sizes& s, bool with_qv) {
   if (!usual && !(latent && head_dim_v == 512))
     fail("head_dim and head_dim_v: expected 1 to 256 each, or (512, 512), or (576, 512), or (64, 512) with qv, got (" +
          str(head_dim) + ", " + str(head_dim_v) + ")" + (with_qv ? " with qv" : ""));
+}
+
+namespace {
+
+// Two rows at one place, as those of an expanded tensor are, would be written over each other. From the smallest stride
+// to the largest, each must be as long as all that lies inside it.
+void check_rows_apart(const char* name, const Rows& rows) {
+  if (rows.empty()) return;
+  int order[] = {0, 1, 2};
+  std::sort(order, order + 3, [&](int a, int b) { return rows.stride[a] < rows.stride[b]; });
+  int64_t bytes = rows.row_bytes;
+  for (const int d : order) {
+    if (rows.size[d] == 1) continue;
+    if (rows.stride[d] < bytes)
+      fail(std::string(name) + ": expected rows that share no memory, got rows of " + str(bytes) +
+           " bytes that begin " + str(rows.stride[d]) + " bytes apart");
+    bytes += (rows.size[d] - 1) * rows.stride[d];
+  }
+}
+
+// Calls read(name, rows) for every tensor of a call that is given, but for the caches.
+template <typename Read>
+void each_input(const Problem& p, const Read& read) {
+  const bool packed = static_cast<bool>(p.cu_seqlens_q);
+  const int64_t tokens[] = {packed ? 1 : p.batch, packed ? p.total_q : p.max_q_len, p.q_heads};
+  read("q", rows_at(p.q, p.q_dtype, p.head_dim, tokens, {p.q_stride_batch, p.q_stride_token, p.q_stride_head}));
+  if (p.qv)
+    read("qv",
+         rows_at(p.qv.data, p.q_dtype, p.head_dim_v, tokens, {p.qv_stride_batch, p.qv_stride_token, p.qv_stride_head}));
+  if (const Append& n = p.append; n.k) {
+    const int64_t new_tokens[] = {n.cu_seqlens_k_new ? 1 : p.batch, n.seqlen_new, p.kv_heads};
+    read("k",
+         rows_at(n.k.data, n.dtype, p.head_dim, new_tokens, {n.k_stride_batch, n.k_stride_token, n.k_stride_head}));
+    read("v",
+         rows_at(n.v.data, n.dtype, p.head_dim_v, new_tokens, {n.v_stride_batch, n.v_stride_token, n.v_stride_head}));
+  }
+  // Tables of numbers of 4 bytes (of slot_mapping: 8), and of the rotation.
+  const auto read_table = [&](const char* name, const auto& table, int64_t rows, int64_t stride, int64_t width,
+                              DType dtype = DType::kFloat32) {
+    if (table) read(name, rows_at(table.data, dtype, width, {1, 1, rows}, {0, 0, stride}));
+  };
+  const auto read_scales = [&](const char* name, const auto& scales, int64_t stride_batch, int64_t stride_head) {
+    if (scales)
+      read(name, rows_at(scales.data, DType::kFloat32, 1, {1, p.batch, p.kv_heads}, {0, stride_batch, stride_head}));
+  };
+  const Cache& c = p.cache;
+  const Rotary& r = p.rotary;
+  read_table("block_table", c.block_table, c.table_rows, c.block_table_stride, c.max_pages);
+  read_table("cache_seqlens", p.cache_seqlens, 1, 0, p.batch);
+  read_table("cu_seqlens_q", p.cu_seqlens_q, 1, 0, p.batch + 1);
+  read_table("cu_seqlens_k", c.cu_seqlens_k, 1, 0, p.batch + 1);
+  read_table("cu_seqlens_k_new", p.append.cu_seqlens_k_new, 1, 0, p.batch + 1);
+  read_table("slot_mapping", p.append.slot_mapping, 1, 0, 2 * p.append.total_new);
+  read_table("cache_batch_idx", c.cache_batch_idx, 1, 0, p.batch);
+  read_table("cache_leftpad", p.cache_leftpad, 1, 0, p.batch);
+  read_table("rotary_cos", r.cos, r.rotary_len, r.cos_stride, r.rotary_dim / 2, p.q_dtype);
+  read_table("rotary_sin", r.sin, r.rotary_len, r.sin_stride, r.rotary_dim / 2, p.q_dtype);
+  read_table("rotary_seqlens", r.seqlens, 1, 0, p.batch);
+  read_table("alibi_slopes", p.alibi_slopes, p.alibi_stride_batch ? p.batch : 1, p.alibi_stride_batch, p.q_heads);
+  read_table("s_aux", p.sinks, 1, 0, p.q_heads, p.sinks_dtype);
+  read_scales("q_descale", p.q_descale, p.q_descale_stride_batch, p.q_descale_stride_head);
+  read_scales("k_descale", c.k_descale, c.k_descale_stride_batch, c.k_descale_stride_head);
+  read_scales("v_descale", c.v_descale, c.v_descale_stride_batch, c.v_descale_stride_head);
+}
+
+}  // namespace
+
+void check_memory(const Problem& p) {
+  const bool packed = static_cast<bool>(p.cu_seqlens_q), writes = static_cast<bool>(p.append.k);
+  const int64_t tokens[] = {packed ? 1 : p.batch, packed ? p.total_q : p.max_q_len, p.q_heads};
+  const Rows out = rows_at(p.out, out_dtype(p.q_dtype), p.head_dim_v, tokens,
+                           {p.out_stride_batch, p.out_stride_token, p.out_stride_head});
+  const Cache& c = p.cache;
+  const int64_t slots[] = {c.num_pages, c.page_size, p.kv_heads};
+  const Rows k_cache = rows_at(c.k, c.dtype, p.head_dim, slots, {c.k_stride_page, c.k_stride_slot, c.k_stride_head});
+  const Rows v_cache = rows_at(c.v, c.dtype, p.head_dim_v, slots, {c.v_stride_page, c.v_stride_slot, c.v_stride_head});
+  check_rows_apart("out", out);
+  if (p.lse)
+    check_rows_apart("softmax_lse", rows_at(p.lse.data, DType::kFloat32, tokens[1], {tokens[0], p.q_heads, 1},
+                                            {p.lse_stride_batch, p.lse_stride_head, 0}));
+  if (writes) {
+    check_rows_apart("k_cache", k_cache);
+    check_rows_apart("v_cache", v_cache);
+  }
+  const auto refuse_shared = [](const char* written, const Rows& target, const char* name, const Rows& input) {
+    if (share_memory(target, input)) fail(std::string(written) + ": expected memory of its own, got memory of " + name);
+  };
+  each_input(p, [&](const char* name, const Rows& input) {
+    refuse_shared("out", out, name, input);
+    if (!writes) return;
+    refuse_shared("k_cache", k_cache, name, input);
+    refuse_shared("v_cache", v_cache, name, input);
+  });
+  refuse_shared("out", out, "k_cache", k_cache);
+  refuse_shared("out", out, "v_cache", v_cache);
 }
 
 }  // namespace paged_attn

@@ -77,4 +77,8 @@ Append check_append(const Tensor& k, const Tensor& v, const Tensor* cu_seqlens_k
 
 void check_head_dims(const Sizes& sizes, bool with_qv);
 
+// What is written, the result and the cache that tokens are appended to, needs memory of its own: inputs are read
+// meanwhile, in an order that no caller knows, and lengths and pages after they were checked.
+void check_memory(const Problem& problem);
+
 }  // namespace paged_attn

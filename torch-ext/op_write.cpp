@@ -69,6 +69,7 @@ void kv_paged_write(const WriteArguments& a) {
   p.head_dim_v = s.head_dim_v.size;
   p.q_dtype = p.append.dtype;
   check_head_dims(s, /*with_qv=*/true);
+  check_memory(p);
   if (const std::string reason = unsupported_reason(p); !reason.empty()) fail(reason);
   run_kv_write(p);
 }

@@ -10,6 +10,8 @@ import re
 from operator import index
 
 import torch
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from ._ops import ops
 
@@ -17,7 +19,12 @@ _attend = ops.flash_attn_with_kvcache.default
 _attend_plainly = ops.flash_attn_with_kvcache_plain.default
 _append_and_attend = ops.flash_attn_with_kvcache_append.default
 
+# Counts writes in the tensors, as torch's own operators do, so that a gradient which needs what they held before is
+# refused. Only where grad mode is on, and compiled graphs count by themselves.
+count_writes = torch.autograd.graph.increment_version
+
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+INTS = (int, torch.SymInt)  # torch.export has sizes of the second kind
 
 
 # What a plain call does not ask for: the operators' last arguments, by the names of the schemas (torch-ext/arguments.h
@@ -32,6 +39,7 @@ _CU_SEQLENS_Q, _QV = FEATURES.index("cu_seqlens_q"), FEATURES.index("qv")
 # The tensors of numbers, which could require grad: those of every call, and those among the features (all between
 # alibi_slopes and rotary_sin but the int attention_chunk).
 _NUMBERS = ("q", "k_cache", "v_cache", "k", "v", "out")
+_WRITTEN = ("k_cache", "v_cache", "out")
 _SLOPES_AND_SINK = slice(FEATURES.index("alibi_slopes"), FEATURES.index("s_aux") + 1)
 _QV_TO_ROTARY = slice(FEATURES.index("qv"), FEATURES.index("rotary_sin") + 1)
 _NUMBERS_OF_FEATURES = FEATURES[_SLOPES_AND_SINK] + FEATURES[_QV_TO_ROTARY]
@@ -62,13 +70,15 @@ _ABSENT = {
 
 def run(
     names, q, k_cache, v_cache, out, return_lse, cache_seqlens, block_table, softmax_scale, causal, window_size,
-    features=None, k=None, v=None, max_seqlen_q=None,
+    features=None, k=None, v=None, max_seqlen_q=None, is_cache=True,
 ):  # fmt: skip
     """Fills defaults, allocates the results and calls the operator; every check of a tensor is there. `features`:
-    None where none is asked for. `names`: how the caller calls the arguments of flash_attn_with_kvcache, in errors."""
+    None where none is asked for. `names`: how the caller calls the arguments of flash_attn_with_kvcache, in errors.
+    `is_cache`: only a cache may have more rows than there are requests."""
     try:
         qv = None if features is None else features[_QV]
-        if torch.is_grad_enabled():
+        grad = torch.is_grad_enabled()
+        if grad or forward_ad._current_level >= 0:
             refuse_grad(_NUMBERS, (q, k_cache, v_cache, k, v, out))
             if features is not None:
                 refuse_grad(_NUMBERS_OF_FEATURES, features[_SLOPES_AND_SINK] + features[_QV_TO_ROTARY])
@@ -76,8 +86,10 @@ def run(
         if len(q_shape) < 3 or len(v_shape) < 3:
             name, shape = ("q", q_shape) if len(q_shape) < 3 else ("v_cache", v_shape)
             raise ValueError(f"{name}: expected a tensor of 3 or 4 dimensions, got shape {tuple(shape)}")
+        if not is_cache and v_shape[0] > q_shape[0]:
+            raise ValueError(f"k_cache: expected batch = {q_shape[0]} (from q), got {form_of(k_cache)}")
         head_dim, head_dim_v = q_shape[-1], v_shape[-1]
-        if isinstance(cache_seqlens, int):
+        if isinstance(cache_seqlens, INTS) and not isinstance(cache_seqlens, bool):
             cu_seqlens_q = None if features is None else features[_CU_SEQLENS_Q]
             batch = q_shape[0] if cu_seqlens_q is None else batch_of("cu_seqlens_q", cu_seqlens_q)
             cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
@@ -91,7 +103,8 @@ def run(
             window_right = 0
         elif window_right is None:
             window_right = -1
-        if out is None:
+        is_new = out is None
+        if is_new:
             if head_dim == head_dim_v and q.dtype not in FP8 and q.is_contiguous():
                 out = torch.empty_like(q)
             else:
@@ -111,16 +124,21 @@ def run(
         else:
             operator = _append_and_attend if append else _attend
             # Only a bound: a tensor is not read, for that would wait for the device.
-            max_seqlen_q = max_seqlen_q if isinstance(max_seqlen_q, int) else q_shape[0]
+            if max_seqlen_q is None or isinstance(max_seqlen_q, torch.Tensor):
+                max_seqlen_q = q_shape[0]
             operator(
                 q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right, k, v,
                 window_left, max_seqlen_q, *(_NO_FEATURES if features is None else features),
             )  # fmt: skip
+        if grad and (append or not is_new) and not is_compiling():
+            count_writes((k_cache, v_cache, out) if append else (out,))
         return (out, lse) if return_lse else out
     except FAILURES as error:
         given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
         given |= {"block_table": block_table, "k": k, "v": v, "window_size": window_size}
-        given |= {n: x for n, x in (("out", out), ("softmax_scale", softmax_scale)) if x is not None}
+        filled = {"out": out, "softmax_scale": softmax_scale}
+        filled |= {} if isinstance(max_seqlen_q, torch.Tensor) else {"max_seqlen_q": max_seqlen_q}
+        given |= {name: x for name, x in filled.items() if x is not None}
         given |= {} if features is None else dict(zip(FEATURES, features))
         raise reworded(clearer(error, _TYPES, given), names) from None
 
@@ -191,12 +209,21 @@ def refuse_dropout(dropout_p):
 
 
 def refuse_grad(names, tensors):
+    """Of both directions: an operator has neither, and its result would silently be a constant."""
+    forward = forward_ad._current_level >= 0
     for tensor in tensors:
-        if tensor is not None and tensor.requires_grad:
-            name = names[[other is tensor for other in tensors].index(True)]
+        if tensor is None or not (forward or tensor.requires_grad):
+            continue
+        name = names[[other is tensor for other in tensors].index(True)]
+        if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{name}: expected a tensor that asks for no gradient (forward only, for inference), "
                 "got requires_grad=True; use torch.no_grad() or detach()"
+            )
+        if forward and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ValueError(
+                f"{name}: expected a tensor without a tangent (for inference, no derivatives), got one of forward-mode "
+                "differentiation; use detach()"
             )
 
 
@@ -219,8 +246,12 @@ def _refuse_types(types, given):
             continue
         value = given[name]
         is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor and name in _WRITTEN and not is_compiling() and value.is_neg():
+            raise ValueError(
+                f"{name}: expected a tensor to write into, got a view that negates its memory; use resolve_neg()"
+            )
         if name == "cache_seqlens":
-            is_length = isinstance(value, int) and _fits(value, 32)
+            is_length = isinstance(value, INTS) and not isinstance(value, bool) and _fits(value, 32)
             if not (value is None or is_tensor or is_length):
                 raise ValueError(f"{name}: expected a tensor, an int of 32 bits or None, got {form_of(value)}")
         elif kind == "Tensor" and not is_tensor:

@@ -1,9 +1,31 @@
 """What torch.compile needs to know of the operators: they return nothing, their results are arguments."""
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ._call import types_of
+from ._call import form_of, types_of
 from ._ops import add_op_namespace_prefix, ops
+
+# The last dimensions of tensors, those first that fix a size.
+_HEADS = {
+    "q": ("q_heads", "head_dim"), "k": ("kv_heads", "head_dim"), "v": ("kv_heads", "head_dim_v"),
+    "k_cache": ("kv_heads", "head_dim"), "v_cache": ("kv_heads", "head_dim_v"), "out": ("q_heads", "head_dim_v"),
+}  # fmt: skip
+
+
+def _check_heads(tensors):
+    """Symbolic sizes are refused only where they surely differ: a comparison would bind the graph to its answer."""
+    sizes = {}
+    for name, dims in _HEADS.items():
+        if name not in tensors:
+            continue
+        tensor = tensors[name]
+        fits = tensor.dim() in (3, 4)
+        for dim, size in zip(dims, tensor.shape[-2:] if fits else ()):
+            fits = fits and not statically_known_true(sizes.setdefault(dim, (name, size))[1] != size)
+        if not fits:
+            ends = ", ".join(f"{dim} = {sizes[dim][1]} (from {sizes[dim][0]})" if dim in sizes else dim for dim in dims)
+            raise ValueError(f"{name}: expected 3 or 4 dimensions that end with [{ends}], got {form_of(tensor)}")
 
 
 def _returns_nothing(types):
@@ -21,6 +43,7 @@ def _returns_nothing(types):
                     f"{name}: expected a tensor on the device of {first} ({tensors[first].device}), got one on "
                     f"{tensor.device}"
                 )
+        _check_heads(tensors)
 
     return fake
 

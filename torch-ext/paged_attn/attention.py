@@ -198,7 +198,9 @@ def flash_attn_func(
     )  # fmt: skip
     return_lse = return_softmax_lse or return_attn_probs
     names = _NAMES_OF_KEYS[False, sinks is not None]
-    return run(names, q, k, v, out, return_lse, None, None, softmax_scale, causal, window_size, features)
+    return run(
+        names, q, k, v, out, return_lse, None, None, softmax_scale, causal, window_size, features, is_cache=False
+    )
 
 
 def flash_attn_varlen_func(

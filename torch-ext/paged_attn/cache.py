@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -10,6 +11,7 @@ import platform
 import sys
 
 import torch
+from torch._guards import active_fake_mode
 
 _HUGE_PAGE = 2 << 20
 
@@ -56,11 +58,12 @@ def empty_paged_cache(
 def _empty(shape, dtype, device, interleave):
     size = math.prod(shape) * dtype.itemsize
     huge = size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
-    if device.type != "cpu" or not (huge or interleave) or size == 0:
+    if device.type != "cpu" or not (huge or interleave) or size == 0 or active_fake_mode() is not None:
         return torch.empty(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge:
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     data = torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory` alive
     if interleave:
         _interleave(data.data_ptr(), len(memory))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import attention, fa3
@@ -46,9 +47,18 @@ def explain(*arguments, function=flash_attn_with_kvcache, **keywords) -> Explana
     if function not in _FUNCTIONS:  # it would really run
         given = getattr(function, "__name__", repr(function))
         raise ValueError(f"function: expected an attention function of paged_attn or paged_attn.fa3, got {given}")
-    with _Explain() as explained:
-        function(*arguments, **keywords)
-    return Explanation(**json.loads(explained.text))
+    try:
+        with _Explain():
+            function(*arguments, **keywords)
+    except _Explained as explained:
+        return Explanation(**json.loads(explained.text))
+
+
+class _Explained(Exception):
+    """Ends the call where the operator would begin."""
+
+    def __init__(self, text):
+        self.text = text
 
 
 class _Explain(TorchDispatchMode):
@@ -57,5 +67,7 @@ class _Explain(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func not in _OPERATORS:
             return func(*args, **(kwargs or {}))
-        self.text = ops.explain_flash_attn_with_kvcache.default(*args, **(kwargs or {}))
-        return None
+        q = args[0]
+        if q.device.type == "meta" or isinstance(q, FakeTensor):
+            raise ValueError("q: expected a tensor with data (the plan depends on lengths), got one without")
+        raise _Explained(ops.explain_flash_attn_with_kvcache.default(*args, **(kwargs or {})))

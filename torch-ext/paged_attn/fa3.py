@@ -156,7 +156,9 @@ def flash_attn_func(
         None, None, True, None,
     )  # fmt: skip
     return_lse = return_softmax_lse or return_attn_probs
-    return run(names, q, k, v, out, return_lse, None, None, softmax_scale, causal, window_size, features)
+    return run(
+        names, q, k, v, out, return_lse, None, None, softmax_scale, causal, window_size, features, is_cache=False
+    )
 
 
 def flash_attn_varlen_func(
@@ -229,7 +231,7 @@ def flash_attn_varlen_func(
     return_lse = return_softmax_lse or return_attn_probs
     return run(
         names, q, k, v, out, return_lse, seqused_k, page_table, softmax_scale, causal, window_size, features, None,
-        None, max_seqlen_q,
+        None, max_seqlen_q, page_table is not None or cu_seqlens_k is not None,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
 from ._call import form_of, refuse_grad
 
@@ -81,7 +82,7 @@ def check_all(names, parts, targets):
             raise ValueError(
                 f"{name}: expected a tensor on the device of {names[0]} ({device}), got one on {tensor.device}"
             )
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         refuse_grad(names, given)
 
 
@@ -93,3 +94,5 @@ def _check_shape(name, tensor, other_name, other):
 def _check_target(name, target, shape, dtype):
     if target is not None and (target.shape != shape or target.dtype != dtype):
         raise ValueError(f"{name}: expected {dtype} {tuple(shape)}, got {target.dtype} {tuple(target.shape)}")
+    if target is not None and any(s > 1 and t == 0 for s, t in zip(target.shape, target.stride())):
+        raise ValueError(f"{name}: expected memory for every element, got an expanded tensor")

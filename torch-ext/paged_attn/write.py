@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
-from ._call import FAILURES, batch_of, check_int32, clearer, refuse_grad, types_of
+from ._call import FAILURES, INTS, batch_of, check_int32, clearer, count_writes, refuse_grad, types_of
 from ._ops import ops
 
 _write = ops.kv_paged_write.default
@@ -48,12 +50,13 @@ def kv_paged_write(
             then.
     """
     try:
-        if torch.is_grad_enabled():
+        grad = torch.is_grad_enabled()
+        if grad or forward_ad._current_level >= 0:
             refuse_grad(_NUMBERS, (k, v, k_cache, v_cache, k_descale, v_descale))
         if k.dim() < 3:
             raise ValueError(f"k: expected a tensor of 3 or 4 dimensions, got shape {tuple(k.shape)}")
         if slot_mapping is None:
-            if isinstance(cache_seqlens, int):
+            if isinstance(cache_seqlens, INTS) and not isinstance(cache_seqlens, bool):
                 batch = k.shape[0] if cu_seqlens_k_new is None else batch_of("cu_seqlens_k_new", cu_seqlens_k_new)
                 cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=k.device)
         else:
@@ -66,6 +69,8 @@ def kv_paged_write(
             k, v, k_cache, v_cache, block_table, cache_seqlens, cu_seqlens_k_new=cu_seqlens_k_new,
             slot_mapping=slot_mapping, k_descale=k_descale, v_descale=v_descale,
         )  # fmt: skip
+        if grad and not is_compiling():
+            count_writes((k_cache, v_cache))
     except FAILURES as error:
         given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table}
         given |= {"cache_seqlens": cache_seqlens, "cu_seqlens_k_new": cu_seqlens_k_new, "slot_mapping": slot_mapping}
@@ -86,5 +91,5 @@ def _check_positions(k, block_table, cache_seqlens, cu_seqlens_k_new):
     size = "batch" if batch is None else f"batch = {batch} (from {origin})"
     if block_table is not None:
         check_int32("block_table", block_table, f"{size}, max_pages", (batch, None), "k", k)
-    if cache_seqlens is not None and not isinstance(cache_seqlens, int):
+    if cache_seqlens is not None and not isinstance(cache_seqlens, INTS):
         check_int32("cache_seqlens", cache_seqlens, size, (batch,), "k", k)

@@ -46,7 +46,12 @@ def next_owner(keys_of_ranks: Sequence[int], page_size: int) -> int:
     Args:
         keys_of_ranks: how many keys of a request each rank holds, the same list on every rank. Requests that get their
             tokens in one call share an owner; the longest one may stand for all.
+
+    Raises:
+        ValueError: there are no ranks.
     """
+    if not keys_of_ranks:
+        raise ValueError(f"keys_of_ranks: expected a number for each rank, got {keys_of_ranks!r}")
     for rank, keys in enumerate(keys_of_ranks):
         if keys % page_size:
             return rank

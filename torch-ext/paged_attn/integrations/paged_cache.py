@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import numbers
+from copy import deepcopy
 
 import torch
 
@@ -228,6 +229,18 @@ class CacheOfPages:
         self.table = self.before = self.after = self.copies = None
         self._listed = None
         super().__init__(layers=[self.layer_class(self) for _ in range(text.num_hidden_layers)])
+
+    def __deepcopy__(self, memo):
+        """For the same model, so with its config itself: a copy would not tell when the model's attention changes."""
+        memo[id(self)] = copied = object.__new__(type(self))
+        attributes = {name: value for name, value in vars(self).items() if name != "config"}
+        vars(copied).update(deepcopy(attributes, memo), config=self.config)
+        return copied
+
+    def __getstate__(self):
+        raise TypeError(
+            "PagedCache: expected copy.deepcopy (its pages are of this process and model), got pickle or copy"
+        )
 
     def check_update(self, layer, key_states):
         """Before anything changes: whether this layer may store keys now."""
