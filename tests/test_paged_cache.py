@@ -169,6 +169,47 @@ def test_other_caches_with_this_attention(make_model, paged_cache):
         torch.testing.assert_close(ours, model(**equal, use_cache=False).logits, rtol=1e-4, atol=1e-4)
 
 
+def static_cache(model):
+    return transformers.StaticCache(config=model.config, max_cache_len=80)
+
+
+@pytest.mark.parametrize("kind, config", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("length", [5, 17])
+def test_a_static_cache_without_padding(make_model, paged_cache, kind, config, length):
+    """generate() drops the mask then, and the empty slots must not count as keys."""
+    model = make_model(kind, **config)
+    inputs = text(model, [length, length])
+    tokens = expected(model, inputs)
+    paged_cache(model)
+    assert generate(model, inputs, static_cache(model), disable_compile=True) == tokens
+    assert generate(model, inputs, static_cache(model), disable_compile=True, prefill_chunk_size=7) == tokens
+
+
+def test_a_compiled_static_cache_without_padding(make_model, paged_cache, device):
+    if device == "mps" and not torch.backends.mps.is_built():
+        pytest.skip("no compiler for the emulated device")
+    model = make_model()
+    inputs = text(model, [17, 17])
+    tokens = expected(model, inputs)
+    paged_cache(model)
+    compiling = transformers.CompileConfig(fullgraph=False, backend="eager", mode=None)
+    compiling._compile_all_devices = True
+    assert generate(model, inputs, static_cache(model), compile_config=compiling) == tokens
+    torch.compiler.reset()
+
+
+def test_a_static_cache_without_any_mask(make_model, paged_cache):
+    """Also where the model is called without generate()."""
+    model = make_model("Mistral", sliding_window=8)
+    ids = text(model, [20, 20])["input_ids"]
+    model.set_attn_implementation("eager")
+    whole = logits(model, ids)
+    paged_cache(model)
+    cache = static_cache(model)
+    for tokens in (slice(0, 5), slice(5, 6), slice(6, 15), slice(15, 16), slice(16, 20)):
+        close(logits(model, ids[:, tokens], past_key_values=cache), whole[:, tokens])
+
+
 @pytest.mark.parametrize("number", [int, torch.tensor])
 def test_tokens_are_taken_back(make_model, paged_cache, number):
     """transformers 5.17 passes the number as a tensor."""
@@ -426,6 +467,31 @@ def test_cross_attention(device, paged_cache, of_decoder):
     cache = transformers.EncoderDecoderCache(paged_cache(model), transformers.DynamicCache())
     for tokens in (slice(0, 3), slice(3, 4), slice(4, of_decoder)):
         close(logits(model, ids, decoder_input_ids=own[:, tokens], past_key_values=cache), whole[:, tokens])
+
+
+def nllb_moe(device):
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = transformers.NllbMoeConfig(
+        vocab_size=300, d_model=64, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=128, decoder_ffn_dim=128,
+        num_experts=2, init_std=0.15, max_position_embeddings=256, pad_token_id=0, eos_token_id=None,
+        forced_eos_token_id=None, **heads,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.NllbMoeForConditionalGeneration(config).to(device).eval()
+    model.generation_config = transformers.GenerationConfig(
+        do_sample=False, pad_token_id=0, decoder_start_token_id=2, bos_token_id=1, eos_token_id=None
+    )
+    return model
+
+
+def test_a_static_cache_of_a_decoder_without_a_mask(device, paged_attn):
+    model = nllb_moe(device)
+    inputs = text(model, [11, 11])
+    model.set_attn_implementation("eager")
+    tokens = generate(model, inputs, None)
+    assert generate(model, inputs, None, cache_implementation="static", disable_compile=True) == tokens
+    paged_attn.integrations.PagedCache(model)
+    assert generate(model, inputs, None, cache_implementation="static", disable_compile=True) == tokens
 
 
 # ---- Masks, packed sequences, and what models pass beside

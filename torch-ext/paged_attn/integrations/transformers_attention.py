@@ -47,11 +47,30 @@ def announce(cache) -> None:
 
 def register_attention() -> None:
     """Makes `attn_implementation="paged_attn"` known to transformers."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, flash_attention_mask)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, make_mask)
+
+
+def make_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, *, attention_mask=None, device="cpu", **others):
+    """transformers' interface of masks: which keys exist, (batch, keys), or None, all of them.
+
+    Without a mask all keys are meant that were stored. A static cache has empty slots behind them. generate() drops a
+    mask without padding, and gives the decoder beside an encoder none.
+    """
+    from transformers.masking_utils import flash_attention_mask
+
+    # Only masks of encoders and of cross-attention have this keyword. No cache stores their keys.
+    of_encoder = "allow_is_bidirectional_skip" in others
+    if attention_mask is None and not of_encoder:
+        stored = int(q_offset + q_length - kv_offset)  # a static cache counts in a tensor: the host waits for it
+        if stored < kv_length:
+            attention_mask = torch.ones(batch_size, stored, dtype=torch.bool, device=device)
+    return flash_attention_mask(
+        batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask, **others
+    )
 
 
 def attend(
