@@ -494,6 +494,72 @@ def test_a_static_cache_of_a_decoder_without_a_mask(device, paged_attn):
     assert generate(model, inputs, None, cache_implementation="static", disable_compile=True) == tokens
 
 
+# ---- What masks say beyond padding and windows
+
+
+def llama4(device, chunk):
+    own = {
+        "attention_chunk_size": chunk, "intermediate_size_mlp": 128, "num_local_experts": 2, "num_experts_per_tok": 1,
+        "no_rope_layers": [1, 1], "layer_types": ["chunked_attention", "full_attention"],
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**(small_models.SIZES | own)))
+    model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
+    return model.to(device).eval()
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_chunks(make_model, paged_cache, device, kind):
+    """Served while one chunk holds all keys, then refused."""
+    model = llama4(device, chunk=20)
+    paged_cache(make_model())  # registers the attention function
+
+    def cache():
+        return static_cache(model) if kind == "static" else transformers.DynamicCache(config=model.config)
+
+    def tokens(attention, length, **options):
+        model.set_attn_implementation(attention)
+        return generate(model, text(model, length), cache(), disable_compile=True, **options)
+
+    for lengths in ([12, 12], [5, 12]):
+        assert tokens("paged_attn", lengths, max_new_tokens=8) == tokens("eager", lengths, max_new_tokens=8)
+    with pytest.raises(ValueError, match="attention_chunk_size: expected at least 21, a chunk for all keys, got 20"):
+        tokens("paged_attn", [12, 12])
+
+
+def gemma3_with_images(device):
+    texts = small_models.SIZES | MODELS["gemma 3, both kinds of layers"][1] | {"sliding_window": 32}
+    images = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=texts, vision_config=images | {"image_size": 32, "patch_size": 8}, image_token_index=290,
+        boi_token_index=291, eoi_token_index=292, mm_tokens_per_image=4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).to(device).eval()
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.15)
+    model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
+    return model
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_image_tokens_that_see_each_other(device, paged_cache, paged):
+    model = gemma3_with_images(device)
+    ids = torch.tensor([[5, 6, 7, 291, 290, 290, 290, 290, 292, 8, 9]], device=device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": (ids == 290).long()}
+    pixels = torch.randn(1, 3, 32, 32, device=device)
+
+    def cache():
+        own = paged_cache(model)
+        return own if paged else transformers.DynamicCache()
+
+    with pytest.raises(ValueError, match="mask_function: expected tokens that see none after them, got some that do"):
+        generate(model, inputs | {"pixel_values": pixels}, cache())
+    # Without an image the same model is served.
+    texts = inputs | {"input_ids": ids.clamp(max=200), "token_type_ids": torch.zeros_like(ids)}
+    tokens = expected(model, texts)
+    assert generate(model, texts, cache()) == tokens
+
+
 # ---- Masks, packed sequences, and what models pass beside
 
 

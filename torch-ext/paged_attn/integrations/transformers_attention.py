@@ -54,23 +54,45 @@ def register_attention() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, make_mask)
 
 
-def make_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, *, attention_mask=None, device="cpu", **others):
+def make_mask(
+    batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, *, attention_mask=None, config=None,
+    local_size=None, allow_is_causal_skip=True, device="cpu", **others,
+):  # fmt: skip
     """transformers' interface of masks: which keys exist, (batch, keys), or None, all of them.
 
     Without a mask all keys are meant that were stored. A static cache has empty slots behind them. generate() drops a
     mask without padding, and gives the decoder beside an encoder none.
+
+    What a mask says beyond padding and windows does not reach `attend`, and is refused here.
     """
     from transformers.masking_utils import flash_attention_mask
 
+    _refuse_chunks(config, local_size, kv_length + kv_offset)
     # Only masks of encoders and of cross-attention have this keyword. No cache stores their keys.
     of_encoder = "allow_is_bidirectional_skip" in others
-    if attention_mask is None and not of_encoder:
-        stored = int(q_offset + q_length - kv_offset)  # a static cache counts in a tensor: the host waits for it
-        if stored < kv_length:
-            attention_mask = torch.ones(batch_size, stored, dtype=torch.bool, device=device)
-    return flash_attention_mask(
-        batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask, **others
-    )
+    if not of_encoder:
+        if not allow_is_causal_skip and q_length > 1:
+            _refuse_later_keys(mask_function, batch_size, q_length, q_offset, device)
+        if attention_mask is None:
+            stored = int(q_offset + q_length - kv_offset)  # a static cache counts in a tensor: the host waits for it
+            if stored < kv_length:
+                attention_mask = torch.ones(batch_size, stored, dtype=torch.bool, device=device)
+    return flash_attention_mask(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask)
+
+
+def _refuse_chunks(config, local_size, keys):
+    """As transformers does for its flash attention: a chunk that holds all keys is no limit."""
+    has_chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    if has_chunks and local_size == config.attention_chunk_size and keys > local_size:
+        raise ValueError(f"attention_chunk_size: expected at least {keys}, a chunk for all keys, got {local_size}")
+
+
+def _refuse_later_keys(mask_function, batch_size, q_length, q_offset, device):
+    """Tokens that see later ones, such as those of an image in Gemma 3, see the next one."""
+    row = torch.arange(batch_size, device=device)[:, None]
+    position = torch.arange(q_length - 1, device=device) + q_offset
+    if mask_function(row, torch.zeros_like(row), position, position + 1).any():
+        raise ValueError("mask_function: expected tokens that see none after them, got some that do (of an image)")
 
 
 def attend(
