@@ -189,6 +189,24 @@ def test_packed_sequences_do_not_see_each_other(make_model, calls):
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_images_of_pixtral(device, calls):
+    """Several images in one row. The name decides: without "flash" in it they come with a mask that no kernel takes."""
+    config = transformers.PixtralVisionConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, image_size=64, patch_size=8,
+        initializer_range=0.15,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.PixtralVisionModel(config).to(device).eval()
+    pixels, sizes = torch.randn(2, 3, 64, 64, device=device), torch.tensor([[64, 64], [32, 48]])
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        expected = model(pixels, image_sizes=sizes).last_hidden_state
+        model.set_attn_implementation(KERNEL_FLASH, allow_all_kernels=True)
+        states = model(pixels, image_sizes=sizes).last_hidden_state
+    assert set(calls) == {"flash_attn_varlen_func"}
+    torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)
+
+
 # ---- Continuous batching ----
 
 
