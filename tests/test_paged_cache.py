@@ -462,7 +462,7 @@ def test_cross_attention(device, paged_cache, of_decoder):
     ids, own = torch.arange(3, 10)[None].to(device), torch.arange(20, 20 + of_decoder)[None].to(device)
     model.set_attn_implementation("eager")
     whole = logits(model, ids, decoder_input_ids=own)
-    with pytest.raises(ValueError, match=r"past_key_values: expected EncoderDecoderCache\(PagedCache\(model\), Dyna"):
+    with pytest.raises(ValueError, match=r"EncoderDecoderCache\(PagedCache\(model\), DynamicCache\(\)\)"):
         logits(model, ids, decoder_input_ids=own, past_key_values=paged_cache(model))
     cache = transformers.EncoderDecoderCache(paged_cache(model), transformers.DynamicCache())
     for tokens in (slice(0, 3), slice(3, 4), slice(4, of_decoder)):
@@ -492,6 +492,43 @@ def test_a_static_cache_of_a_decoder_without_a_mask(device, paged_attn):
     assert generate(model, inputs, None, cache_implementation="static", disable_compile=True) == tokens
     paged_attn.integrations.PagedCache(model)
     assert generate(model, inputs, None, cache_implementation="static", disable_compile=True) == tokens
+
+
+def bigbird_pegasus(device):
+    sizes = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_layers": 1, "decoder_layers": 2}
+    config = transformers.BigBirdPegasusConfig(
+        vocab_size=300, d_model=64, decoder_ffn_dim=128, max_position_embeddings=256, init_std=0.15, pad_token_id=0,
+        bos_token_id=None, eos_token_id=None, num_hidden_layers=2, **sizes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.BigBirdPegasusForCausalLM(config).to(device).eval()
+    model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
+    return model
+
+
+def test_a_decoder_that_does_not_say_that_it_is_causal(device, paged_cache):
+    """Its mask alone says so, and pages have none. One token sees the same either way."""
+    model = bigbird_pegasus(device)
+    cache = paged_cache(model)
+    with pytest.raises(ValueError, match="is_causal: expected True with a PagedCache, got False from BigBirdPegasus"):
+        generate(model, text(model, [17]), cache)
+    assert cache.get_seq_length() == 0 and cache.pages.used == 0
+    inputs = text(model, [1])
+    tokens = expected(model, inputs)
+    assert generate(model, inputs, paged_cache(model)) == tokens
+
+
+def test_an_encoder_decoder_that_does_not_say_that_it_is_causal(device, paged_cache):
+    model = nllb_moe(device)
+    inputs = text(model, [11, 11])
+    model.set_attn_implementation("eager")
+    tokens = generate(model, inputs, None)
+    cache = transformers.EncoderDecoderCache(paged_cache(model), transformers.DynamicCache())
+    assert generate(model, inputs, cache) == tokens
+    several = inputs | {"decoder_input_ids": torch.full((2, 4), 7, device=device)}
+    cache = transformers.EncoderDecoderCache(paged_cache(model), transformers.DynamicCache())
+    with pytest.raises(ValueError, match="is_causal: expected True with a PagedCache, got False from NllbMoeAttention"):
+        generate(model, several, cache)
 
 
 # ---- What masks say beyond padding and windows

@@ -206,10 +206,15 @@ def _check_lengths(query, attention_mask, cu_seq_lens_q, cu_seq_lens_k):
 
 def _refuse_for_pages(module, query, key, attention_mask, causal, cu_seq_lens_q, position_ids):
     """What pages cannot do: they hold one sequence a row."""
-    if not causal and (key.shape[2] != query.shape[1] or module.config.is_encoder_decoder):
+    if not causal and key.shape[2] != query.shape[1]:
         raise ValueError(
             "past_key_values: expected EncoderDecoderCache(PagedCache(model), DynamicCache()) for a model with "
             "cross-attention, got a PagedCache alone"
+        )
+    if not causal and query.shape[1] > 1:
+        raise ValueError(
+            f"is_causal: expected True with a PagedCache, got False from {type(module).__name__} (cross-attention "
+            "needs EncoderDecoderCache(PagedCache(model), DynamicCache()))"
         )
     if cu_seq_lens_q is not None:
         raise ValueError("cu_seq_lens_q: expected None with a PagedCache (one sequence a row), got a tensor")
