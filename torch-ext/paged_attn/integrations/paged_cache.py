@@ -178,7 +178,8 @@ class LayerOfPages:
                 old, new = cache.copies
                 self.keys[new] = self.keys[old]
                 self.values[new] = self.values[old]
-            new_keys, new_values = key_states.transpose(1, 2), value_states.transpose(1, 2)
+            # Under torch.autocast the rotated keys are float32 and the values are not.
+            new_keys, new_values = key_states.transpose(1, 2), value_states.to(key_states.dtype).transpose(1, 2)
             kv_paged_write(new_keys, new_values, self.keys, self.values, cache.table, cache.before)
         except BaseException:
             cache.undo()

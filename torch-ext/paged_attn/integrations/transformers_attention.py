@@ -148,7 +148,8 @@ def attend(
             )
             layer.attended()
         else:
-            keys, values = key.transpose(1, 2), value.transpose(1, 2)
+            # Under torch.autocast rotated keys are float32 and values are not.
+            keys, values = key.transpose(1, 2), value.to(key.dtype).transpose(1, 2)
             if attention_mask is None:
                 if cu_seq_lens_q is None:
                     cu_seq_lens_q = cu_seq_lens_k = _packing_of(module, query, position_ids)
