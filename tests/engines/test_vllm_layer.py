@@ -70,6 +70,28 @@ def test_layer(kind):
             assert error < TOLERANCE[dtype], f"error {error:.1e}"
 
 
+@pytest.mark.parametrize("cache_dtype", ["int8_per_token_head", "fp8_per_token_head", "fp8_inc", "nvfp4"])
+def test_other_cache_dtypes_are_refused(cache_dtype):
+    with pytest.raises(ValueError, match="kv_cache_dtype"):
+        Layer(HEADS, KV_HEADS, HEAD_SIZE, torch.bfloat16, cache_dtype=cache_dtype)
+
+
+def test_one_scale_for_each_head():
+    """Keys and values are stored as value / scale, so large ones fit into 8 bits."""
+    torch.manual_seed(0)
+    layer = Layer(HEADS, KV_HEADS, HEAD_SIZE, torch.bfloat16, cache_dtype="fp8")
+    k_scale, v_scale = torch.tensor([[0.5, 2.0], [4.0, 0.25]], device=DEVICE)
+    layer.attention._k_scale, layer.attention._v_scale = k_scale, v_scale
+    q, k, v = (draw(9, heads, torch.bfloat16) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    out = layer.forward(layer.common((9, 0, 0, 0)), q, k, v).view(-1, HEADS, HEAD_SIZE)
+    stored = [
+        (x.float() / scale[:, None]).to(torch.float8_e4m3fn).double() * scale[:, None]
+        for x, scale in ((k, k_scale), (v, v_scale))
+    ]
+    truth = expected(*stored, q, 9, {})
+    assert (out.double() - truth).abs().max() / truth.abs().max() < TOLERANCE[torch.bfloat16]
+
+
 def test_padding_is_left_alone():
     """Rows past num_actual_tokens: vLLM pads a batch to the size of a captured graph."""
     torch.manual_seed(0)

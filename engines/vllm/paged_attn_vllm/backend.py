@@ -142,6 +142,10 @@ class PagedAttnImpl(AttentionImpl[PagedAttnMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
+        # On a GPU vLLM has looked at this list, on a CPU nobody has.
+        known = PagedAttnBackend.supported_kv_cache_dtypes
+        if kv_cache_dtype not in known:
+            raise ValueError(f"kv_cache_dtype: expected one of {', '.join(known)}, got {kv_cache_dtype}")
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads or num_heads, head_size
         self.scale = float(scale)
         self.softcap = logits_soft_cap or 0.0
@@ -236,7 +240,8 @@ class PagedAttnImpl(AttentionImpl[PagedAttnMetadata]):
     def _scales(self, layer, batch):
         if self.eight_bits is None:
             return None, None
-        return layer._k_scale.expand(batch, 1), layer._v_scale.expand(batch, 1)
+        # One scale, or one for each KV head.
+        return layer._k_scale.expand(batch, self.num_kv_heads), layer._v_scale.expand(batch, self.num_kv_heads)
 
     def _slopes_on(self, device):
         if self.alibi_slopes is not None and self.alibi_slopes.device != device:
