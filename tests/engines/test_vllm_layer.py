@@ -111,6 +111,19 @@ def test_one_causal_for_each_request_is_refused():
         layer.builder.build(0, common)
 
 
+def test_other_masks_are_refused():
+    layer = Layer(HEADS, KV_HEADS, HEAD_SIZE, torch.float32)
+    common = layer.common((5, 5, 5, 5))
+    common.mm_req_doc_ranges = {}
+    layer.builder.build(0, common)
+    common.mm_req_doc_ranges = {0: [(0, 4)]}
+    with pytest.raises(NotImplementedError, match="mm_req_doc_ranges: expected None, got ranges of tokens that see"):
+        layer.builder.build(0, common)
+    common.mm_req_doc_ranges, common.rswa_prefix_lens = None, torch.ones(4, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(NotImplementedError, match=r"rswa_prefix_lens: expected None, got a tensor"):
+        layer.builder.build(0, common)
+
+
 def test_the_table_is_as_wide_as_the_longest_request():
     """The kernel then knows how few keys a request may have."""
     layer = Layer(HEADS, KV_HEADS, HEAD_SIZE, torch.float32)

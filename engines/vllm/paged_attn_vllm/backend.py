@@ -109,6 +109,11 @@ class PagedAttnMetadataBuilder(AttentionMetadataBuilder[PagedAttnMetadata]):
         common = common_attn_metadata
         if isinstance(common.causal, torch.Tensor):
             raise NotImplementedError("causal: expected one value for the whole batch, got one for each request")
+        # On a GPU vLLM asks for them before. Some of its versions have no such fields.
+        if getattr(common, "mm_req_doc_ranges", None):
+            raise NotImplementedError("mm_req_doc_ranges: expected None, got ranges of tokens that see each other")
+        if getattr(common, "rswa_prefix_lens", None) is not None:
+            raise NotImplementedError("rswa_prefix_lens: expected None, got a tensor (windows with a prefix)")
         # vLLM's table is as wide as the longest context that it serves. How wide it is here tells the kernel how many
         # keys a request may have.
         pages = -(-common.max_seq_len // self.kv_cache_spec.block_size)
