@@ -8,8 +8,10 @@ import torch
 from absent_operators import DEVICE
 from dense import causal, dense
 from paged_attn_vllm.backend import PagedAttnBackend, PagedAttnMetadataBuilder
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm_layer import Layer
+from vllm_layer import NAME, Layer
 
 HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 64
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -90,6 +92,25 @@ def test_one_scale_for_each_head():
     ]
     truth = expected(*stored, q, 9, {})
     assert (out.double() - truth).abs().max() / truth.abs().max() < TOLERANCE[torch.bfloat16]
+
+
+def test_chunked_local_attention():
+    """vLLM makes a request of each chunk, and hands over a number of NumPy."""
+    torch.manual_seed(0)
+    chunk, new = 16, (40, 1, 17, 5)
+    layer = Layer(HEADS, KV_HEADS, HEAD_SIZE, torch.float32)
+    backend = create_chunked_local_attention_backend(PagedAttnBackend, chunk)
+    spec = layer.attention.get_kv_cache_spec(layer.config)
+    with set_current_vllm_config(layer.config):
+        layer.builder = backend.get_builder_cls()(spec, [NAME], layer.config, torch.device(DEVICE))
+    common = layer.common(new)
+    assert type(layer.builder.build(0, common).max_query_len) is int
+    q, k, v = (draw(sum(new), heads, torch.float32) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    out = layer.forward(common, q, k, v).view(-1, HEADS, HEAD_SIZE)
+    for rows in torch.arange(sum(new)).split(new):
+        seen = causal(0, len(rows), chunk=chunk).to(DEVICE)
+        truth = dense(q[rows], k[rows], v[rows], seen, HEAD_SIZE**-0.5)[0]
+        assert (out[rows].double() - truth).abs().max() < TOLERANCE[torch.float32] * truth.abs().max()
 
 
 def test_padding_is_left_alone():

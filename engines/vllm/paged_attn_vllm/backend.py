@@ -119,7 +119,7 @@ class PagedAttnMetadataBuilder(AttentionMetadataBuilder[PagedAttnMetadata]):
         pages = -(-common.max_seq_len // self.kv_cache_spec.block_size)
         return PagedAttnMetadata(
             num_actual_tokens=common.num_actual_tokens,
-            max_query_len=common.max_query_len,
+            max_query_len=int(common.max_query_len),  # a number of NumPy from vLLM's chunked local attention
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor[:, :pages],
