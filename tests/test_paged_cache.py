@@ -438,6 +438,17 @@ def test_a_model_with_attention_of_its_own_is_refused(make_model, paged_cache):
     assert cache.get_seq_length() == 0 and cache.pages.used == 0
 
 
+def test_a_model_on_several_devices_is_refused(make_model, paged_cache, device):
+    cache = paged_cache(make_model())
+    key = torch.ones(1, 2, 5, 16, device=device)
+    with torch.no_grad():
+        cache.update(key, key.clone(), 0)
+        cache.layers[0].attended()
+        with pytest.raises(ValueError, match=f"model: expected all layers on one device, got keys on {key.device}"):
+            cache.update(key.to("meta"), key.to("meta"), 1)
+    assert cache.get_seq_length() == 0 and cache.pages.used == 0
+
+
 # ---- Models that store other keys or values than they attend to
 
 
