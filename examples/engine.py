@@ -47,6 +47,10 @@ class Request:
         return self.tokens[len(self.prompt) :]
 
     @property
+    def most_pages(self) -> int:
+        return -(-(len(self.prompt) + self.max_new_tokens) // PAGE_SIZE)
+
+    @property
     def done(self) -> bool:
         return len(self.generated) == self.max_new_tokens
 
@@ -159,6 +163,12 @@ class Engine:
 
     def run(self, requests: list[Request]) -> Iterator[tuple[Request, int]]:
         """Serves the requests and yields each token as it comes."""
+        for number, request in enumerate(requests, self.arrived):
+            if request.most_pages > len(self.pool.owners):
+                size = f"request {number} of {len(request.prompt)} + {request.max_new_tokens} tokens"
+                raise ValueError(
+                    f"num_pages: expected at least {request.most_pages} for {size}, got {len(self.pool.owners)}"
+                )
         for request in requests:
             request.number = self.arrived
             self.arrived += 1
@@ -207,7 +217,7 @@ class Engine:
     def admit(self, request: Request) -> bool:
         """Takes all pages a request will ever need, so that a running one never has to stop."""
         shared = self.pool.find(request.prompt)
-        needed = -(-(len(request.prompt) + request.max_new_tokens) // PAGE_SIZE) - len(shared)
+        needed = request.most_pages - len(shared)
         if needed > len(self.pool.free) - sum(self.pool.owners[page] == 0 for page in shared):
             return False
         self.pool.share(shared)

@@ -102,9 +102,18 @@ def test_every_example_is_run():
 
 @pytest.mark.parametrize("words", sorted({*EXAMPLES.values(), *RUN.values()}))
 def test_runs(words, device):
+    run = start(words, device)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+
+
+def test_the_engine_refuses_a_request_larger_than_its_pool(device):
+    run = start("examples/engine.py --pages 3 --requests 2 --prompt 8 8 --new-tokens 4 --no-check", device)
+    assert "num_pages: expected at least 4 for request 0 of 48 + 4 tokens, got 3" in run.stderr, run.stderr[-2000:]
+
+
+def start(words, device):
     if device == "mps":
         pytest.skip("on a Mac by hand: the emulated GPU is in the process of its tests alone")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, *words.split()]
-    run = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)

@@ -5,6 +5,7 @@ import copy
 import pickle
 
 import pytest
+import small_models
 import torch
 from small_models import CHANGES_AFTER_STORING, MODELS, SHARED_KEYS
 
@@ -164,6 +165,65 @@ def test_other_caches_with_this_attention(make_model, paged_cache):
         torch.testing.assert_close(ours, model(**equal, use_cache=False).logits, rtol=1e-4, atol=1e-4)
 
 
+def static_cache(model):
+    return transformers.StaticCache(config=model.config, max_cache_len=80)
+
+
+@pytest.mark.parametrize("kind, config", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("length", [5, 17])
+def test_a_static_cache_without_padding(make_model, paged_cache, kind, config, length):
+    """generate() drops the mask then, and the empty slots must not count as keys."""
+    model = make_model(kind, **config)
+    inputs = text(model, [length, length])
+    tokens = expected(model, inputs)
+    paged_cache(model)
+    assert generate(model, inputs, static_cache(model), disable_compile=True) == tokens
+    assert generate(model, inputs, static_cache(model), disable_compile=True, prefill_chunk_size=7) == tokens
+
+
+def test_a_compiled_static_cache_without_padding(make_model, paged_cache, device):
+    if device == "mps" and not torch.backends.mps.is_built():
+        pytest.skip("no compiler for the emulated device")
+    model = make_model()
+    inputs = text(model, [17, 17])
+    tokens = expected(model, inputs)
+    paged_cache(model)
+    compiling = transformers.CompileConfig(fullgraph=False, backend="eager", mode=None)
+    compiling._compile_all_devices = True
+    assert generate(model, inputs, static_cache(model), compile_config=compiling) == tokens
+    torch.compiler.reset()
+
+
+def test_a_static_cache_without_any_mask(make_model, paged_cache):
+    """Also where the model is called without generate()."""
+    model = make_model("Mistral", sliding_window=8)
+    ids = text(model, [20, 20])["input_ids"]
+    model.set_attn_implementation("eager")
+    whole = logits(model, ids)
+    paged_cache(model)
+    cache = static_cache(model)
+    for tokens in (slice(0, 5), slice(5, 6), slice(6, 15), slice(15, 16), slice(16, 20)):
+        close(logits(model, ids[:, tokens], past_key_values=cache), whole[:, tokens])
+
+
+@pytest.mark.parametrize("lengths", [[17, 17], [5, 18]], ids=["equal", "padded"])
+def test_autocast(make_model, paged_cache, device, lengths):
+    """Rotated queries and keys become float32 there, values do not."""
+    if device != "cpu":
+        pytest.skip("rounding of bfloat16 elsewhere may choose other tokens")
+    model = make_model()
+    inputs = text(model, lengths)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        model.set_attn_implementation("sdpa")
+        tokens = generate(model, inputs, transformers.DynamicCache())
+        plain = logits(model, **inputs, use_cache=False)
+        assert generate(model, inputs, paged_cache(model)) == tokens
+        assert generate(model, inputs, transformers.DynamicCache()) == tokens
+        ours = logits(model, **inputs, use_cache=False)
+    there = inputs["attention_mask"] > 0
+    torch.testing.assert_close(ours[there], plain[there], rtol=0.05, atol=0.1)
+
+
 @pytest.mark.parametrize("number", [int, torch.tensor])
 def test_tokens_are_taken_back(make_model, paged_cache, number):
     """transformers 5.17 passes the number as a tensor."""
@@ -278,9 +338,9 @@ def test_layers_of_another_kind_are_refused(make_model, paged_cache):
 # ---- A pass that ends early
 
 
-def logits(model, ids, **options):
+def logits(model, input_ids, **options):
     with torch.no_grad():
-        return model(torch.as_tensor(ids, device=model.device), **options).logits
+        return model(torch.as_tensor(input_ids, device=model.device), **options).logits
 
 
 def close(a, b):
@@ -398,6 +458,17 @@ def test_a_model_with_attention_of_its_own_is_refused(make_model, paged_cache):
     assert cache.get_seq_length() == 0 and cache.pages.used == 0
 
 
+def test_a_model_on_several_devices_is_refused(make_model, paged_cache, device):
+    cache = paged_cache(make_model())
+    key = torch.ones(1, 2, 5, 16, device=device)
+    with torch.no_grad():
+        cache.update(key, key.clone(), 0)
+        cache.layers[0].attended()
+        with pytest.raises(ValueError, match=f"model: expected all layers on one device, got keys on {key.device}"):
+            cache.update(key.to("meta"), key.to("meta"), 1)
+    assert cache.get_seq_length() == 0 and cache.pages.used == 0
+
+
 # ---- Models that store other keys or values than they attend to
 
 
@@ -440,11 +511,139 @@ def test_cross_attention(device, paged_cache, of_decoder):
     ids, own = torch.arange(3, 10)[None].to(device), torch.arange(20, 20 + of_decoder)[None].to(device)
     model.set_attn_implementation("eager")
     whole = logits(model, ids, decoder_input_ids=own)
-    with pytest.raises(ValueError, match=r"past_key_values: expected EncoderDecoderCache\(PagedCache\(model\), Dyna"):
+    with pytest.raises(ValueError, match=r"EncoderDecoderCache\(PagedCache\(model\), DynamicCache\(\)\)"):
         logits(model, ids, decoder_input_ids=own, past_key_values=paged_cache(model))
     cache = transformers.EncoderDecoderCache(paged_cache(model), transformers.DynamicCache())
     for tokens in (slice(0, 3), slice(3, 4), slice(4, of_decoder)):
         close(logits(model, ids, decoder_input_ids=own[:, tokens], past_key_values=cache), whole[:, tokens])
+
+
+def nllb_moe(device):
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = transformers.NllbMoeConfig(
+        vocab_size=300, d_model=64, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=128, decoder_ffn_dim=128,
+        num_experts=2, init_std=0.15, max_position_embeddings=256, pad_token_id=0, eos_token_id=None,
+        forced_eos_token_id=None, **heads,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.NllbMoeForConditionalGeneration(config).to(device).eval()
+    model.generation_config = transformers.GenerationConfig(
+        do_sample=False, pad_token_id=0, decoder_start_token_id=2, bos_token_id=1, eos_token_id=None
+    )
+    return model
+
+
+def test_a_static_cache_of_a_decoder_without_a_mask(device, paged_attn):
+    model = nllb_moe(device)
+    inputs = text(model, [11, 11])
+    model.set_attn_implementation("eager")
+    tokens = generate(model, inputs, None)
+    assert generate(model, inputs, None, cache_implementation="static", disable_compile=True) == tokens
+    paged_attn.integrations.PagedCache(model)
+    assert generate(model, inputs, None, cache_implementation="static", disable_compile=True) == tokens
+
+
+def bigbird_pegasus(device):
+    sizes = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_layers": 1, "decoder_layers": 2}
+    config = transformers.BigBirdPegasusConfig(
+        vocab_size=300, d_model=64, decoder_ffn_dim=128, max_position_embeddings=256, init_std=0.15, pad_token_id=0,
+        bos_token_id=None, eos_token_id=None, num_hidden_layers=2, **sizes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.BigBirdPegasusForCausalLM(config).to(device).eval()
+    model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
+    return model
+
+
+def test_a_decoder_that_does_not_say_that_it_is_causal(device, paged_cache):
+    """Its mask alone says so, and pages have none. One token sees the same either way."""
+    model = bigbird_pegasus(device)
+    cache = paged_cache(model)
+    with pytest.raises(ValueError, match="is_causal: expected True with a PagedCache, got False from BigBirdPegasus"):
+        generate(model, text(model, [17]), cache)
+    assert cache.get_seq_length() == 0 and cache.pages.used == 0
+    inputs = text(model, [1])
+    tokens = expected(model, inputs)
+    assert generate(model, inputs, paged_cache(model)) == tokens
+
+
+def test_an_encoder_decoder_that_does_not_say_that_it_is_causal(device, paged_cache):
+    model = nllb_moe(device)
+    inputs = text(model, [11, 11])
+    model.set_attn_implementation("eager")
+    tokens = generate(model, inputs, None)
+    cache = transformers.EncoderDecoderCache(paged_cache(model), transformers.DynamicCache())
+    assert generate(model, inputs, cache) == tokens
+    several = inputs | {"decoder_input_ids": torch.full((2, 4), 7, device=device)}
+    cache = transformers.EncoderDecoderCache(paged_cache(model), transformers.DynamicCache())
+    with pytest.raises(ValueError, match="is_causal: expected True with a PagedCache, got False from NllbMoeAttention"):
+        generate(model, several, cache)
+
+
+# ---- What masks say beyond padding and windows
+
+
+def llama4(device, chunk):
+    own = {
+        "attention_chunk_size": chunk, "intermediate_size_mlp": 128, "num_local_experts": 2, "num_experts_per_tok": 1,
+        "no_rope_layers": [1, 1], "layer_types": ["chunked_attention", "full_attention"],
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**(small_models.SIZES | own)))
+    model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
+    return model.to(device).eval()
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_chunks(make_model, paged_cache, device, kind):
+    """Served while one chunk holds all keys, then refused."""
+    model = llama4(device, chunk=20)
+    paged_cache(make_model())  # registers the attention function
+
+    def cache():
+        return static_cache(model) if kind == "static" else transformers.DynamicCache(config=model.config)
+
+    def tokens(attention, length, **options):
+        model.set_attn_implementation(attention)
+        return generate(model, text(model, length), cache(), disable_compile=True, **options)
+
+    for lengths in ([12, 12], [5, 12]):
+        assert tokens("paged_attn", lengths, max_new_tokens=8) == tokens("eager", lengths, max_new_tokens=8)
+    with pytest.raises(ValueError, match="attention_chunk_size: expected at least 21, a chunk for all keys, got 20"):
+        tokens("paged_attn", [12, 12])
+
+
+def gemma3_with_images(device):
+    texts = small_models.SIZES | MODELS["gemma 3, both kinds of layers"][1] | {"sliding_window": 32}
+    images = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=texts, vision_config=images | {"image_size": 32, "patch_size": 8}, image_token_index=290,
+        boi_token_index=291, eoi_token_index=292, mm_tokens_per_image=4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).to(device).eval()
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.15)
+    model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
+    return model
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_image_tokens_that_see_each_other(device, paged_cache, paged):
+    model = gemma3_with_images(device)
+    ids = torch.tensor([[5, 6, 7, 291, 290, 290, 290, 290, 292, 8, 9]], device=device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": (ids == 290).long()}
+    pixels = torch.randn(1, 3, 32, 32, device=device)
+
+    def cache():
+        own = paged_cache(model)
+        return own if paged else transformers.DynamicCache()
+
+    with pytest.raises(ValueError, match="mask_function: expected tokens that see none after them, got some that do"):
+        generate(model, inputs | {"pixel_values": pixels}, cache())
+    # Without an image the same model is served.
+    texts = inputs | {"input_ids": ids.clamp(max=200), "token_type_ids": torch.zeros_like(ids)}
+    tokens = expected(model, texts)
+    assert generate(model, texts, cache()) == tokens
 
 
 # ---- Masks, packed sequences, and what models pass beside

@@ -8,8 +8,10 @@ import torch
 from absent_operators import DEVICE
 from dense import causal, dense
 from paged_attn_vllm.backend import PagedAttnBackend, PagedAttnMetadataBuilder
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm_layer import Layer
+from vllm_layer import NAME, Layer
 
 HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 64
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -70,6 +72,47 @@ def test_layer(kind):
             assert error < TOLERANCE[dtype], f"error {error:.1e}"
 
 
+@pytest.mark.parametrize("cache_dtype", ["int8_per_token_head", "fp8_per_token_head", "fp8_inc", "nvfp4"])
+def test_other_cache_dtypes_are_refused(cache_dtype):
+    with pytest.raises(ValueError, match="kv_cache_dtype"):
+        Layer(HEADS, KV_HEADS, HEAD_SIZE, torch.bfloat16, cache_dtype=cache_dtype)
+
+
+def test_one_scale_for_each_head():
+    """Keys and values are stored as value / scale, so large ones fit into 8 bits."""
+    torch.manual_seed(0)
+    layer = Layer(HEADS, KV_HEADS, HEAD_SIZE, torch.bfloat16, cache_dtype="fp8")
+    k_scale, v_scale = torch.tensor([[0.5, 2.0], [4.0, 0.25]], device=DEVICE)
+    layer.attention._k_scale, layer.attention._v_scale = k_scale, v_scale
+    q, k, v = (draw(9, heads, torch.bfloat16) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    out = layer.forward(layer.common((9, 0, 0, 0)), q, k, v).view(-1, HEADS, HEAD_SIZE)
+    stored = [
+        (x.float() / scale[:, None]).to(torch.float8_e4m3fn).double() * scale[:, None]
+        for x, scale in ((k, k_scale), (v, v_scale))
+    ]
+    truth = expected(*stored, q, 9, {})
+    assert (out.double() - truth).abs().max() / truth.abs().max() < TOLERANCE[torch.bfloat16]
+
+
+def test_chunked_local_attention():
+    """vLLM makes a request of each chunk, and hands over a number of NumPy."""
+    torch.manual_seed(0)
+    chunk, new = 16, (40, 1, 17, 5)
+    layer = Layer(HEADS, KV_HEADS, HEAD_SIZE, torch.float32)
+    backend = create_chunked_local_attention_backend(PagedAttnBackend, chunk)
+    spec = layer.attention.get_kv_cache_spec(layer.config)
+    with set_current_vllm_config(layer.config):
+        layer.builder = backend.get_builder_cls()(spec, [NAME], layer.config, torch.device(DEVICE))
+    common = layer.common(new)
+    assert type(layer.builder.build(0, common).max_query_len) is int
+    q, k, v = (draw(sum(new), heads, torch.float32) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    out = layer.forward(common, q, k, v).view(-1, HEADS, HEAD_SIZE)
+    for rows in torch.arange(sum(new)).split(new):
+        seen = causal(0, len(rows), chunk=chunk).to(DEVICE)
+        truth = dense(q[rows], k[rows], v[rows], seen, HEAD_SIZE**-0.5)[0]
+        assert (out[rows].double() - truth).abs().max() < TOLERANCE[torch.float32] * truth.abs().max()
+
+
 def test_padding_is_left_alone():
     """Rows past num_actual_tokens: vLLM pads a batch to the size of a captured graph."""
     torch.manual_seed(0)
@@ -86,6 +129,19 @@ def test_one_causal_for_each_request_is_refused():
     common = layer.common((1, 1, 1, 1))
     common.causal = torch.ones(4, dtype=torch.bool)
     with pytest.raises(NotImplementedError, match="causal: expected one value for the whole batch"):
+        layer.builder.build(0, common)
+
+
+def test_other_masks_are_refused():
+    layer = Layer(HEADS, KV_HEADS, HEAD_SIZE, torch.float32)
+    common = layer.common((5, 5, 5, 5))
+    common.mm_req_doc_ranges = {}
+    layer.builder.build(0, common)
+    common.mm_req_doc_ranges = {0: [(0, 4)]}
+    with pytest.raises(NotImplementedError, match="mm_req_doc_ranges: expected None, got ranges of tokens that see"):
+        layer.builder.build(0, common)
+    common.mm_req_doc_ranges, common.rswa_prefix_lens = None, torch.ones(4, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(NotImplementedError, match=r"rswa_prefix_lens: expected None, got a tensor"):
         layer.builder.build(0, common)
 
 

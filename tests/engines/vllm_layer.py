@@ -6,6 +6,7 @@ from paged_attn_vllm import place, register
 from vllm.config import AttentionConfig, VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheLayout
@@ -20,9 +21,7 @@ class Layer:
         register()
         self.config = VllmConfig(attention_config=AttentionConfig(backend=AttentionBackendEnum[place()]))
         self.config.cache_config.block_size, self.config.cache_config.cache_dtype = block_size, cache_dtype
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        with set_current_vllm_config(self.config), torch.device(DEVICE):
+        with set_current_vllm_config(self.config), torch.device(DEVICE), set_default_torch_dtype(dtype):
             self.attention = Attention(
                 heads, head_size, head_size**-0.5, kv_heads, cache_config=self.config.cache_config, prefix=NAME,
                 **options,
@@ -30,7 +29,6 @@ class Layer:
             self.attention.process_weights_after_loading(dtype)
         if cache_dtype == "auto":  # the model's, and there is no model
             self.attention.kv_cache_torch_dtype = dtype
-        torch.set_default_dtype(default)
         self.lengths, self.block_size, blocks = [0] * batch, block_size, 64
         backend = self.attention.get_attn_backend()
         # vLLM lays a cache out as the backend prefers and hands it over as [blocks, kv_heads, slots, 2 * head_size].

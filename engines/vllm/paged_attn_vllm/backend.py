@@ -109,12 +109,17 @@ class PagedAttnMetadataBuilder(AttentionMetadataBuilder[PagedAttnMetadata]):
         common = common_attn_metadata
         if isinstance(common.causal, torch.Tensor):
             raise NotImplementedError("causal: expected one value for the whole batch, got one for each request")
+        # On a GPU vLLM asks for them before. Some of its versions have no such fields.
+        if getattr(common, "mm_req_doc_ranges", None):
+            raise NotImplementedError("mm_req_doc_ranges: expected None, got ranges of tokens that see each other")
+        if getattr(common, "rswa_prefix_lens", None) is not None:
+            raise NotImplementedError("rswa_prefix_lens: expected None, got a tensor (windows with a prefix)")
         # vLLM's table is as wide as the longest context that it serves. How wide it is here tells the kernel how many
         # keys a request may have.
         pages = -(-common.max_seq_len // self.kv_cache_spec.block_size)
         return PagedAttnMetadata(
             num_actual_tokens=common.num_actual_tokens,
-            max_query_len=common.max_query_len,
+            max_query_len=int(common.max_query_len),  # a number of NumPy from vLLM's chunked local attention
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor[:, :pages],
@@ -142,6 +147,10 @@ class PagedAttnImpl(AttentionImpl[PagedAttnMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
+        # On a GPU vLLM has looked at this list, on a CPU nobody has.
+        known = PagedAttnBackend.supported_kv_cache_dtypes
+        if kv_cache_dtype not in known:
+            raise ValueError(f"kv_cache_dtype: expected one of {', '.join(known)}, got {kv_cache_dtype}")
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads or num_heads, head_size
         self.scale = float(scale)
         self.softcap = logits_soft_cap or 0.0
@@ -236,7 +245,8 @@ class PagedAttnImpl(AttentionImpl[PagedAttnMetadata]):
     def _scales(self, layer, batch):
         if self.eight_bits is None:
             return None, None
-        return layer._k_scale.expand(batch, 1), layer._v_scale.expand(batch, 1)
+        # One scale, or one for each KV head.
+        return layer._k_scale.expand(batch, self.num_kv_heads), layer._v_scale.expand(batch, self.num_kv_heads)
 
     def _slopes_on(self, device):
         if self.alibi_slopes is not None and self.alibi_slopes.device != device:

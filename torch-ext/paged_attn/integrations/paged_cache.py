@@ -179,7 +179,8 @@ class LayerOfPages:
                 old, new = cache.copies
                 self.keys[new] = self.keys[old]
                 self.values[new] = self.values[old]
-            new_keys, new_values = key_states.transpose(1, 2), value_states.transpose(1, 2)
+            # Under torch.autocast the rotated keys are float32 and the values are not.
+            new_keys, new_values = key_states.transpose(1, 2), value_states.to(key_states.dtype).transpose(1, 2)
             kv_paged_write(new_keys, new_values, self.keys, self.values, cache.table, cache.before)
         except BaseException:
             cache.undo()
@@ -255,6 +256,12 @@ class CacheOfPages:
             raise ValueError(f"dtype: expected None, {key_states.dtype} or an 8-bit float, got {self.dtype}")
         if self._ended_early(is_first) or not (is_first or layer.length == self.start):
             self._refuse_half_a_pass(layer)
+        # The table and the lengths of a pass are where its first layer is.
+        if not is_first and key_states.device != self.table.device:
+            self.undo()
+            raise ValueError(
+                f"model: expected all layers on one device, got keys on {self.table.device} and {key_states.device}"
+            )
 
     def _ended_early(self, between_passes=True):
         """Whether a pass stopped before its last layer: by an error outside of attention, or because the model has

@@ -47,11 +47,52 @@ def announce(cache) -> None:
 
 def register_attention() -> None:
     """Makes `attn_implementation="paged_attn"` known to transformers."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, flash_attention_mask)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, make_mask)
+
+
+def make_mask(
+    batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, *, attention_mask=None, config=None,
+    local_size=None, allow_is_causal_skip=True, device="cpu", **others,
+):  # fmt: skip
+    """transformers' interface of masks: which keys exist, (batch, keys), or None, all of them.
+
+    Without a mask all keys are meant that were stored. A static cache has empty slots behind them. generate() drops a
+    mask without padding, and gives the decoder beside an encoder none.
+
+    What a mask says beyond padding and windows does not reach `attend`, and is refused here.
+    """
+    from transformers.masking_utils import flash_attention_mask
+
+    _refuse_chunks(config, local_size, kv_length + kv_offset)
+    # Only masks of encoders and of cross-attention have this keyword. No cache stores their keys.
+    of_encoder = "allow_is_bidirectional_skip" in others
+    if not of_encoder:
+        if not allow_is_causal_skip and q_length > 1:
+            _refuse_later_keys(mask_function, batch_size, q_length, q_offset, device)
+        if attention_mask is None:
+            stored = int(q_offset + q_length - kv_offset)  # a static cache counts in a tensor: the host waits for it
+            if stored < kv_length:
+                attention_mask = torch.ones(batch_size, stored, dtype=torch.bool, device=device)
+    return flash_attention_mask(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask)
+
+
+def _refuse_chunks(config, local_size, keys):
+    """As transformers does for its flash attention: a chunk that holds all keys is no limit."""
+    has_chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    if has_chunks and local_size == config.attention_chunk_size and keys > local_size:
+        raise ValueError(f"attention_chunk_size: expected at least {keys}, a chunk for all keys, got {local_size}")
+
+
+def _refuse_later_keys(mask_function, batch_size, q_length, q_offset, device):
+    """Tokens that see later ones, such as those of an image in Gemma 3, see the next one."""
+    row = torch.arange(batch_size, device=device)[:, None]
+    position = torch.arange(q_length - 1, device=device) + q_offset
+    if mask_function(row, torch.zeros_like(row), position, position + 1).any():
+        raise ValueError("mask_function: expected tokens that see none after them, got some that do (of an image)")
 
 
 def attend(
@@ -107,7 +148,8 @@ def attend(
             )
             layer.attended()
         else:
-            keys, values = key.transpose(1, 2), value.transpose(1, 2)
+            # Under torch.autocast rotated keys are float32 and values are not.
+            keys, values = key.transpose(1, 2), value.to(key.dtype).transpose(1, 2)
             if attention_mask is None:
                 if cu_seq_lens_q is None:
                     cu_seq_lens_q = cu_seq_lens_k = _packing_of(module, query, position_ids)
@@ -165,10 +207,15 @@ def _check_lengths(query, attention_mask, cu_seq_lens_q, cu_seq_lens_k):
 
 def _refuse_for_pages(module, query, key, attention_mask, causal, cu_seq_lens_q, position_ids):
     """What pages cannot do: they hold one sequence a row."""
-    if not causal and (key.shape[2] != query.shape[1] or module.config.is_encoder_decoder):
+    if not causal and key.shape[2] != query.shape[1]:
         raise ValueError(
             "past_key_values: expected EncoderDecoderCache(PagedCache(model), DynamicCache()) for a model with "
             "cross-attention, got a PagedCache alone"
+        )
+    if not causal and query.shape[1] > 1:
+        raise ValueError(
+            f"is_causal: expected True with a PagedCache, got False from {type(module).__name__} (cross-attention "
+            "needs EncoderDecoderCache(PagedCache(model), DynamicCache()))"
         )
     if cu_seq_lens_q is not None:
         raise ValueError("cu_seq_lens_q: expected None with a PagedCache (one sequence a row), got a tensor")
