@@ -148,6 +148,8 @@ def test_generate_streams(make_model, calls, device):
 @pytest.mark.parametrize("padded", [False, True], ids=["equal", "padded"])
 def test_generate_with_a_static_cache(make_model, calls, kind, config, padded):
     """The name decides: without "flash" in it transformers drops a mask without padding, and empty slots count."""
+    if not padded and transformers.__version__.startswith(("5.18.", "5.19.", "5.20.")):
+        pytest.skip("these drop such a mask under every name")
     model = make_model(kind, **config)
     prompts = PROMPTS if padded else [p[:4] * 5 for p in PROMPTS]
     expected = generate(model, "eager", prompts)
