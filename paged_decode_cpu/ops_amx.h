@@ -97,12 +97,12 @@ struct SoftmaxRows {
   float* scores;
   uint16_t* probabilities;
   int64_t done, per_step;
-  const bool plain = problem.softcap == 0.f && !problem.alibi_slopes && s.scales[h].score > 0.f;
+  const bool plain = problem.softcap == 0.f && s.scales[h].score > 0.f;
 
   [[gnu::always_inline]] void step() {
     const int64_t until = pd_min(part.count, done + per_step);
     for (; done < until; ++done) {
-      if (plain) {
+      if (plain && !has_slope(part.first + done)) {
         plain_row(part.first + done, done * kMaxTile);
       } else {
         row(part.first + done, done * kMaxTile);
@@ -116,6 +116,11 @@ struct SoftmaxRows {
   }
 
  private:
+  // A slope of 0 is as good as none, to the last bit.
+  bool has_slope(int64_t r) const {
+    return problem.alibi_slopes && score_of(problem, item, s, h, r, tile.begin + part.from).slope != 0.f;
+  }
+
   KvRange seen_by(int64_t r) const {
     const int64_t begin = tile.begin + part.from;
     return {pd_max(s.visible[r].begin - begin, 0), pd_min(s.visible[r].end - begin, part.keys)};

@@ -86,6 +86,7 @@ NEUTRAL = {
 }
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", NEUTRAL)
 def test_neutral_value_changes_no_bit(paged_attn, device, name, dtype):

@@ -39,7 +39,6 @@ _CU_SEQLENS_Q, _QV = FEATURES.index("cu_seqlens_q"), FEATURES.index("qv")
 # The tensors of numbers, which could require grad: those of every call, and those among the features (all between
 # alibi_slopes and rotary_sin but the int attention_chunk).
 _NUMBERS = ("q", "k_cache", "v_cache", "k", "v", "out")
-_WRITTEN = ("k_cache", "v_cache", "out")
 _SLOPES_AND_SINK = slice(FEATURES.index("alibi_slopes"), FEATURES.index("s_aux") + 1)
 _QV_TO_ROTARY = slice(FEATURES.index("qv"), FEATURES.index("rotary_sin") + 1)
 _NUMBERS_OF_FEATURES = FEATURES[_SLOPES_AND_SINK] + FEATURES[_QV_TO_ROTARY]
@@ -114,6 +113,9 @@ def run(
             # (batch, seqlen_q, q_heads) -> (batch, q_heads, seqlen_q), or (total_q, q_heads) -> (q_heads, total_q)
             lse = torch.empty((*q_shape[:-3], q_shape[-2], q_shape[-3]), dtype=torch.float32, device=q.device)
         append = k is not None or v is not None
+        writes = (append or not is_new) and not is_compiling()  # into tensors of the caller
+        if writes:
+            refuse_negations({"k_cache": k_cache, "v_cache": v_cache, "out": out} if append else {"out": out})
         if features is None and window_left == -1:
             if append:
                 _append_and_attend(
@@ -130,7 +132,7 @@ def run(
                 q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right, k, v,
                 window_left, max_seqlen_q, *(_NO_FEATURES if features is None else features),
             )  # fmt: skip
-        if grad and (append or not is_new) and not is_compiling():
+        if grad and writes:
             count_writes((k_cache, v_cache, out) if append else (out,))
         return (out, lse) if return_lse else out
     except FAILURES as error:
@@ -227,6 +229,15 @@ def refuse_grad(names, tensors):
             )
 
 
+def refuse_negations(written):
+    """torch resolves them before an operator sees them, which crashes where it writes (torch 2.11)."""
+    for name, tensor in written.items():
+        if isinstance(tensor, torch.Tensor) and tensor.is_neg():
+            raise ValueError(
+                f"{name}: expected a tensor to write into, got a view that negates its memory; use resolve_neg()"
+            )
+
+
 def clearer(error, types, given):
     """The error of a call that failed, or one that names the argument whose type nothing could be made of.
 
@@ -246,10 +257,6 @@ def _refuse_types(types, given):
             continue
         value = given[name]
         is_tensor = isinstance(value, torch.Tensor)
-        if is_tensor and name in _WRITTEN and not is_compiling() and value.is_neg():
-            raise ValueError(
-                f"{name}: expected a tensor to write into, got a view that negates its memory; use resolve_neg()"
-            )
         if name == "cache_seqlens":
             is_length = isinstance(value, INTS) and not isinstance(value, bool) and _fits(value, 32)
             if not (value is None or is_tensor or is_length):

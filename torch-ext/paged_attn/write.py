@@ -6,7 +6,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from ._call import FAILURES, INTS, batch_of, check_int32, clearer, count_writes, refuse_grad, types_of
+from ._call import FAILURES, INTS, batch_of, check_int32, clearer, count_writes, refuse_grad, refuse_negations, types_of
 from ._ops import ops
 
 _write = ops.kv_paged_write.default
@@ -65,11 +65,14 @@ def kv_paged_write(
             if block_table is not None or cache_seqlens is not None:
                 _check_positions(k, block_table, cache_seqlens, cu_seqlens_k_new)
                 block_table = cache_seqlens = None
+        compiles = is_compiling()
+        if not compiles:
+            refuse_negations({"k_cache": k_cache, "v_cache": v_cache})
         _write(
             k, v, k_cache, v_cache, block_table, cache_seqlens, cu_seqlens_k_new=cu_seqlens_k_new,
             slot_mapping=slot_mapping, k_descale=k_descale, v_descale=v_descale,
         )  # fmt: skip
-        if grad and not is_compiling():
+        if grad and not compiles:
             count_writes((k_cache, v_cache))
     except FAILURES as error:
         given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table}
