@@ -30,7 +30,8 @@ bool describe(const void* base, DType dtype, const cuuint64_t (&sizes)[kRank], c
   const auto encode = encode_function();
   if (encode == nullptr) return false;
   cuuint64_t bytes[kRank - 1];
-  for (int i = 0; i < kRank - 1; ++i) bytes[i] = sizes[i + 1] > 1 ? given[i] : kRowBytes;  // of one entry: see Dimension
+  for (int i = 0; i < kRank - 1; ++i)
+    bytes[i] = sizes[i + 1] > 1 ? given[i] : kRowBytes;  // of one entry: see Dimension
   cuuint32_t steps[kRank];
   for (cuuint32_t& step : steps) step = 1;
   const CUtensorMapDataType of_16_bits =
