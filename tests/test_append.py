@@ -59,6 +59,8 @@ def test_append_writes_the_same_bytes(paged_attn, device, case):
 
 def test_gradients_see_what_was_written(paged_attn, device):
     """torch keeps a tensor for a gradient, and refuses it if the tensor was written since."""
+    if device == "mps" and not torch.backends.mps.is_built():
+        pytest.skip("the emulated device computes no gradients")
     q, new = torch.ones(1, 1, 2, 8, device=device), torch.ones(1, 1, 2, 8, device=device)
     cache, values, out = (torch.ones(1, n, 2, 8, device=device) for n in (4, 4, 1))
     table = torch.zeros(1, 1, dtype=torch.int32, device=device)

@@ -81,10 +81,11 @@ def test_sizes_that_32_bits_do_not_count(paged_attn):
     words = r"metal: expected sizes below 2\^31 .* got "
     with pytest.raises(RuntimeError, match=words):
         paged_attn.flash_attn_with_kvcache(token, pages, pages, cache_seqlens=one, block_table=one[None] - 1)
-    with pytest.raises(RuntimeError, match=words):
-        paged_attn.kv_paged_write(token, token, pages, pages, one[None] - 1, one - 1)
     wide = torch.zeros(1, 2**18, dtype=torch.int32, device="mps")
     large = torch.zeros(1, 4096, 1, 8, device="mps")
+    tokens, cu_seqlens = token[0].expand(2**31, 1, 8), torch.cat((one - 1, one))
+    with pytest.raises(RuntimeError, match=words):
+        paged_attn.kv_paged_write(tokens, tokens, large, large, one[None] - 1, one - 1, cu_seqlens_k_new=cu_seqlens)
     with pytest.raises(RuntimeError, match=words):
         paged_attn.kv_paged_write(token, token, large, large, wide, torch.full_like(one, 2**30))
     assert not large.cpu().any()

@@ -353,6 +353,12 @@ class CacheOfPages:
         self._settle()
         self.pages.select([row for row in range(len(self.pages.rows)) for _ in range(repeats)])
 
+    @property
+    def is_croppable(self) -> bool:
+        """Not beside a cache of cross-attention: transformers has DynamicCaches alone forget there. Where this is True,
+        generate() on a Mac computes one token more than it needs, and takes it back."""
+        return not self.config.is_encoder_decoder
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last -tokens_to_remove tokens of every row, as transformers counts."""
         tokens_to_remove = int(tokens_to_remove)  # some of its versions pass a tensor, and lengths are changed in place
