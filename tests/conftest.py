@@ -112,6 +112,12 @@ def device():
 
 
 @pytest.fixture
+def emulated():
+    """Whether the device is the fake one."""
+    return EMULATED
+
+
+@pytest.fixture
 def make_model(device):
     """A small model of transformers, by its family."""
     import small_models

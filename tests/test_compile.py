@@ -24,8 +24,8 @@ CASES = {
 
 
 @pytest.fixture(params=["aot_eager", "inductor"])
-def backend(request, device):
-    if request.param == "inductor" and device == "mps" and not torch.backends.mps.is_built():
+def backend(request, device, emulated):
+    if request.param == "inductor" and emulated:
         pytest.skip("inductor's code for MPS needs Metal's compiler, which the emulated device does not have")
     return request.param
 
@@ -394,9 +394,9 @@ def load_without_this_package(device, folder):
     return subprocess.run([sys.executable, "-c", LOAD, package]).returncode
 
 
-def test_exported_model(paged_attn, device, tmp_path):
+def test_exported_model(paged_attn, device, tmp_path, emulated):
     """torch.export with a free batch, AOTInductor, and a process of its own that loads the package and runs it."""
-    if device == "mps" and not torch.backends.mps.is_built():
+    if emulated:
         pytest.skip("inductor's code for MPS needs Metal's compiler, which the emulated device does not have")
     torch.manual_seed(0)
     model = Layer(paged_attn).to(device).eval().requires_grad_(False)

@@ -158,9 +158,9 @@ def test_generate_with_a_static_cache(make_model, calls, kind, config, padded):
     assert calls
 
 
-def test_generate_with_a_compiled_static_cache(make_model, calls, device):
+def test_generate_with_a_compiled_static_cache(make_model, calls, device, emulated):
     """transformers keeps what it loads from the Hub out of the graph, so the graph breaks around the kernel."""
-    if device == "mps" and not torch.backends.mps.is_built():
+    if emulated:
         pytest.skip("no compiler for the emulated device")
     model = make_model("Llama")
     expected = generate(model, "sdpa", PROMPTS)
@@ -185,9 +185,9 @@ def test_packed_sequences_do_not_see_each_other(make_model, calls):
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_images_of_pixtral(device, calls):
+def test_images_of_pixtral(device, calls, emulated):
     """Several images in one row. The name decides: without "flash" in it they come with a mask that no kernel takes."""
-    if device == "mps" and not torch.backends.mps.is_built():
+    if emulated:
         pytest.skip("the emulated device has no convolutions")
     config = transformers.PixtralVisionConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, image_size=64, patch_size=8,

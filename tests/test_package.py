@@ -122,11 +122,11 @@ def test_device_is_detected(tmp_path, monkeypatch):
         conftest.detect_device()
 
 
-def test_short_run_needs_only_torch_kernels_and_pytest(device, tmp_path):
+def test_short_run_needs_only_torch_kernels_and_pytest(device, tmp_path, emulated):
     """kernel-builder's ci-test has no other package, and of the repository only Python's files of tests/ and torch-ext/
     beside the kernels. It collects every file.
     """
-    if device == "mps" and not torch.backends.mps.is_built():
+    if emulated:
         pytest.skip("the emulated GPU is built with ninja")
     code = """
 import sys
@@ -152,9 +152,9 @@ def test_example(device):
     assert run.stdout.startswith(f"{device}: out (2, 1, 32, 128), equal to")
 
 
-def test_found_by_name_from_the_environment(device):
+def test_found_by_name_from_the_environment(device, emulated):
     """LOCAL_KERNELS and get_kernel in a fresh process, without a network; nothing beyond torch comes along."""
-    if device == "mps" and not torch.backends.mps.is_built():
+    if emulated:
         pytest.skip("a fresh process has no fake mps device")
     backend = {"mps": "metal"}.get(device, device)
     code = f"""
@@ -328,9 +328,9 @@ def test_explain_counts_what_is_seen(mask, monkeypatch):
     assert shape.bytes == 3 * 2 * (keys * 2 * (64 + 32) + 9 * 8 * (64 + 32))
 
 
-def test_explain_from_the_command_line(device, tmp_path):
+def test_explain_from_the_command_line(device, tmp_path, emulated):
     """tools/explain.py: route, plan, floor and time of each length, and the plot."""
-    if device == "mps" and not torch.backends.mps.is_built():
+    if emulated:
         pytest.skip("a fresh process has no fake mps device")
     picture = tmp_path / "roofline.svg"
     command = [sys.executable, REPOSITORY / "tools" / "explain.py", "--device", device, "--kv-len", "64", "300"]

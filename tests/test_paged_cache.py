@@ -181,8 +181,8 @@ def test_a_static_cache_without_padding(make_model, paged_cache, kind, config, l
     assert generate(model, inputs, static_cache(model), disable_compile=True, prefill_chunk_size=7) == tokens
 
 
-def test_a_compiled_static_cache_without_padding(make_model, paged_cache, device):
-    if device == "mps" and not torch.backends.mps.is_built():
+def test_a_compiled_static_cache_without_padding(make_model, paged_cache, device, emulated):
+    if emulated:
         pytest.skip("no compiler for the emulated device")
     model = make_model()
     inputs = text(model, [17, 17])
@@ -628,8 +628,8 @@ def gemma3_with_images(device):
 
 
 @pytest.mark.parametrize("paged", [True, False])
-def test_image_tokens_that_see_each_other(device, paged_cache, paged):
-    if device == "mps" and not torch.backends.mps.is_built():
+def test_image_tokens_that_see_each_other(device, paged_cache, paged, emulated):
+    if emulated:
         pytest.skip("the emulated device has no convolutions")
     model = gemma3_with_images(device)
     ids = torch.tensor([[5, 6, 7, 291, 290, 290, 290, 290, 292, 8, 9]], device=device)

@@ -165,11 +165,9 @@ void check_rows_apart(const char* name, const Rows& rows) {
   }
 }
 
-// Calls read(name, rows) for every tensor of a call that is given, but for the caches.
+// Calls read(name, rows) for every tensor of a call that is given, but for the caches. tokens: the sizes of q.
 template <typename Read>
-void each_input(const Problem& p, const Read& read) {
-  const bool packed = static_cast<bool>(p.cu_seqlens_q);
-  const int64_t tokens[] = {packed ? 1 : p.batch, packed ? p.total_q : p.max_q_len, p.q_heads};
+void each_input(const Problem& p, const int64_t (&tokens)[3], const Read& read) {
   read("q", rows_at(p.q, p.q_dtype, p.head_dim, tokens, {p.q_stride_batch, p.q_stride_token, p.q_stride_head}));
   if (p.qv)
     read("qv",
@@ -232,7 +230,7 @@ void check_memory(const Problem& p) {
   const auto refuse_shared = [](const char* written, const Rows& target, const char* name, const Rows& input) {
     if (share_memory(target, input)) fail(std::string(written) + ": expected memory of its own, got memory of " + name);
   };
-  each_input(p, [&](const char* name, const Rows& input) {
+  each_input(p, tokens, [&](const char* name, const Rows& input) {
     refuse_shared("out", out, name, input);
     if (!writes) return;
     refuse_shared("k_cache", k_cache, name, input);

@@ -24,10 +24,11 @@ class Tree:
             middle = y + height / 2 + 4 + 15 * (i - (len(lines) - 1) / 2)
             self.p.text(ROUTES[0] + ROUTES[1] / 2, middle, line, "middle", bold=line != note, size=SMALL)
 
-    def yes(self, column, y, to):
+    def yes(self, column, y, to, at=None):
+        """at: where the word stands, if not in the middle."""
         begin = column[0] + column[1]
         self.p.arrow((begin + 2, y), (to[0] - 3, y))
-        self.p.text((begin + to[0]) / 2, y - 5, "yes", "middle", "faint", size=SMALL)
+        self.p.text((begin + to[0]) / 2 if at is None else at, y - 5, "yes", "middle", "faint", size=SMALL)
 
     def no(self, x, y, end):
         self.p.arrow((x, y + 2), (x, end - 3))
@@ -65,8 +66,7 @@ def cuda(p: Picture, y: float) -> None:
     y += 68
     t.ask(QUESTIONS, y, 58, "Other qv, a head_dim above 256, float32 q over an\n8-bit cache, "
           "8-bit q over a 16-bit one, or rows\nthat are no whole pieces of 16 bytes?")  # fmt: skip
-    p.arrow((QUESTIONS[0] + QUESTIONS[1] + 2, y + 44), (ROUTES[0] - 3, y + 44))
-    p.text(372, y + 39, "yes", "middle", "faint", size=SMALL)
+    t.yes(QUESTIONS, y + 44, ROUTES, at=372)
     t.route(y, 58, "fallback")
     t.no(down, y + 58, y + 82)
 
@@ -111,8 +111,7 @@ def cpu(p: Picture, y: float) -> None:
     t.no(down, y + 44, y + 136)
     y += 136
     t.ask(QUESTIONS, y, 44, "Many rows: from 12 to 24 on, by the dtypes\nand the instruction set?")
-    p.arrow((QUESTIONS[0] + QUESTIONS[1] + 2, y + 22), (ROUTES[0] - 3, y + 22))
-    p.text(372, y + 17, "yes", "middle", "faint", size=SMALL)
+    t.yes(QUESTIONS, y + 22, ROUTES, at=372)
     t.route(y - 4, 52, "packed_bf16", "packed_fp16", "packed_f32")
     t.no_and_right(down, y + 44, y + 90)
     t.route(y + 56, 52, "in_place_bf16", "in_place_fp16", "in_place_f32")

@@ -115,7 +115,8 @@ def run(
         append = k is not None or v is not None
         writes = (append or not is_new) and not is_compiling()  # into tensors of the caller
         if writes:
-            refuse_negations({"k_cache": k_cache, "v_cache": v_cache, "out": out} if append else {"out": out})
+            written = {"k_cache": k_cache, "v_cache": v_cache, "out": out} if append else {"out": out}
+            refuse_negations(written)
         if features is None and window_left == -1:
             if append:
                 _append_and_attend(
@@ -133,7 +134,7 @@ def run(
                 window_left, max_seqlen_q, *(_NO_FEATURES if features is None else features),
             )  # fmt: skip
         if grad and writes:
-            count_writes((k_cache, v_cache, out) if append else (out,))
+            count_writes(tuple(written.values()))
         return (out, lse) if return_lse else out
     except FAILURES as error:
         given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
