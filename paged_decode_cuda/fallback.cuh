@@ -7,6 +7,7 @@
 
 #include "exchange.cuh"
 #include "fallback_plan.h"
+#include "key_places.cuh"
 
 namespace paged_attn {
 
@@ -31,34 +32,6 @@ PD_DEVICE void load_row(const void* base, DType dtype, int64_t offset, int64_t d
     x[i] = dim < dims ? load_float(base, dtype, offset + dim) * factor : 0.f;
   }
 }
-
-// Finds the keys of a request, in any of the three forms of a cache.
-struct KeyFinder {
-  bool paged;
-  const int32_t* pages;  // with a block table
-  int64_t page, begin;   // without
-
-  PD_MEMBER void start(const Problem& p, int b) {
-    const Cache& cache = p.cache;
-    const int row = cache.cu_seqlens_k ? 0 : table_row(p, b);
-    paged = static_cast<bool>(cache.block_table);
-    pages = cache.block_table.data + (paged ? row * cache.block_table_stride : 0);
-    page = row;
-    begin = cache.cu_seqlens_k ? cache.cu_seqlens_k[b] : 0;
-  }
-
-  // False when it lies in no page.
-  PD_MEMBER bool find(const Cache& cache, const Plan& plan, int key, int64_t& in_page, int64_t& slot) const {
-    in_page = page;
-    slot = begin + key;
-    if (paged) {
-      const int index = plan.page_size.divide(key);
-      in_page = index < cache.max_pages ? pages[index] : -1;
-      slot = key - index * static_cast<int>(plan.page_size.divisor);
-    }
-    return in_page >= 0 && in_page < cache.num_pages && slot >= 0 && slot < cache.page_size;
-  }
-};
 
 // The sums of one row over some of its keys, spread over a warp; (m, l) are the same in every lane.
 template <int kDims, int kDimsV, bool kQv>
@@ -91,7 +64,7 @@ struct FallbackRow {
 
   // Adds keys [first, end), kBatch at most. k_head, v_head: where the head begins in the first slot of the first page.
   template <typename T>
-  PD_MEMBER void add_keys(const Problem& p, const Plan& plan, const KeyFinder& finder, const T* k_head, const T* v_head,
+  PD_MEMBER void add_keys(const Problem& p, const Plan& plan, const KeyPlaces& places, const T* k_head, const T* v_head,
                           int first, int end) {
     const Cache& cache = p.cache;
     const int lane = threadIdx.x % kWarp;
@@ -100,8 +73,9 @@ struct FallbackRow {
     float s[kBatch], v[kBatch][kDimsV];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      int64_t page = 0, slot = 0;
-      found[i] = first + i < end && finder.find(cache, plan, first + i, page, slot);
+      const int2 place = places.look_up(p, plan, first + i);
+      found[i] = first + i < end && page_exists(p, place.x);
+      const int64_t page = found[i] ? place.x : 0, slot = found[i] ? place.y : 0;
       v_rows[i] = v_head + page * cache.v_stride_page + slot * cache.v_stride_slot;
       const T* k = k_head + page * cache.k_stride_page + slot * cache.k_stride_slot;
       s[i] = 0.f;
@@ -166,12 +140,12 @@ __global__ void __launch_bounds__(kFallbackWarps* kWarp, 1)
   using Row = FallbackRow<kDims, kDimsV, kQv>;
   Row sums;
   sums.start(p, item, head, token, row_target(p, plan, item, head, row).q_head);
-  KeyFinder finder;
-  finder.start(p, item.b);
+  KeyPlaces places;
+  places.start(p, item);
   const T* k_head = static_cast<const T*>(p.cache.k) + head * p.cache.k_stride_head;
   const T* v_head = static_cast<const T*>(p.cache.v) + head * p.cache.v_stride_head;
   for (int first = begin; first < end; first += Row::kBatch) {
-    sums.add_keys(p, plan, finder, k_head, v_head, first, end);
+    sums.add_keys(p, plan, places, k_head, v_head, first, end);
   }
 
   // From one dimension of each lane to four neighbouring ones, then the row or its partial

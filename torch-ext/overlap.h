@@ -45,7 +45,7 @@ Rows rows_at(const Address<T>& at, DType dtype, int64_t width, const int64_t (&s
 // rounded down or up. So it finds all where each stride is at least as long as what the dimensions inside it take, and
 // else some.
 inline bool rows_meet(const Rows& a, const Rows& b, int64_t distance, const int (&order)[3], int dim = 0) {
-  if (dim == 3) return distance < a.row_bytes && -distance < b.row_bytes;
+  if (dim >= 3) return distance < a.row_bytes && -distance < b.row_bytes;
   const int d = order[dim];
   const int64_t stride = a.size[d] > 1 ? a.stride[d] : b.stride[d];
   if ((a.size[d] == 1 && b.size[d] == 1) || stride <= 0) return rows_meet(a, b, distance, order, dim + 1);

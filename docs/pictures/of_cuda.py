@@ -356,7 +356,7 @@ def boxes_and_pieces() -> Picture:
     """How the rows of a tile of keys come from pages into shared memory."""
     row_values, row_bytes = constant("prefill/sizes.h", "kColumn"), constant("prefill/sizes.h", "kRowBytes")
     columns, gatherers = 128 // row_values, 4
-    lanes = constant("prefill/places.cuh", "kCopyLanes")
+    lanes = constant("prefill/pieces.cuh", "kCopyLanes")
     run = 32 // lanes
     boxed, gathered = prefill_numbers(16), prefill_numbers(12)
     assert (boxed.box_rows, gathered.box_rows) == (16, 0)

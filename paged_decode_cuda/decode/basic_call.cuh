@@ -94,6 +94,7 @@ PD_DEVICE Problem basic_problem(const BasicCall& call, DType dtype, int head_dim
   p.cache_seqlens = {call.cache_seqlens, true};
   p.cu_seqlens_q = {call.cu_seqlens_q, packed};
   p.cache.block_table = {call.cache.block_table, true};
+  p.cache.block_table_stride = call.plan.table_stride;
   p.lse = {call.lse, call.has_lse};
   p.sinks = {call.sinks, call.has_sinks};
   if (dtype_bytes(dtype) == 1) {

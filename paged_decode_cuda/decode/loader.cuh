@@ -11,6 +11,7 @@
 #pragma once
 
 #include "../balance.cuh"
+#include "../key_places.cuh"
 #include "shape.cuh"
 
 namespace paged_attn {
@@ -19,20 +20,13 @@ namespace paged_attn {
 template <typename Kv, int kHeadDim, int kRowTiles>
 struct DecodeLoader {
   using Shape = DecodeShape<Kv, kHeadDim, kRowTiles>;
-  static constexpr uint32_t kNowhere = ~0u;
 
   Walker walker;
   Segment segment;
-  int key_begin, key_end;  // of the item
-  int tile;                // next to copy
-  bool live;               // there is one
-  int page, slot;          // of key `lane` of that tile; page -1: nothing to read there
-  union {
-    const int32_t* pages;  // of the request
-    struct {
-      int page, slot;
-    } base;  // where it begins, without a block table
-  };
+  KeyPlaces places;
+  int tile;        // next to copy
+  bool live;       // there is one
+  int page, slot;  // of key `lane` of that tile; page -1: nothing to read there
   uint32_t k_head, v_head;  // where the head begins in a slot, in pieces
 
   PD_MEMBER void start(const Walker& first) {
@@ -44,7 +38,6 @@ struct DecodeLoader {
   // Moves to the next segment until this warp has a tile in it, and looks up its pages, one tile before they are
   // needed.
   PD_MEMBER void find_tile(const Problem& p, const Plan& plan, const Dealing& dealing) {
-    const Cache& cache = p.cache;
     if (tile >= segment.tile_end) {
       Item item;
       do {
@@ -54,31 +47,14 @@ struct DecodeLoader {
       } while (tile >= segment.tile_end);
       k_head = segment.head * plan.k_head_pieces;
       v_head = segment.head * plan.v_head_pieces;
-      const int b = item.b;
-      key_begin = item.key_begin;
-      key_end = item.key_end;
-      if (plan.basic) {
-        pages = cache.block_table + static_cast<int64_t>(b) * plan.table_stride;
-      } else if (cache.block_table) {
-        pages = cache.block_table + table_row(p, b) * cache.block_table_stride;
-      } else {
-        base.page = cache.cu_seqlens_k ? 0 : table_row(p, b);
-        base.slot = cache.cu_seqlens_k ? cache.cu_seqlens_k[b] : 0;
-      }
+      places.start(p, item);
     }
     // In pages of whole runs the first key of a run stands for all.
     const int own = tile * Shape::kTileKeys + threadIdx.x % Shape::kTileKeys, run = plan.whole_runs ? kRunKeys : 1;
     const int key = own & -run;
-    page = -1;
-    if (key + run <= key_begin || key >= key_end) return;
-    if (plan.basic || cache.block_table) {
-      const int index = plan.page_size.divide(key);
-      slot = key - index * static_cast<int>(plan.page_size.divisor);
-      if (index < plan.max_pages) page = pages[index];
-    } else {
-      slot = base.slot + key;
-      if (slot >= 0 && slot < cache.page_size) page = base.page;
-    }
+    const bool seen = key + run > places.key_begin && key < places.key_end;
+    page = seen ? places.page_of(p, plan, key) : -1;
+    slot = places.slot_of(p, plan, key);
   }
 
   // Starts the copies of the tile that was found last into a stage and finds the next. The first call only finds.
@@ -110,7 +86,7 @@ struct DecodeLoader {
     const bool found = page_exists(p, page);
     const uint32_t slot_pieces = kValues ? plan.v_slot_pieces : plan.k_slot_pieces;
     const uint32_t page_pieces = kValues ? plan.v_page_pieces : plan.k_page_pieces;
-    const uint32_t place = found ? page * page_pieces + slot * slot_pieces + (kValues ? v_head : k_head) : kNowhere;
+    const uint32_t place = found ? page * page_pieces + slot * slot_pieces + (kValues ? v_head : k_head) : KeyPlaces::kNowhere;
     const void* const cache = kValues ? p.cache.v : p.cache.k;
     const uint32_t target = stage + (kValues ? Shape::kStageBytesK : 0);
     const int dims = static_cast<int>(kValues ? p.head_dim_v : p.head_dim);
@@ -133,13 +109,13 @@ struct DecodeLoader {
     const int place = kValues ? Shape::place_v(first_row, piece) : Shape::place_k(first_row, piece);
     const uint32_t target = stage + (first_row * Shape::kPieces + place) * 16;
     const char* first = static_cast<const char*>(cache) + piece * 16;
-    const int first_key = tile * Shape::kTileKeys + first_row - key_begin;  // of those that are seen
+    const int first_key = tile * Shape::kTileKeys + first_row - places.key_begin;  // of those that are seen
     const uint64_t policy = read_once_policy(), slot_bytes = static_cast<uint64_t>(slot_pieces) * 16;
 #pragma unroll
     for (int run = 0; run < Shape::kTileKeys; run += kStep) {
       const uint32_t offset = __shfl_sync(~0u, place_of_key, kAlone ? run + first_row : run);
-      const uint32_t keys = offset == kNowhere ? 0 : key_end - key_begin;
-      const char* source = first + static_cast<uint64_t>(offset == kNowhere ? 0 : offset) * 16;
+      const uint32_t keys = offset == KeyPlaces::kNowhere ? 0 : places.key_end - places.key_begin;
+      const char* source = first + static_cast<uint64_t>(offset == KeyPlaces::kNowhere ? 0 : offset) * 16;
       if (!kAlone) source += first_row * slot_bytes;
 #pragma unroll
       for (int row = run; row < run + kStep; row += kRows) {

@@ -30,7 +30,7 @@ template <typename Shape>
 struct Float32Work {
   Item item;
   Segment segment;
-  KeySource source;
+  KeyPlaces keys;
   Partials partials;  // of other blocks, to be added
   uint64_t met;       // where all threads arrive when the sums of their groups are there
   float scale;        // of q.k
@@ -51,7 +51,7 @@ PD_DEVICE bool find_work(const Problem& p, const Plan& plan, Float32Work<Shape>&
   if (threadIdx.x == 0) {
     work.item = item;
     work.segment = segment;
-    work.source = find_source(p, item, segment.head);
+    work.keys.start(p, item);
     work.scale = score_scale(p, item.b, segment.head);
     work.infinite = false;
     barrier_init(shared_address(&work.met), Shape::kThreads);
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(Sizes::kThreads, Sizes::kBlocks)
 #pragma unroll 1
   while (true) {
     rows.start();
-    loader.find(p, plan, work.source, work.segment.tile + group);
+    loader.find(p, plan, work.keys, work.segment.head, work.segment.tile + group);
     loader.copy_keys(p, keys_at);
     copy_commit();
     loader.copy_values(p, values_at);
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(Sizes::kThreads, Sizes::kBlocks)
       const int next = tile + Shape::kGroups;
       copy_wait<1>();
       sync_group<Shape>(group);
-      if (next < work.segment.tile_end) loader.find(p, plan, work.source, next);
+      if (next < work.segment.tile_end) loader.find(p, plan, work.keys, work.segment.head, next);
       typename Float32Rows<Shape>::Scores s;
       if (works()) rows.score_keys(queries, keys, static_cast<int>(p.head_dim), s);
       sync_group<Shape>(group);

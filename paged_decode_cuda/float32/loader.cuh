@@ -2,58 +2,25 @@
 // size. The warps of a group share its tiles. Those of the first one copy the queries of their rows.
 #pragma once
 
+#include "../key_places.cuh"
 #include "../rows.cuh"
 #include "shape.cuh"
 
 namespace paged_attn {
 
-// Where the keys of an item are.
-struct KeySource {
-  const int32_t* pages;    // of the request; without a block table
-  int page, slot;          // where it begins
-  int head;                // kv_head
-  int key_begin, key_end;  // of the item
-};
-
-PD_DEVICE KeySource find_source(const Problem& p, const Item& item, int head) {
-  const Cache& cache = p.cache;
-  KeySource source;
-  const int row = cache.cu_seqlens_k ? 0 : table_row(p, item.b);
-  source.pages = cache.block_table.data + (cache.block_table ? row * cache.block_table_stride : 0);
-  source.page = row;
-  source.slot = cache.cu_seqlens_k ? cache.cu_seqlens_k[item.b] : 0;
-  source.head = head;
-  source.key_begin = item.key_begin;
-  source.key_end = item.key_end;
-  return source;
-}
-
 template <typename Shape>
 struct Float32Loader {
-  static constexpr uint32_t kNowhere = ~0u;
-
   uint2* places;  // in shared memory: of the keys and values of the group's tile found last, in pieces
 
   // Looks up the pages of a tile, before its copies start.
-  PD_MEMBER void find(const Problem& p, const Plan& plan, const KeySource& source, int tile) {
+  PD_MEMBER void find(const Problem& p, const Plan& plan, const KeyPlaces& keys, int head, int tile) {
     const int thread = this_thread(), lane = thread % kWarp, warp = Shape::place_in_group(thread / kWarp);
-    const int key = tile * Shape::kTileKeys + warp * Shape::kWarpKeys + lane;
-    uint2 place = {kNowhere, kNowhere};
     if (lane >= Shape::kWarpKeys) return;
-    if (key >= source.key_begin && key < source.key_end) place = find_key(p, plan, source, key);
-    places[warp * Shape::kWarpKeys + lane] = place;
-  }
-
-  static PD_MEMBER uint2 find_key(const Problem& p, const Plan& plan, const KeySource& source, int key) {
-    const Cache& cache = p.cache;
-    int page = source.page, slot = source.slot + key;
-    if (cache.block_table) {
-      const int index = plan.page_size.divide(key);
-      page = index < plan.max_pages ? source.pages[index] : -1;
-      slot = key - index * static_cast<int>(plan.page_size.divisor);
-    }
-    if (page < 0 || page >= cache.num_pages || slot < 0 || slot >= cache.page_size) return {kNowhere, kNowhere};
-    return {plan.key_place(page, slot, source.head), plan.value_place(page, slot, source.head)};
+    const int2 place = keys.look_up(p, plan, tile * Shape::kTileKeys + warp * Shape::kWarpKeys + lane);
+    const bool found = page_exists(p, place.x);
+    places[warp * Shape::kWarpKeys + lane] = {
+        found ? plan.key_place(place.x, place.y, head) : KeyPlaces::kNowhere,
+        found ? plan.value_place(place.x, place.y, head) : KeyPlaces::kNowhere};
   }
 
   PD_MEMBER void copy_keys(const Problem& p, uint32_t target) {
@@ -75,12 +42,12 @@ struct Float32Loader {
       const int row = first_row + i + lane / kLanes;
       const uint32_t from = kValues ? places[row].y : places[row].x;
       const char* const source =
-          static_cast<const char*>(cache) + static_cast<uint64_t>(from == kNowhere ? 0 : from) * 16;
+          static_cast<const char*>(cache) + static_cast<uint64_t>(from == KeyPlaces::kNowhere ? 0 : from) * 16;
 #pragma unroll
       for (int first = 0; first < Shape::kPieces; first += kLanes) {
         const int piece = first + lane % kLanes;
         const int at = kValues ? Shape::place_v(row, piece) : Shape::place_k(row, piece);
-        const bool valid = from != kNowhere && piece * 4 < dims;
+        const bool valid = from != KeyPlaces::kNowhere && piece * 4 < dims;
         copy_async(target + (row * Shape::kPieces + at) * 16, source + (valid ? piece * 16 : 0), valid);
       }
     }

@@ -2,7 +2,8 @@
 // the others multiply. Where rows are gathered, the one that finds work may bring keys too.
 #pragma once
 
-#include "../prefill/places.cuh"
+#include "../key_places.cuh"
+#include "../prefill/pieces.cuh"
 #include "shape.cuh"
 
 namespace paged_attn {
@@ -64,10 +65,8 @@ struct MlaCopier {
     Lookup at;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int own = key + h * kWarp + lane;
-      int2 place = make_int2(-1, 0);
-      if (own >= places.key_begin && own < places.key_end) place = places.find(p, call, own);
-      const bool found = place.x >= 0;
+      const int2 place = places.look_up(p, call, key + h * kWarp + lane);
+      const bool found = page_exists(p, place.x);
       at.latents[h] = found ? call.value_place(place.x, place.y, head) : KeyPlaces::kNowhere;
       at.rope[h] = found ? call.key_place(place.x, place.y, head) : 0;
     }

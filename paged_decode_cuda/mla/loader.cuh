@@ -98,7 +98,7 @@ struct MlaLoader : MlaCopier {
 
   PD_MEMBER Row place_row(const Problem& p, const MlaCall& call, const KeyPlaces& places, int key, int page,
                           int head) const {
-    const int slot = places.slot_of(call, key);
+    const int slot = places.slot_of(p, call, key);
     if (!page_exists(p, page)) return {KeyPlaces::kNowhere, 0};
     return {call.value_place(page, slot, head), call.key_place(page, slot, head)};
   }
@@ -168,13 +168,13 @@ struct MlaLoader : MlaCopier {
         if (!task.take(p, control, slot)) return;
         ahead = false;
         const int key = task.tile * kKeys + own_tile_row();
-        next = place_row(p, call, task.places, key, task.places.page_of(p, call, key), task.head);
-        page = task.places.page_of(p, call, key + kKeys);
+        next = place_row(p, call, task.places, key, task.places.look_up(p, call, key).x, task.head);
+        page = task.places.look_up(p, call, key + kKeys).x;
       }
       const int key = task.tile * kKeys + own_tile_row();
       const Row own = next;
       next = place_row(p, call, task.places, key + kKeys, page, task.head);
-      page = task.places.page_of(p, call, key + 2 * kKeys);
+      page = task.places.look_up(p, call, key + 2 * kKeys).x;
       if (task.tile + 1 < task.tile_end) prefetch_rows(p, call, next);
       const uint32_t stage = shared + Sizes::kKeysAt + ring.stage * Sizes::kKeyBytes;
       // First the half that the consumer of this tile multiplies first.

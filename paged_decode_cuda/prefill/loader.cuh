@@ -6,7 +6,8 @@
 // bytes of a row at a time, whatever the page size, and put zeros where there is nothing to see.
 #pragma once
 
-#include "places.cuh"
+#include "../key_places.cuh"
+#include "pieces.cuh"
 #include "schedule.cuh"
 #include "widener.cuh"
 
@@ -43,9 +44,8 @@ struct PrefillLoader {
   // The place of a key in pieces of 16 bytes.
   static PD_MEMBER uint32_t place_of(const PrefillCall& plan, const KeyPlaces& places, const Problem& p, int key,
                                      int head) {
-    if (key < places.key_begin || key >= places.key_end) return KeyPlaces::kNowhere;
-    const int2 place = places.find(p, plan, key);
-    if (place.x < 0) return KeyPlaces::kNowhere;
+    const int2 place = places.look_up(p, plan, key);
+    if (!page_exists(p, place.x)) return KeyPlaces::kNowhere;
     return kValues ? plan.value_place(place.x, place.y, head) : plan.key_place(place.x, place.y, head);
   }
 
@@ -151,7 +151,7 @@ struct Gatherer {
 #pragma unroll
     for (int i = 0; i < kLookups; ++i) {
       const int run = own_run(i);
-      pages[i] = has(run) ? places.page_of(p, plan, tile * kKeys + row_of(run)) : -1;
+      pages[i] = has(run) ? places.look_up(p, plan, tile * kKeys + row_of(run)).x : -1;
     }
   }
 
@@ -162,7 +162,7 @@ struct Gatherer {
     found.whole = kHurries && p.head_dim == Shape::kDim && p.head_dim_v == Shape::kDimV;
 #pragma unroll
     for (int i = 0; i < kLookups; ++i) {
-      const int run = own_run(i), slot = places.slot_of(plan, tile * kKeys + row_of(run));
+      const int run = own_run(i), slot = places.slot_of(p, plan, tile * kKeys + row_of(run));
       const bool exists = page_exists(p, pages[i]);
       const uint32_t missing = has(run) ? KeyPlaces::kNowhere : 0;
       const uint32_t key = plan.key_place(pages[i], slot, head), value = plan.value_place(pages[i], slot, head);

@@ -39,11 +39,12 @@ PrefillCall prefill_call(const Problem& p, const PrefillPlan& plan, const Layout
   const bool bulk = plan.box_rows > 0 && describe_cache(p, c.k, p.head_dim, k, plan.box_rows, row_values, call.keys) &&
                     describe_cache(p, c.v, p.head_dim_v, v, plan.box_rows, row_values, call.values);
   call.box_rows = bulk ? plan.box_rows : 0;
-  // Queries come as they are. The box of a request's last rows brings those of the next request too, whose scores may
-  // move the references of a warp.
+  // Queries come in boxes where they are multiplied as they are, and where they can be described. The box of a
+  // request's last rows brings those of the next request too, whose scores may move the references of a warp.
   const int rows = plan.instance.rows;
-  const bool copied = dtype_bytes(p.q_dtype) == 2 || !plan.widens;
-  call.query_box_rows = !copied || !describe_queries(p, rows, call.queries) ? rows + 1 : hides_lengths(p) ? rows : 0;
+  const bool boxes = (dtype_bytes(p.q_dtype) == 2 || !plan.widens) && describe_queries(p, rows, call.queries);
+  const int least_rows = hides_lengths(p) ? rows : 0;
+  call.query_box_rows = boxes ? least_rows : rows + 1;
   call.blocks_in_grid = static_cast<int32_t>(plan.blocks);
   call.l2_keys = static_cast<int32_t>(plan.l2_keys);
   call.tickets = reinterpret_cast<unsigned long long*>(workspace);

@@ -6,7 +6,8 @@
 // zero.
 #pragma once
 
-#include "places.cuh"
+#include "../key_places.cuh"
+#include "pieces.cuh"
 #include "shape.cuh"
 
 namespace paged_attn {
@@ -62,7 +63,7 @@ struct Widener {
   static PD_MEMBER int2 look_up(const Problem& p, const PrefillCall& plan, const KeyPlaces& places, int first,
                                 unsigned units, unsigned unit) {
     const int key = first - static_cast<int>(unit / kOfTile * Shape::kKeys - unit % kUnits * kWarp);
-    return make_int2(unit < units ? places.page_of(p, plan, key) : -1, places.slot_of(plan, key));
+    return unit < units ? places.look_up(p, plan, key) : make_int2(-1, 0);
   }
 
   // Where it lies, in pieces of 16 bytes.

@@ -62,7 +62,7 @@ PD_DEVICE void copy_queries(const Problem& p, const Plan& plan, const Work& work
 template <typename Shape>
 PD_DEVICE int2 look_up(const Problem& p, const Plan& plan, const KeyPlaces& places, int tile) {
   const int own = tile * Shape::kKeys + threadIdx.x / kWarp * Shape::kWarpKeys + threadIdx.x % kWarp % Shape::kWarpKeys;
-  return make_int2(places.page_of(p, plan, own), places.slot_of(plan, own));
+  return places.look_up(p, plan, own);
 }
 
 // In pieces of 16 bytes.

@@ -9,7 +9,8 @@
 //                                2 3 0 1 6 7 4 5                               1 0 3 2 5 4 7 6 9 8
 #pragma once
 
-#include "../prefill/places.cuh"
+#include "../key_places.cuh"
+#include "../prefill/pieces.cuh"
 #include "../prefill/schedule.cuh"
 #include "../rows.cuh"
 #include "sizes.h"
