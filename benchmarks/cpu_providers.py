@@ -113,7 +113,7 @@ class Ours(Provider):
         from kernels import get_local_kernel
 
         root = Path(os.environ.get("PAGED_ATTN_ROOT", Path(__file__).resolve().parent.parent))
-        self.kernel = get_local_kernel(root)
+        self.kernel = get_local_kernel(root, backend="cpu")
         return f"paged-attn on {self.kernel.cpu_isa()}"
 
     def setup(self, case, x):
@@ -315,8 +315,9 @@ class Vllm(Provider):
         heads = (case.q_heads, case.kv_heads, case.head_dim)
         starts = torch.arange(case.batch + 1, dtype=torch.int32) * case.q_len
         lens, dtype, scale = x.kv_lens, x.q.dtype, case.scale
-        # vLLM makes this plan once a step for all layers, so it is not in the time.
-        plan = ops.get_scheduler_metadata(case.batch, *heads, lens, dtype, starts, True, -1, isa, True, None, kind)
+        # vLLM makes this plan once a step for all layers, so it is not in the time. 0.26 knows 16-bit caches only.
+        kinds = (kind,) if case.cache_dtype else ()
+        plan = ops.get_scheduler_metadata(case.batch, *heads, lens, dtype, starts, True, -1, isa, True, None, *kinds)
         q = x.q.flatten(1, 2)
         out = torch.empty_like(q[0])
         attend, tail = ops.cpu_attention_with_kv_cache, (0.0, plan, None, None, 1.0, 1.0, kind)
