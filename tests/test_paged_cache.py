@@ -328,6 +328,23 @@ def test_pages_are_not_pickled(make_model, paged_cache):
             copying(cache)
 
 
+def test_attention_that_cannot_be_replaced_is_refused(device, paged_cache):
+    config = transformers.GPTJConfig(vocab_size=300, n_embd=32, n_layer=1, n_head=2, rotary_dim=8)
+    model = transformers.GPTJForCausalLM(config)
+    with pytest.raises(ValueError, match=r"^model: expected attention that can be replaced .*, got GPTJForCausalLM$"):
+        paged_cache(model.to(device))
+
+
+def test_a_cache_of_a_smaller_model_is_refused(make_model, paged_cache):
+    """As where those of target and draft were exchanged."""
+    model, draft = make_model(), make_model(num_hidden_layers=1)
+    paged_cache(model)
+    cache = paged_cache(draft)
+    with pytest.raises(ValueError, match=r"^past_key_values: expected a PagedCache of this model, got one of 1 layers"):
+        generate(model, text(model, [5]), cache)
+    assert cache.get_seq_length() == 0 and cache.pages.used == 0
+
+
 def test_layers_of_another_kind_are_refused(make_model, paged_cache):
     model = make_model()
     model.config.layer_types = ["full_attention", "chunked_attention"]
@@ -746,6 +763,42 @@ def test_positions_changed_in_place(make_model, paged_cache, inference):
         logits(model, ids, position_ids=positions, use_cache=False)
         positions.copy_(by_positions["position_ids"])
         close(logits(model, ids, position_ids=positions, use_cache=False)[0], alone)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_positions_changed_in_place_where_the_first_layer_does_not_attend(device, paged_attn, inference, emulated):
+    if emulated:
+        pytest.skip("the emulated device has no convolutions")
+    model = bamba(device)
+    ids, by_positions, _, _ = packed(model)
+    paged_attn.integrations.register_attention()
+    model.set_attn_implementation("paged_attn")
+    with torch.inference_mode(inference):
+        positions = torch.arange(12, device=model.device)[None]
+        logits(model, ids, position_ids=positions, use_cache=False)
+        positions.copy_(by_positions["position_ids"])
+        wanted = logits(model, ids, position_ids=positions.clone(), use_cache=False)
+        close(logits(model, ids, position_ids=positions, use_cache=False), wanted)
+
+
+def bamba(device):
+    """Its first layer is a state space, its second one attends."""
+    config = transformers.BambaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.BambaForCausalLM(config).to(device).eval()
+
+
+def test_from_pretrained_by_name(make_model, paged_attn, device, tmp_path):
+    """Without a PagedCache."""
+    make_model().save_pretrained(tmp_path)
+    paged_attn.integrations.register_attention()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="paged_attn").to(device)
+    inputs = text(model, [5, 9])
+    tokens = generate(model, inputs, transformers.StaticCache(model.config, 64))
+    assert tokens == expected(model, inputs)
 
 
 def test_what_pages_cannot_hold_is_refused(make_model, paged_cache):

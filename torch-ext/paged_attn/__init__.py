@@ -15,7 +15,7 @@ lse is FlashAttention 3's. Everything is accumulated in float32.
 
 from __future__ import annotations
 
-from . import _fakes, fa3, integrations  # noqa: F401  (registers the fakes)
+from . import _fakes, fa3, integrations  # noqa: F401  (_fakes registers them)
 from ._ops import ops
 from .attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, get_scheduler_metadata
 from .cache import empty_paged_cache
@@ -27,6 +27,7 @@ __all__ = [
     "cpu_isa",
     "empty_paged_cache",
     "explain",
+    "fa3",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",

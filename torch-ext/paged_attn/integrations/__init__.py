@@ -2,6 +2,7 @@
 
 transformers_block_tables   block tables in transformers' continuous batching, on any device
 PagedCache                  pages for transformers' generate(); needs transformers
+register_attention          the attention function "paged_attn" for transformers' own caches
 context_parallel            one cache on several ranks of torch.distributed
 """
 
@@ -12,6 +13,7 @@ from .block_tables import (
     enable_transformers_block_tables,
     transformers_block_tables,
 )
+from .transformers_attention import register_attention
 
 __all__ = [
     "KNOWN_TRANSFORMERS",
@@ -19,6 +21,7 @@ __all__ = [
     "context_parallel",
     "disable_transformers_block_tables",
     "enable_transformers_block_tables",
+    "register_attention",
     "transformers_block_tables",
 ]
 

@@ -222,6 +222,9 @@ class CacheOfPages:
         register_attention()
         if model.config._attn_implementation != ATTENTION:
             model.set_attn_implementation(ATTENTION)
+        if model.config._attn_implementation != ATTENTION:
+            kind = type(model).__name__
+            raise ValueError(f"model: expected attention that can be replaced (AttentionInterface), got {kind}")
         self.config = model.config
         self.pages = Pages(page_size, num_pages)
         self.max_length, self.dtype = max_length, dtype
@@ -242,6 +245,15 @@ class CacheOfPages:
         raise TypeError(
             "PagedCache: expected copy.deepcopy (its pages are of this process and model), got pickle or copy"
         )
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        if layer_idx >= len(self.layers):
+            self.undo()
+            raise ValueError(
+                f"past_key_values: expected a PagedCache of this model, got one of {len(self.layers)} layers for layer "
+                f"{layer_idx}"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def check_update(self, layer, key_states):
         """Before anything changes: whether this layer may store keys now."""

@@ -46,7 +46,10 @@ def announce(cache) -> None:
 
 
 def register_attention() -> None:
-    """Makes `attn_implementation="paged_attn"` known to transformers."""
+    """Makes `attn_implementation="paged_attn"` known to transformers, for from_pretrained() and other caches.
+
+    PagedCache calls it. Needs transformers.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -294,7 +297,7 @@ def _packing_of(module, query, position_ids):
     batch, tokens = query.shape[:2]
     if position_ids is None or batch != 1 or tokens == 1 or position_ids.shape != (1, tokens):
         return None
-    return _once(position_ids, "paged_packing", _starts, is_first=getattr(module, "layer_idx", 0) == 0)
+    return _once(position_ids, "paged_packing", _starts, layer=getattr(module, "layer_idx", 0))
 
 
 def _starts(position_ids):
@@ -309,16 +312,18 @@ def _starts(position_ids):
     return torch.nn.functional.pad(torch.cat([later, later.new_tensor([len(positions)])]), (1, 0)).int()
 
 
-def _once(tensor, name, make, is_first=False):
+def _once(tensor, name, make, layer=None):
     """make(tensor), kept at the tensor: the layers of a pass get the same one, and `make` waits for the device.
 
-    A tensor may be changed in place between two passes. One of inference mode does not tell, so `is_first` says that a
-    pass begins. (A mask needs no such word: transformers makes one for every pass.)"""
+    A tensor may be changed in place between two passes. One of inference mode does not tell. So the layer that made it
+    makes it again: a pass goes through the layers in their order. (A mask needs no layer: transformers makes one for
+    every pass.)"""
     if torch.compiler.is_compiling():
         return make(tensor)
     version = None if tensor.is_inference() else tensor._version
     kept = getattr(tensor, name, None)
-    if kept is None or kept[0] != version or (version is None and is_first):
-        kept = version, make(tensor)
+    begins = kept is not None and version is None and layer is not None and layer <= kept[2]
+    if kept is None or kept[0] != version or begins:
+        kept = version, make(tensor), layer
         setattr(tensor, name, kept)
     return kept[1]
