@@ -670,9 +670,10 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
   tile->locate(p.cache, item.batch, keys.begin, keys.end, first);
   if (fetched) list_runs<Ops>(p, item, *tile, s.runs);
 
-  // Load the query
-  load_queries<Ops>(p, item, request, p.q, p.q_stride_batch, p.q_stride_token, p.q_stride_head, p.head_dim,
-                    p.rotary.cos != nullptr, s.depth, s.head_rows, s.row, s.q);
+  // Load the query. Where a request has no keys its position may be anything.
+  const bool rotated = p.rotary.cos && request.kv_len > 0;
+  load_queries<Ops>(p, item, request, p.q, p.q_stride_batch, p.q_stride_token, p.q_stride_head, p.head_dim, rotated,
+                    s.depth, s.head_rows, s.row, s.q);
   if (p.qv)
     load_queries<Ops>(p, item, request, p.qv, p.qv_stride_batch, p.qv_stride_token, p.qv_stride_head, p.head_dim_v,
                       false, s.width, s.head_rows, s.row, s.qv);

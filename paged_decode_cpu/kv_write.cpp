@@ -6,10 +6,12 @@
 #include "spec/request.h"
 
 namespace paged_attn {
+
 std::vector<TokenWrite> place_tokens(const Problem& p) {
   const Append& a = p.append;
-  const Cache& c = p.cache;
   std::vector<TokenWrite> writes;
+  if (!a.k) return writes;
+  check_new_places(p);
   writes.reserve(a.total_new);
   for (int64_t b = 0; b < p.batch; ++b) {
     const Request r = request_of(p, b);
@@ -18,20 +20,10 @@ std::vector<TokenWrite> place_tokens(const Problem& p) {
       w.batch = b;
       w.source_k = b * a.k_stride_batch + (r.new_begin + t) * a.k_stride_token;
       w.source_v = b * a.v_stride_batch + (r.new_begin + t) * a.v_stride_token;
-      if (a.slot_mapping) {
-        const int64_t i = (a.cu_seqlens_k_new ? 0 : b * a.seqlen_new) + r.new_begin + t, slot = a.slot_mapping[i];
-        if (slot < 0) continue;
-        w.page = slot / c.page_size;
-        w.slot = slot % c.page_size;
-        if (w.page >= c.num_pages)
-          bad_value("slot_mapping", i, slot,
-                    "less than num_pages * page_size = " + std::to_string(c.num_pages * c.page_size));
-      } else {
-        const Slot s = slot_of_key(c, b, r.old_len + t);
-        w.page = s.page;
-        w.slot = s.slot;
-        check_page(c, b, (r.old_len + t) / c.page_size, s.page);
-      }
+      const Slot place = slot_of_new_token(p, r, b, t);
+      if (place.page < 0) continue;
+      w.page = place.page;
+      w.slot = place.slot;
       w.rotary_position = p.rotary.cos ? rotary_key_position(p, r, b, t) : 0;
       writes.push_back(w);
     }

@@ -7,7 +7,7 @@
 
 namespace paged_attn {
 
-// Places every new token. Throws, naming batch entry and value, when one would fall outside the cache.
+// The place of every new token that is written. Throws when one would fall outside of the cache.
 std::vector<TokenWrite> place_tokens(const Problem& problem);
 
 void write_tokens(const Problem& problem, const Kernel& kernel, const std::vector<TokenWrite>& writes);

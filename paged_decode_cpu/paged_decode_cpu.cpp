@@ -126,7 +126,7 @@ void run_attention(const Problem& p) {
   check_values(p);
   // Nothing is written before all places are known and all memory is there but the scratch memory of threads, which is
   // small: a call that fails changes nothing. The plan reads lengths only, which the append leaves as they are.
-  const std::vector<TokenWrite> new_tokens = p.append.k ? place_tokens(p) : std::vector<TokenWrite>();
+  const std::vector<TokenWrite> new_tokens = place_tokens(p);
   const Plan plan = make_plan(p, kernel, torch::stable::get_num_threads());
   const Shared shared(plan);
   if (p.append.k) write_tokens(p, kernel, new_tokens);

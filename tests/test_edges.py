@@ -1,6 +1,7 @@
 """Numbers and sizes at the edge: NaN and infinities, huge scores, neutral and degenerate factors, empty tensors,
 windows and positions far out."""
 
+import functools
 import math
 import sys
 
@@ -477,3 +478,35 @@ def test_chunks_count_from_the_first_key_that_exists(paged_attn, device, chunk, 
     for a, b in zip(padded, alone):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # two places in tiles: two orders of summation
     assert with_tensor_lengths(before)["attention_chunk"] == chunk
+
+
+@pytest.mark.parametrize("position", [-1, 1 << 20])
+@pytest.mark.parametrize("paged", [True, False])
+def test_what_an_idle_entry_has_does_not_matter(paged_attn, device, paged, position):
+    """A padded batch: its row, its pages and its position may be anything."""
+    ints = functools.partial(torch.tensor, dtype=torch.int32, device=device)
+    generator = torch.Generator().manual_seed(7)
+
+    def numbers(*shape):
+        return torch.randn(shape, generator=generator).to(device)
+
+    caches = [numbers(*((12, 16) if paged else (3, 32)), 2, 32) for _ in range(2)]
+    q, k, v = numbers(3, 1, 4, 32), numbers(3, 1, 2, 32), numbers(3, 1, 2, 32)
+    cos, sin = numbers(32, 8), numbers(32, 8)
+    table = ints([[3, 7], [-5, 999], [0, 9]]) if paged else None
+
+    def call(entries, lengths, rows, positions):
+        written = [cache.clone() for cache in caches]
+        result = paged_attn.flash_attn_with_kvcache(
+            q[entries], *written, k[entries], v[entries], rotary_cos=cos, rotary_sin=sin, cache_seqlens=ints(lengths),
+            cache_batch_idx=ints(rows), rotary_seqlens=ints(positions), block_table=table, causal=True,
+            return_softmax_lse=True,
+        )  # fmt: skip
+        return *result, *written
+
+    out, lse, *written = call([0, 1, 2], [20, -1, 9], [0, -1, 2], [20, position, 9])
+    out_alone, lse_alone, *written_alone = call([0, 2], [20, 9], [0, 2], [20, 9])
+    assert (out[1] == 0).all() and (lse[1] == -torch.inf).all()
+    torch.testing.assert_close(out[[0, 2]], out_alone, rtol=1e-5, atol=1e-5)  # cut in other ways
+    torch.testing.assert_close(lse[[0, 2]], lse_alone, rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(written, written_alone))

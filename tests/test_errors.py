@@ -365,6 +365,16 @@ COMBINATIONS = {
         r"^softcap: expected at least 0 \(0 is off\), got nan$",
         lambda a: a.update(softcap=float("nan")),
     ),
+    "softmax_scale NaN": (
+        READ_ONLY,
+        r"^softmax_scale: expected a number that float32 holds, got nan$",
+        lambda a: a.update(softmax_scale=float("nan")),
+    ),
+    "softmax_scale too large": (
+        READ_ONLY,
+        r"^softmax_scale: expected a number that float32 holds, got -1e\+39$",
+        lambda a: a.update(softmax_scale=-1e39),
+    ),
     "num_splits negative": (
         READ_ONLY,
         r"^num_splits: expected at least 0 \(0 chooses\), got -1$",

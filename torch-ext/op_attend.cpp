@@ -2,6 +2,9 @@
 // arguments are decided; every device shares it. The functions below check one group of arguments each and fill its
 // part of the problem.
 #include <algorithm>
+#include <cmath>
+#include <limits>
+#include <sstream>
 
 #include "backend.h"
 #include "op_parts.h"
@@ -170,6 +173,11 @@ void check_scores(const AttendArguments& a, const Like& q, Sizes& s, Problem* p)
     fail("window_size: expected -1 (unlimited) or at least 0, got (" + str(a.window_left) + ", " + str(a.window_right) +
          ")");
   if (a.attention_chunk < 0) fail("attention_chunk: expected at least 0 (0 is off), got " + str(a.attention_chunk));
+  if (!(std::abs(a.softmax_scale) <= std::numeric_limits<float>::max())) {
+    std::ostringstream given;
+    given << a.softmax_scale;
+    fail("softmax_scale: expected a number that float32 holds, got " + given.str());
+  }
   p->scale = static_cast<float>(a.softmax_scale);
   p->softcap = softcap_of(a.softcap);
   p->window_left = pd_min(a.window_left, kBeyondAllKeys);

@@ -34,7 +34,9 @@ void check_request(const Problem& p, int64_t b) {
   if (r.old_len < 0) bad_value("cache_seqlens", b, r.old_len, "at least 0");
   if (r.leftpad < 0) bad_value("cache_leftpad", b, r.leftpad, "at least 0");
 
-  if (!c.cu_seqlens_k && !p.append.slot_mapping) {
+  // An entry without keys is only there to fill the batch: nothing is read of its row and its rotation.
+  const bool idle = r.kv_len == 0;
+  if (!idle && !c.cu_seqlens_k && !p.append.slot_mapping) {
     const int64_t rows = c.block_table ? c.table_rows : c.num_pages, row = cache_row(c, b);
     if (row < 0 || row >= rows)
       bad_value(c.cache_batch_idx ? "cache_batch_idx" : "batch", b, row, "a row in [0, " + std::to_string(rows) + ")");
@@ -45,7 +47,7 @@ void check_request(const Problem& p, int64_t b) {
               std::string("at most ") + (c.block_table ? "max_pages * page_size = " : "the cache's ") +
                   std::to_string(room_of(c, b)) + added);
   }
-  if (p.rotary.cos) {
+  if (!idle && p.rotary.cos) {
     if (p.rotary.seqlens && p.rotary.seqlens[b] < 0) bad_value("rotary_seqlens", b, p.rotary.seqlens[b], "at least 0");
     const int64_t first = p.rotary.seqlens ? p.rotary.seqlens[b] : r.old_len;
     const int64_t last = first + pd_max(r.new_len, is_local(p) ? r.q_len : pd_min(r.q_len, 1)) - 1;
@@ -76,22 +78,22 @@ void check_values(const Problem& p) {
 }
 
 void check_new_places(const Problem& p) {
-  const Append& a = p.append;
   const Cache& c = p.cache;
-  if (!a.k) return;
-  if (a.slot_mapping) {
-    for (int64_t i = 0; i < a.total_new; ++i) {
-      if (a.slot_mapping[i] >= c.num_pages * c.page_size) {
-        bad_value("slot_mapping", i, a.slot_mapping[i],
-                  "less than num_pages * page_size = " + std::to_string(c.num_pages * c.page_size));
-      }
-    }
-    return;
-  }
+  if (!p.append.k) return;
+  const Optional<const int64_t>& slots = p.append.slot_mapping;
   for (int64_t b = 0; b < p.batch; ++b) {
     const Request r = request_of(p, b);
-    for (int64_t key = r.old_len; key < r.kv_len; ++key)
-      check_page(c, b, key / c.page_size, slot_of_key(c, b, key).page);
+    for (int64_t t = 0; t < r.new_len; ++t) {
+      if (slots) {
+        const int64_t i = new_token_number(p, r, b, t);
+        if (slots[i] >= c.num_pages * c.page_size)
+          bad_value("slot_mapping", i, slots[i],
+                    "less than num_pages * page_size = " + std::to_string(c.num_pages * c.page_size));
+      } else {
+        const int64_t key = r.old_len + t;
+        check_page(c, b, key / c.page_size, slot_of_key(c, b, key).page);
+      }
+    }
   }
 }
 

@@ -25,7 +25,7 @@ inline void check_page(const Cache& c, int64_t b, int64_t entry, int64_t page) {
 // Throws when a length, a row number or a page that will be read is out of range.
 void check_values(const Problem& problem);
 
-// Throws when a new token has no place in the cache. (The CPU finds it when it places the tokens.)
+// Throws when a new token has no place in the cache.
 void check_new_places(const Problem& problem);
 
 // Whether PAGED_ATTN_CHECK asks for these checks on a device, where they cost a wait; read once.

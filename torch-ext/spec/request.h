@@ -76,6 +76,19 @@ inline Slot slot_of_key(const Cache& c, int64_t b, int64_t key) {
   return {cache_row(c, b), key};
 }
 
+// Which of all new tokens token t of request b is.
+inline int64_t new_token_number(const Problem& p, const Request& r, int64_t b, int64_t t) {
+  return (p.append.cu_seqlens_k_new ? 0 : b * p.append.seqlen_new) + r.new_begin + t;
+}
+
+// Where it goes. Page -1: nowhere, for its slot_mapping is negative.
+inline Slot slot_of_new_token(const Problem& p, const Request& r, int64_t b, int64_t t) {
+  if (!p.append.slot_mapping) return slot_of_key(p.cache, b, r.old_len + t);
+  const int64_t slot = p.append.slot_mapping[new_token_number(p, r, b, t)];
+  if (slot < 0) return {-1, 0};
+  return {slot / p.cache.page_size, slot % p.cache.page_size};
+}
+
 // descale of a (batch, kv_heads) table that may be absent
 inline float descale_at(const Optional<const float>& table, int64_t stride_batch, int64_t stride_head, int64_t b,
                         int64_t kv_head) {
