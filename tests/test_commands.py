@@ -56,7 +56,7 @@ ELSEWHERE = {
     "pip install ./engines/vllm": "make test-vllm",
     "pip install transformers": "pip",
     "vllm serve --attention-backend CUSTOM": "make test-vllm",
-    "benchmarks/compare_vllm.py serve --requests 12 --context 1024 --new-tokens 64 --rounds 5": "an engine",
+    "python benchmarks/compare_vllm.py serve --requests 12 --context 1024 --new-tokens 64 --rounds 5": "an engine",
     "python docs/pictures/draw.py": "test_pictures.py draws each",
     "python docs/pictures/data.py NAME < TABLE": "test_pictures.py",
     "python -m pytest tests/test_decode.py": "tools/metal_emulator/run.py",
@@ -67,7 +67,7 @@ ELSEWHERE = {
     "msl.py --check": "the emulator's own tests",
     "python tools/sanitize_cuda.py": "a GPU and compute-sanitizer",
     "PAGED_ATTN_TEST_DEVICE=cuda python -m pytest tests": "a GPU",
-    "VLLM_CPU_SO=.../vllm/_C.abi3.so benchmarks/compare_mla.py --rounds 7": "vLLM",
+    "VLLM_CPU_SO=.../vllm/_C.abi3.so python benchmarks/compare_mla.py --rounds 7": "vLLM",
     "VLLM_CPU_SO=<_C_AVX512.abi3.so> python benchmarks/compare_cpu.py --rounds 5 --batch 0.08": "vLLM",
     "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_cuda.py --rounds 7": "a GPU",
     "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_cuda_mla.py --rounds 7": "a GPU",
@@ -92,8 +92,14 @@ def printed():
 
 def test_every_command_is_run_or_says_what_runs_it():
     scripts_alone = {line for line in printed() if re.fullmatch(r"[\w/.]+\.py", line)}  # a file that prose names
-    prints_options = {line for line in printed() if line.startswith("benchmarks/compare_cpu.py")}  # needs the peers
+    prints_options = {line for line in printed() if line.startswith("python benchmarks/compare_cpu.py")}  # needs the peers
     assert printed() - scripts_alone - prints_options == {*RUN, *ELSEWHERE}
+
+
+def test_scripts_are_given_to_python():
+    """Most are not executable. Prose may name one by its file alone."""
+    called = {line for line in printed() if re.match(r"(?:[A-Z_]+=(?:<[^>]*>|\S+) )*[\w.]+/[\w/.]*\.py \S", line)}
+    assert called == set()
 
 
 def test_every_example_is_run():
