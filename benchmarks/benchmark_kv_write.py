@@ -12,12 +12,13 @@ class KvWriteBenchmark(Benchmark):
     def prepare(self, batch, new_tokens, dtype, kv_heads=8, head_dim=128, page_size=16, before=5):
         max_pages = -(-(before + new_tokens) // page_size)
         num_pages = batch * max_pages
-        self.k_cache, self.v_cache = self.kernel.empty_paged_cache(
-            num_pages, page_size, kv_heads, head_dim, dtype=dtype, device=self.device
+        # The runner compares `out` with what verify returns: here, the halves of one tensor with their copies.
+        self.out, _ = self.kernel.empty_paged_cache(
+            2 * num_pages, page_size, kv_heads, head_dim, dtype=dtype, device=self.device
         )
-        # The runner compares `out` with what verify returns: here, one cache with its copy.
-        self.out = self.k_cache
-        self.k_copy, self.v_copy = (cache.zero_().clone() for cache in (self.k_cache, self.v_cache))
+        self.copy = self.out.zero_().clone()
+        self.k_cache, self.v_cache = self.out.chunk(2)
+        self.k_copy, self.v_copy = self.copy.chunk(2)
         self.k, self.v = torch.randn(2, batch, new_tokens, kv_heads, head_dim, dtype=dtype, device=self.device)
         self.block_table = torch.randperm(num_pages, device=self.device).int().view(batch, max_pages)
         self.cache_seqlens = torch.full((batch,), before, dtype=torch.int32, device=self.device)
@@ -30,7 +31,7 @@ class KvWriteBenchmark(Benchmark):
     def write_indexed(self):
         for copy, new in ((self.k_copy, self.k), (self.v_copy, self.v)):
             copy.flatten(0, 1)[self.slots] = new
-        return self.k_copy
+        return self.copy
 
     setup_batch64_1_token_bf16 = partialmethod(prepare, 64, 1, torch.bfloat16)
     benchmark_batch64_1_token_bf16, verify_batch64_1_token_bf16 = write, write_indexed

@@ -7,6 +7,7 @@ import sys
 
 import documents
 import pytest
+import torch
 from conftest import REPOSITORY
 
 COMMAND = re.compile(
@@ -56,7 +57,7 @@ ELSEWHERE = {
     "pip install ./engines/vllm": "make test-vllm",
     "pip install transformers": "pip",
     "vllm serve --attention-backend CUSTOM": "make test-vllm",
-    "benchmarks/compare_vllm.py serve --requests 12 --context 1024 --new-tokens 64 --rounds 5": "an engine",
+    "python benchmarks/compare_vllm.py serve --requests 12 --context 1024 --new-tokens 64 --rounds 5": "an engine",
     "python docs/pictures/draw.py": "test_pictures.py draws each",
     "python docs/pictures/data.py NAME < TABLE": "test_pictures.py",
     "python -m pytest tests/test_decode.py": "tools/metal_emulator/run.py",
@@ -67,7 +68,7 @@ ELSEWHERE = {
     "msl.py --check": "the emulator's own tests",
     "python tools/sanitize_cuda.py": "a GPU and compute-sanitizer",
     "PAGED_ATTN_TEST_DEVICE=cuda python -m pytest tests": "a GPU",
-    "VLLM_CPU_SO=.../vllm/_C.abi3.so benchmarks/compare_mla.py --rounds 7": "vLLM",
+    "VLLM_CPU_SO=.../vllm/_C.abi3.so python benchmarks/compare_mla.py --rounds 7": "vLLM",
     "VLLM_CPU_SO=<_C_AVX512.abi3.so> python benchmarks/compare_cpu.py --rounds 5 --batch 0.08": "vLLM",
     "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_cuda.py --rounds 7": "a GPU",
     "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_cuda_mla.py --rounds 7": "a GPU",
@@ -92,8 +93,15 @@ def printed():
 
 def test_every_command_is_run_or_says_what_runs_it():
     scripts_alone = {line for line in printed() if re.fullmatch(r"[\w/.]+\.py", line)}  # a file that prose names
-    prints_options = {line for line in printed() if line.startswith("benchmarks/compare_cpu.py")}  # needs the peers
+    # These need the peers.
+    prints_options = {line for line in printed() if line.startswith("python benchmarks/compare_cpu.py")}
     assert printed() - scripts_alone - prints_options == {*RUN, *ELSEWHERE}
+
+
+def test_scripts_are_given_to_python():
+    """Most are not executable. Prose may name one by its file alone."""
+    called = {line for line in printed() if re.match(r"(?:[A-Z_]+=(?:<[^>]*>|\S+) )*[\w.]+/[\w/.]*\.py \S", line)}
+    assert called == set()
 
 
 def test_every_example_is_run():
@@ -104,6 +112,36 @@ def test_every_example_is_run():
 def test_runs(words, device):
     run = start(words, device)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+
+
+SMALL = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 20,
+}  # fmt: skip
+
+
+def generate_with(config, folder, device):
+    """examples/generate.py with a random model of this kind, saved as one of the Hub."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    torch.manual_seed(0)
+    config = getattr(transformers, config)(**SMALL, initializer_range=0.1)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(i): i for i in range(128)}, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return start(f"{EXAMPLES['generate.py']} --model {folder}", device)
+
+
+def test_generate_takes_a_model_with_windows(device, tmp_path):
+    run = generate_with("MistralConfig", tmp_path, device)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    assert "no block tables: transformers has none" in run.stdout and "org/paged-attn varlen" in run.stdout
+
+
+def test_generate_refuses_a_model_without_sdpa(device, tmp_path):
+    run = generate_with("Gemma2Config", tmp_path, device)
+    assert run.returncode == 1
+    assert "cannot run this model with sdpa in torch.float32 (ValueError Gemma2" in run.stderr.splitlines()[-1]
 
 
 def test_the_engine_refuses_a_request_larger_than_its_pool(device):

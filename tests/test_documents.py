@@ -140,6 +140,11 @@ def test_every_environment_variable_is_documented():
     assert users <= set(VARIABLE.findall(USAGE.text)) and users <= set(VARIABLE.findall(Page("README.md").text))
 
 
+def test_readme_has_the_engines_of_their_page():
+    rows = re.findall(r"^\| [^-].* \|$", ENGINES.text[: ENGINES.text.index("make test-engines")], re.M)
+    assert len(rows) > 8 and set(rows[1:]) <= set(Page("README.md").text.splitlines())
+
+
 # ---- Links, files, names
 
 FILE = re.compile(
