@@ -326,14 +326,23 @@ constexpr float kFarScore = 1 << 24;
   *factor = 1.f;
 }
 
+// The base of a row that has n more scores, of which `top` has the largest: it moves when that lies more than
+// kMaxLogProbability above, and *sum and acc move along.
+[[gnu::always_inline]] inline float base_of(f32v top, float* m, f32v* sum, float* acc, int64_t width, float* scores,
+                                            int64_t n, float* factor) {
+  if (any_above(top, splat(*m + kMaxLogProbability))) change_base(max_lanes(top), m, sum, acc, width);
+  const float base = *m == -INFINITY ? 0.f : *m;
+  if (fabsf(base) > kFarScore) round_scores(scores, n, factor);
+  return base;
+}
+
 // What turns the products of one row into scores.
 struct ScoreOf {
   float scale, softcap, slope;
   float q_pos;  // counted from the start of the tile: far out, float32 no longer holds every position
 };
 
-// Turns the products of one row with n keys into probabilities relative to *m, which is moved to the largest score of
-// the row so far when that lies more than kMaxLogProbability above; then brings l and acc to it. Keys outside
+// Turns the products of one row with n keys into probabilities relative to *m. Keys outside
 // [visible.begin, visible.end), counted from the start of the tile, get probability 0.
 template <class Ops>
 inline void softmax_row(float* scores, int64_t n, KvRange visible, const ScoreOf& score, typename Ops::Elem* p,
@@ -361,9 +370,7 @@ inline void softmax_row(float* scores, int64_t n, KvRange visible, const ScoreOf
     }
   }
   f32v sum = load<DType::kFloat32>(l);
-  if (any_above(top, splat(*m + kMaxLogProbability))) change_base(max_lanes(top), m, &sum, acc, width);
-  const float base = *m == -INFINITY ? 0.f : *m;
-  if (fabsf(base) > kFarScore) round_scores(scores, n, &factor);
+  const float base = base_of(top, m, &sum, acc, width, scores, n, &factor);
   for (int64_t j = 0; j < n; j += kLanes) {
     f32v x = exp2(load<DType::kFloat32>(scores + j) * factor - base);
     sum += x;

@@ -73,9 +73,7 @@ template <class Ops, bool kMasked>
   }
   top = max(top, top1) * factor;
   f32v sum = load<DType::kFloat32>(l), sum1 = f32v{};
-  if (any_above(top, splat(*m + kMaxLogProbability))) change_base(max_lanes(top), m, &sum, acc, width);
-  const f32v base = splat(*m == -INFINITY ? 0.f : *m);
-  if (fabsf(base[0]) > kFarScore) round_scores(scores, round_up(n, 2 * kLanes), &factor);
+  const f32v base = splat(base_of(top, m, &sum, acc, width, scores, round_up(n, 2 * kLanes), &factor));
   for (int64_t j = 0; j < n; j += 2 * kLanes) {
     const f32v x = exp2_of_floor(score(j) * factor - base), x1 = exp2_of_floor(score(j + kLanes) * factor - base);
     sum += x;

@@ -2,6 +2,7 @@
 // instruction (vdpbf16ps). Queries are bfloat16; 8-bit caches are looked up into bfloat16, exactly.
 #pragma once
 
+#include "ops_defaults.h"
 #include "vec.h"
 
 namespace paged_attn {
@@ -39,7 +40,7 @@ alignas(64) constexpr BfloatTable kE4M3Bfloat = bfloat_table(kE4M3Values, 4, 3, 
 alignas(64) constexpr BfloatTable kE5M2Bfloat = bfloat_table(kE5M2Values, 5, 2, true);
 
 template <DType kCacheType>
-struct OpsBf16 {
+struct OpsBf16 : OpsDefaults {
   using Elem = uint16_t;
   using Reg = __m512i;
   static constexpr DType kElemType = DType::kBFloat16;
@@ -50,16 +51,7 @@ struct OpsBf16 {
   static constexpr int kBytes = dtype_bytes(kCacheType);
   static constexpr int kMaxDotRows = 8;
   static constexpr int kMinPackedRows = kFp8 ? 16 : 24;  // 8-bit keys are looked up once then
-  static constexpr int kScoreRows = 24;
-  static constexpr int kStepRows = 6;
-  static constexpr int kRowStep = 1;
   static constexpr int kValueKeys = 2;
-  static constexpr int kLeftPieces = 1, kRightPieces = 1;
-  static constexpr bool kTiles = false;
-  static constexpr bool kDealt = false;
-  static constexpr bool kFewRows = false;
-  static constexpr bool kNeon = false;
-  static constexpr float kUnit = 1.f;
 
   static f32v dot(f32v acc, Reg a, Reg b) {
     return bit_cast<f32v>(_mm512_dpbf16_ps(bit_cast<__m512>(acc), (__m512bh)a, (__m512bh)b));

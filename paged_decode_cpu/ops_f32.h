@@ -1,13 +1,14 @@
 // How numbers are held while they are multiplied: as float32, whatever is stored in the cache.
 #pragma once
 
+#include "ops_defaults.h"
 #include "vec.h"
 
 namespace paged_attn {
 namespace {
 
 template <DType kCacheType>
-struct OpsF32 {
+struct OpsF32 : OpsDefaults {
   using Elem = float;  // a query element or a probability in scratch memory
   using Reg = f32v;
   static constexpr DType kElemType = DType::kFloat32;
@@ -17,7 +18,7 @@ struct OpsF32 {
   static constexpr bool kDealt = kCacheType == DType::kBFloat16;
   static constexpr bool kFp8 = dtype_bytes(kCacheType) == 1;
 #else
-  static constexpr bool kDealt = false, kFp8 = false;
+  static constexpr bool kFp8 = false;
 #endif
   static constexpr int kDepth = 1;                      // elements that one 32-bit lane multiplies at once
   static constexpr int kRegs = kDealt || kFp8 ? 2 : 1;  // registers that one load of a cache row fills
@@ -26,15 +27,7 @@ struct OpsF32 {
   static constexpr int kMaxDotRows = 4;  // rows that share what is loaded
   // From here on laying out keys and values pays.
   static constexpr int kMinPackedRows = kLanes == 16 ? 24 : kLanes == 8 ? 20 : 12;
-  static constexpr int kScoreRows = 24;                    // rows whose scores are at hand together then
-  static constexpr int kStepRows = 6;                      // rows of one step of the matrix kernel
-  static constexpr int kRowStep = 1;                       // rows of a kv_head are filled to a multiple of it
-  static constexpr int kValueKeys = 1;                     // and the keys that the values' product takes
-  static constexpr int kLeftPieces = 1, kRightPieces = 1;  // numbers that one of the left or right is held as
-  static constexpr bool kTiles = false;                    // whether Ops attends to packed keys in its own way
-  static constexpr bool kFewRows = false;                  // whether those tiles read keys in place, for few rows
-  static constexpr bool kNeon = false;                     // whether tile_neon.h multiplies
-  static constexpr float kUnit = kFp8 ? fp8_unit(kCacheType) : 1.f;  // what a loaded number is to be multiplied with
+  static constexpr float kUnit = kFp8 ? fp8_unit(kCacheType) : 1.f;
 
   static f32v dot(f32v acc, Reg a, Reg b) { return acc + a * b; }
   static Reg broadcast(const Elem* p) { return splat(*p); }

@@ -7,6 +7,7 @@
 // tile_neon.h multiplies them.
 #pragma once
 
+#include "ops_defaults.h"
 #include "vec.h"
 
 namespace paged_attn {
@@ -36,18 +37,12 @@ struct PaddedChunk {
 };
 
 // What all of them have in common.
-struct OpsNeon {
+struct OpsNeon : OpsDefaults {
   static constexpr bool kNeon = true;
   static constexpr int kChunk = 8;
   static constexpr int kMinPackedRows = 12;
-  static constexpr int kScoreRows = 24;
   static constexpr int kStepRows = 8;
-  static constexpr int kRowStep = 1;
   static constexpr int kValueKeys = 4;
-  static constexpr int kLeftPieces = 1, kRightPieces = 1;
-  static constexpr bool kTiles = false;
-  static constexpr bool kDealt = false;
-  static constexpr bool kFewRows = false;
   static void in_order(f32v*) {}
 };
 

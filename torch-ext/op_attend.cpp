@@ -22,72 +22,73 @@ struct QuerySizes {
   Dim seqlen_q{"seqlen_q"}, total_q{"total_q"};
 };
 
-void check_padded_queries(const AttendArguments& a, const Like& q, Sizes& s, QuerySizes& n, Problem* p) {
-  check(*a.q, "q", kQueryTypes, {&s.batch, &n.seqlen_q, &s.q_heads, &s.head_dim}, q);
-  p->max_q_len = n.seqlen_q.size;
-  p->total_q = s.batch.size * n.seqlen_q.size;
-  p->q_stride_batch = a.q->stride(0);
-}
+// Of a tensor with rows of numbers for the tokens and heads of q.
+struct RowStrides {
+  int64_t batch, token, head;
+};
 
-void check_packed_queries(const AttendArguments& a, const Like& q, Sizes& s, QuerySizes& n, Problem* p) {
-  if (a.cu_seqlens_q->dim() != 1 || a.cu_seqlens_q->size(0) < 1)
-    fail("cu_seqlens_q: expected int32 [batch + 1], got " + shape_str(*a.cu_seqlens_q));
-  s.batch = Dim("batch", a.cu_seqlens_q->size(0) - 1, "cu_seqlens_q");
-  Dim entries("batch + 1");
-  check(*a.q, "q", kQueryTypes, {&n.total_q, &s.q_heads, &s.head_dim}, q);
-  check(*a.cu_seqlens_q, "cu_seqlens_q", kInt32, {&entries}, q);
-  if (a.max_seqlen_q < 0) fail("max_seqlen_q: expected at least 0, got " + str(a.max_seqlen_q));
-  p->total_q = n.total_q.size;
-  p->max_q_len = a.max_seqlen_q < p->total_q ? a.max_seqlen_q : p->total_q;  // no request has more than all tokens
-  p->cu_seqlens_q = if_given<int32_t>(a.cu_seqlens_q);
+RowStrides check_rows(const Tensor& x, const char* name, std::initializer_list<ScalarType> types, Dim& dims,
+                      const AttendArguments& a, const Like& q, Sizes& s, QuerySizes& n) {
+  if (a.cu_seqlens_q) {
+    check(x, name, types, {&n.total_q, &s.q_heads, &dims}, q);
+    return {0, x.stride(0), x.stride(1)};
+  }
+  check(x, name, types, {&s.batch, &n.seqlen_q, &s.q_heads, &dims}, q);
+  return {x.stride(0), x.stride(1), x.stride(2)};
 }
 
 void check_queries(const AttendArguments& a, const Like& q, Sizes& s, QuerySizes& n, Problem* p) {
   if (a.cu_seqlens_q) {
-    check_packed_queries(a, q, s, n, p);
-  } else {
-    check_padded_queries(a, q, s, n, p);
+    if (a.cu_seqlens_q->dim() != 1 || a.cu_seqlens_q->size(0) < 1)
+      fail("cu_seqlens_q: expected int32 [batch + 1], got " + shape_str(*a.cu_seqlens_q));
+    s.batch = Dim("batch", a.cu_seqlens_q->size(0) - 1, "cu_seqlens_q");
   }
-  const int64_t token = a.cu_seqlens_q ? 0 : 1;
+  const RowStrides strides = check_rows(*a.q, "q", kQueryTypes, s.head_dim, a, q, s, n);
+  if (a.cu_seqlens_q) {
+    Dim entries("batch + 1");
+    check(*a.cu_seqlens_q, "cu_seqlens_q", kInt32, {&entries}, q);
+    if (a.max_seqlen_q < 0) fail("max_seqlen_q: expected at least 0, got " + str(a.max_seqlen_q));
+    p->total_q = n.total_q.size;
+    p->max_q_len = pd_min(a.max_seqlen_q, p->total_q);  // no request has more than all tokens
+    p->cu_seqlens_q = if_given<int32_t>(a.cu_seqlens_q);
+  } else {
+    p->total_q = s.batch.size * n.seqlen_q.size;
+    p->max_q_len = n.seqlen_q.size;
+  }
   p->q = address<const void>(*a.q);
-  p->q_stride_token = a.q->stride(token);
-  p->q_stride_head = a.q->stride(token + 1);
+  p->q_stride_batch = strides.batch;
+  p->q_stride_token = strides.token;
+  p->q_stride_head = strides.head;
   p->q_dtype = dtype_of(q.dtype);
 }
 
 void check_results(const AttendArguments& a, const Like& q, Sizes& s, QuerySizes& n, Problem* p) {
   const ScalarType type = is_8bit(q.dtype) ? ScalarType::BFloat16 : q.dtype;
-  if (a.cu_seqlens_q) {
-    check(*a.out, "out", {type}, {&n.total_q, &s.q_heads, &s.head_dim_v}, q);
-    if (a.lse) check(*a.lse, "softmax_lse", kFloat32, {&s.q_heads, &n.total_q}, q);
-  } else {
-    check(*a.out, "out", {type}, {&s.batch, &n.seqlen_q, &s.q_heads, &s.head_dim_v}, q);
-    if (a.lse) check(*a.lse, "softmax_lse", kFloat32, {&s.batch, &s.q_heads, &n.seqlen_q}, q);
-    p->out_stride_batch = a.out->stride(0);
-    p->lse_stride_batch = a.lse ? a.lse->stride(0) : 0;
-  }
-  const int64_t token = a.cu_seqlens_q ? 0 : 1;
+  const RowStrides strides = check_rows(*a.out, "out", {type}, s.head_dim_v, a, q, s, n);
   p->out = address<void>(*a.out);
-  if (a.lse) p->lse = given<float>(*a.lse);
-  p->out_stride_token = a.out->stride(token);
-  p->out_stride_head = a.out->stride(token + 1);
-  p->lse_stride_head = a.lse ? a.lse->stride(token) : 0;
+  p->out_stride_batch = strides.batch;
+  p->out_stride_token = strides.token;
+  p->out_stride_head = strides.head;
+  if (!a.lse) return;
+  p->lse = given<float>(*a.lse);
+  if (a.cu_seqlens_q) {
+    check(*a.lse, "softmax_lse", kFloat32, {&s.q_heads, &n.total_q}, q);
+    p->lse_stride_head = a.lse->stride(0);
+  } else {
+    check(*a.lse, "softmax_lse", kFloat32, {&s.batch, &s.q_heads, &n.seqlen_q}, q);
+    p->lse_stride_batch = a.lse->stride(0);
+    p->lse_stride_head = a.lse->stride(1);
+  }
 }
 
 // The queries of multi-head latent attention that meet the values.
 void check_qv(const AttendArguments& a, const Like& q, Sizes& s, QuerySizes& n, Problem* p) {
   if (!a.qv) return;
-  const ScalarType type = q.dtype;
-  if (a.cu_seqlens_q) {
-    check(*a.qv, "qv", {type}, {&n.total_q, &s.q_heads, &s.head_dim_v}, q);
-  } else {
-    check(*a.qv, "qv", {type}, {&s.batch, &n.seqlen_q, &s.q_heads, &s.head_dim_v}, q);
-    p->qv_stride_batch = a.qv->stride(0);
-  }
-  const int64_t token = a.cu_seqlens_q ? 0 : 1;
+  const RowStrides strides = check_rows(*a.qv, "qv", {q.dtype}, s.head_dim_v, a, q, s, n);
   p->qv = given<const void>(*a.qv);
-  p->qv_stride_token = a.qv->stride(token);
-  p->qv_stride_head = a.qv->stride(token + 1);
+  p->qv_stride_batch = strides.batch;
+  p->qv_stride_token = strides.token;
+  p->qv_stride_head = strides.head;
 }
 
 void check_new_tokens(const AttendArguments& a, const Like& q, Sizes& s, Problem* p) {
