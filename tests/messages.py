@@ -30,6 +30,7 @@ HELPERS = {
     ("std::runtime_error", 1): "{0}",
     ("bad_value", 4): "{0}[<>]: expected {3}, got <>",
     ("check", 5): "{1}: expected <> [<>], got <> [<>]",
+    ("check_rows", 8): "{1}: expected <> [<>], got <> [<>]",
     ("check_cuda", 2): "{1}: <>",
     ("__assertfail", 5): "{0}",
 }

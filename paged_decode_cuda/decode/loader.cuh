@@ -24,9 +24,9 @@ struct DecodeLoader {
   Walker walker;
   Segment segment;
   KeyPlaces places;
-  int tile;        // next to copy
-  bool live;       // there is one
-  int page, slot;  // of key `lane` of that tile; page -1: nothing to read there
+  int tile;                 // next to copy
+  bool live;                // there is one
+  int page, slot;           // of key `lane` of that tile; page -1: nothing to read there
   uint32_t k_head, v_head;  // where the head begins in a slot, in pieces
 
   PD_MEMBER void start(const Walker& first) {
@@ -86,7 +86,8 @@ struct DecodeLoader {
     const bool found = page_exists(p, page);
     const uint32_t slot_pieces = kValues ? plan.v_slot_pieces : plan.k_slot_pieces;
     const uint32_t page_pieces = kValues ? plan.v_page_pieces : plan.k_page_pieces;
-    const uint32_t place = found ? page * page_pieces + slot * slot_pieces + (kValues ? v_head : k_head) : KeyPlaces::kNowhere;
+    const uint32_t place =
+        found ? page * page_pieces + slot * slot_pieces + (kValues ? v_head : k_head) : KeyPlaces::kNowhere;
     const void* const cache = kValues ? p.cache.v : p.cache.k;
     const uint32_t target = stage + (kValues ? Shape::kStageBytesK : 0);
     const int dims = static_cast<int>(kValues ? p.head_dim_v : p.head_dim);

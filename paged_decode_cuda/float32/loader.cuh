@@ -18,9 +18,8 @@ struct Float32Loader {
     if (lane >= Shape::kWarpKeys) return;
     const int2 place = keys.look_up(p, plan, tile * Shape::kTileKeys + warp * Shape::kWarpKeys + lane);
     const bool found = page_exists(p, place.x);
-    places[warp * Shape::kWarpKeys + lane] = {
-        found ? plan.key_place(place.x, place.y, head) : KeyPlaces::kNowhere,
-        found ? plan.value_place(place.x, place.y, head) : KeyPlaces::kNowhere};
+    places[warp * Shape::kWarpKeys + lane] = {found ? plan.key_place(place.x, place.y, head) : KeyPlaces::kNowhere,
+                                              found ? plan.value_place(place.x, place.y, head) : KeyPlaces::kNowhere};
   }
 
   PD_MEMBER void copy_keys(const Problem& p, uint32_t target) {
