@@ -98,7 +98,7 @@ def test_taken_where_the_processor_has_it(paged_attn):
 
 
 @pytest.fixture(scope="module")
-def emulated():
+def tiles_emulated():
     """The environment of a process whose processor is said to have tiles; there even a single row goes through them."""
     if platform.machine() != "x86_64" or not available("avx512_bf16"):
         pytest.skip("the emulation of AMX wants a processor with AVX-512 BF16")
@@ -120,33 +120,33 @@ def run(environment, *command):
 
 
 @pytest.mark.runs_tests
-def test_cases_in_emulated_tiles(emulated):
+def test_cases_in_emulated_tiles(tiles_emulated):
     """The cases of every feature and the edges above; amx/tiles_only.py says which of them. All by hand:
     PAGED_ATTN_TILE_TESTS=all."""
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tiles_only", "--tb=short", "-m", "every_isa"]
     path = f"{TESTS}{os.pathsep}{TESTS / 'amx'}"
-    ran = run(emulated | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, *command)
+    ran = run(tiles_emulated | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, *command)
     assert ran.returncode == 0, ran.stdout[-6000:]
     assert int(ran.stdout.split(" passed")[0].split()[-1]) > 400, ran.stdout[-2000:]
 
 
 @pytest.mark.runs_tests
-def test_emulated_path_is_the_default(emulated):
-    asked = run(emulated, "-c", ASK)
+def test_emulated_path_is_the_default(tiles_emulated):
+    asked = run(tiles_emulated, "-c", ASK)
     assert asked.stdout.strip() == "avx512_amx", asked.stderr
 
 
 @pytest.mark.runs_tests
-def test_refused_permission(emulated):
+def test_refused_permission(tiles_emulated):
     """Where Linux refuses tiles the next path is taken, and says why."""
-    asked = run(emulated | {"PAGED_ATTN_EMULATED_AMX": "refused"}, "-c", ASK)
+    asked = run(tiles_emulated | {"PAGED_ATTN_EMULATED_AMX": "refused"}, "-c", ASK)
     path, _, reason = asked.stdout.strip().partition(" ")
     assert path == ("avx512_intel" if "GenuineIntel" in cpu_flags() else "avx512_bf16"), asked.stderr
     assert reason == "(no AMX: the operating system refused the permission to use tiles)"
 
 
 @pytest.mark.runs_tests
-def test_forced_without_permission(emulated):
+def test_forced_without_permission(tiles_emulated):
     """What was asked for by name and cannot be had is an error."""
-    asked = run(emulated | {"PAGED_ATTN_EMULATED_AMX": "refused", "PAGED_ATTN_CPU_ISA": "avx512_amx"}, "-c", ASK)
+    asked = run(tiles_emulated | {"PAGED_ATTN_EMULATED_AMX": "refused", "PAGED_ATTN_CPU_ISA": "avx512_amx"}, "-c", ASK)
     assert asked.returncode != 0 and "PAGED_ATTN_CPU_ISA: expected one of " in asked.stderr
