@@ -94,8 +94,12 @@ PD_DEVICE int64_t source_offset(const Append& append, const NewToken& token, int
   return append.cu_seqlens_k_new ? index * stride_token : token.b * stride_batch + token.t * stride_token;
 }
 
-// x / divisor, rounded once (Markstein). Without the branches that a division has for subnormal divisors.
+// x / divisor, rounded once (Markstein). Without the branches that a division has for subnormal divisors, whose
+// reciprocals may be infinite: those go up, and x with them.
 PD_DEVICE float divide(float x, float divisor) {
+  const float up = fabsf(divisor) < 0x1p-100f ? 0x1p64f : 1.f;
+  x *= up;
+  divisor *= up;
   const float reciprocal = __frcp_rn(divisor);
   const float quotient = x * reciprocal;
   const float remainder = __fmaf_rn(-quotient, divisor, x);

@@ -40,6 +40,7 @@
 
 #include "decode/sizes.h"
 #include "items.cuh"
+#include "spec/search.h"
 
 namespace paged_attn {
 
@@ -56,9 +57,39 @@ PD_DEVICE void divide_small(int n, int d, int& quotient, int& rest) {
   }
 }
 
-PD_DEVICE int item_splits(const Plan& plan, int tiles) {
-  int splits = plan.num_splits > 0 ? plan.num_splits : (tiles - 1) / plan.split_tiles + 1;
-  return max(1, min(min(splits, static_cast<int>(plan.max_splits.divisor)), tiles));
+// `most`: by the rows of the request.
+PD_DEVICE int item_splits(const Plan& plan, int most, int tiles) {
+  const int splits = plan.num_splits > 0 ? plan.num_splits : (tiles - 1) / plan.split_tiles + 1;
+  return max(1, min(min(splits, most), tiles));
+}
+
+// Fixed cuts of packed requests: where the blocks of request b begin, for one kv_head.
+//
+// A request of T tiles of rows has T pairs, and of each a block for every split: max_splits of them, or as many as
+// leave it request_blocks in all, or one. Both terms grow from request to request by at least that, so the lesser one
+// does too. The first is less where requests are short; with the second a long prompt takes no memory for cuts that it
+// has not.
+PD_DEVICE int packed_blocks(const Problem& p, const Plan& plan, int b) {
+  const int64_t tiles = packed_begin(p, plan, b), splits = plan.max_splits.divisor;
+  return static_cast<int>(min(tiles * splits, static_cast<int64_t>(plan.request_blocks) * b + tiles));
+}
+
+PD_DEVICE int packed_splits(const Plan& plan, int tiles) {
+  return max(1, min(static_cast<int>(plan.max_splits.divisor), plan.request_blocks / max(tiles, 1)));
+}
+
+// Tiles of rows of a packed request.
+PD_DEVICE int request_tiles(const Problem& p, const Plan& plan, int b) {
+  return (query_length(p, b) * static_cast<int>(p.group) + (1 << plan.row_shift) - 1) >> plan.row_shift;
+}
+
+// Fixed cuts: the last block of a pair, which has the first keys. -1: no request has this pair.
+PD_DEVICE int fixed_block(const Problem& p, const Plan& plan, int pair) {
+  if (plan.request_blocks == 0) return (pair + 1) * static_cast<int>(plan.max_splits.divisor) - 1;
+  const int heads = static_cast<int>(p.kv_heads), index = plan.kv_heads.divide(pair), b = find_packed(p, plan, index);
+  const int begin = packed_begin(p, plan, b), tiles = request_tiles(p, plan, b);
+  if (index - begin >= tiles) return -1;
+  return packed_blocks(p, plan, b) * heads + (pair - begin * heads + 1) * packed_splits(plan, tiles) - 1;
 }
 
 struct Segment {
@@ -254,16 +285,40 @@ PD_DEVICE void find_stretch(const Problem& p, const Plan& plan, Walker& walker, 
   if (kLines) walker.pair = pair_of_line(plan, walker.pair);
 }
 
-// This block's pair and split when the cuts are fixed. kLastFirst: the pairs in reverse.
+// The pair of a block, how many blocks that has, and which of them this is.
+struct FixedPlace {
+  int pair, splits, block;
+};
+
+PD_DEVICE FixedPlace fixed_place(const Plan& plan, int block) {
+  const int splits = static_cast<int>(plan.max_splits.divisor), pair = plan.max_splits.divide(block);
+  return {pair, splits, block - pair * splits};
+}
+
+// The same for packed requests; no splits: no request has this block.
+PD_DEVICE FixedPlace packed_place(const Problem& p, const Plan& plan, int block) {
+  const int heads = static_cast<int>(p.kv_heads);
+  const auto begin_of = [&](int b) { return packed_blocks(p, plan, b) * heads; };
+  const int b = find_request(static_cast<int>(p.batch), block, begin_of);
+  const int tiles = request_tiles(p, plan, b), splits = packed_splits(plan, tiles);
+  const int before = block - begin_of(b), pair = before / splits;
+  if (pair >= tiles * heads) return {};
+  return {packed_begin(p, plan, b) * heads + pair, splits, before - pair * splits};
+}
+
+// This block's pair and split when the cuts are fixed. kLastFirst: the last pair first. Either way the last block of a
+// pair has the first keys.
 template <bool kLastFirst = false>
 PD_DEVICE void find_split(const Problem& p, const Plan& plan, Walker& walker, Dealing& dealing) {
   if (plan.items == 0) return;
-  walker.pair = plan.max_splits.divide(blockIdx.x);
-  const int split = (walker.pair + 1) * static_cast<int>(plan.max_splits.divisor) - 1 - static_cast<int>(blockIdx.x);
-  if (kLastFirst) walker.pair = plan.items * static_cast<int>(p.kv_heads) - 1 - walker.pair;
+  const int block = static_cast<int>(kLastFirst ? plan.blocks.divisor - 1 - blockIdx.x : blockIdx.x);
+  const FixedPlace place = plan.request_blocks > 0 ? packed_place(p, plan, block) : fixed_place(plan, block);
+  if (place.splits == 0) return;
+  const int split = kLastFirst ? place.block : place.splits - 1 - place.block;
+  walker.pair = place.pair;
   const int index = plan.kv_heads.divide(walker.pair), tiles = count_tiles(p, plan, index, index + 1).sum;
   if (tiles == 0) return;
-  const int splits = item_splits(plan, tiles);
+  const int splits = item_splits(plan, place.splits, tiles);
   dealing.most = tiles;
   dealing.lines = 1;
   dealing.length = (tiles + splits - 1) / splits;

@@ -43,19 +43,17 @@ struct FallbackRow {
   int q_pos;
   float scale, slope;
 
-  PD_MEMBER void start(const Problem& p, const Item& item, int head, int token, int q_head) {
+  PD_MEMBER void start(const Problem& p, const Item& item, int head, const QueryRow& query) {
     // With qv the two parts of the score have descales of their own, so those go into q and qv.
     const float k_factor = kQv ? k_descale_of(p.cache, item.b, head) : 1.f;
-    const int64_t b = item.b, query = item.q_begin + token;
-    load_row(p.q, p.q_dtype, b * p.q_stride_batch + query * p.q_stride_token + q_head * p.q_stride_head, p.head_dim,
-             k_factor, q);
+    load_row(p.q, p.q_dtype, q_offset(p, item, query), p.head_dim, k_factor, q);
     if constexpr (kQv) {
-      load_row(p.qv.data, p.q_dtype, b * p.qv_stride_batch + query * p.qv_stride_token + q_head * p.qv_stride_head,
-               p.head_dim_v, v_descale_of(p.cache, item.b, head), qv);
+      const float v_factor = v_descale_of(p.cache, item.b, head);
+      load_row(p.qv.data, p.q_dtype, qv_offset(p, item, query), p.head_dim_v, v_factor, qv);
     }
-    q_pos = item.kv_len - item.q_len + token;
+    q_pos = item.kv_len - item.q_len + query.token;
     scale = kQv ? query_scale(p, item.b, head) : score_scale(p, item.b, head);
-    slope = row_slope(p, item.b, q_head);
+    slope = row_slope(p, item.b, query.q_head);
     m = -INFINITY;
     l = 0.f;
 #pragma unroll
@@ -132,14 +130,15 @@ __global__ void __launch_bounds__(kFallbackWarps* kWarp, 1)
   Segment segment;
   Item item;
   if (!walker.next(p, plan, dealing, segment, item) || row >= item.rows) return;
-  const int head = segment.head, token = plan.group.divide(item.first_row + row);
-  const KvRange seen = row_keys(p, plan, item, token);
+  const int head = segment.head;
+  const QueryRow query = query_row(p, plan, item, head, row);
+  const KvRange seen = row_keys(p, plan, item, query.token);
   const int begin = max(static_cast<int>(seen.begin), segment.tile << kFallbackTileShift);
   const int end = min(static_cast<int>(seen.end), segment.tile_end << kFallbackTileShift);
 
   using Row = FallbackRow<kDims, kDimsV, kQv>;
   Row sums;
-  sums.start(p, item, head, token, row_target(p, plan, item, head, row).q_head);
+  sums.start(p, item, head, query);
   KeyPlaces places;
   places.start(p, item);
   const T* k_head = static_cast<const T*>(p.cache.k) + head * p.cache.k_stride_head;

@@ -20,7 +20,7 @@ FallbackPlan plan_fallback(const Problem& p, const DeviceLimits& limits) {
   const int64_t pairs = int64_t{work.items} * p.kv_heads;
   const int64_t enough = pd_ceil_div(int64_t{kBlocksPerProcessor} * limits.processors, pd_max(pairs, 1));
   plan_fixed_splits(p, kSplitKeys, p.deterministic ? kSplits : pd_min(enough, kSplits), work);
-  plan.blocks = pd_max(pairs * work.max_splits.divisor, 1);  // one clears what belongs to no request
+  plan.blocks = pd_max(work.blocks.divisor, 1);  // one clears what belongs to no request
   plan.workspace_bytes = work.max_splits.divisor > 1 ? partial_bytes(work, plan.blocks) : 0;
   return plan;
 }

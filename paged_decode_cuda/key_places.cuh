@@ -29,6 +29,9 @@ struct KeyPlaces {
   }
 
   PD_MEMBER bool sees(int key) const { return key >= key_begin && key < key_end; }
+  // Of a run of keys
+  PD_MEMBER bool sees_some(int key, int keys) const { return key + keys > key_begin && key < key_end; }
+  PD_MEMBER bool sees_all(int key, int keys) const { return key >= key_begin && key + keys <= key_end; }
 
   // The page of a key as the block table has it: only page_exists() knows whether there is one. -1 where the table or
   // the cache ends before.
@@ -53,8 +56,7 @@ struct KeyPlaces {
 
   // Page and slot of the first key of a box; page -1 where there is none, or none of its keys is seen.
   PD_MEMBER int2 find_box(const Problem& p, const CommonPlan& plan, int key, int box_rows) const {
-    const bool seen = key < key_end && key + box_rows > key_begin;
-    const int page = seen ? page_of(p, plan, key) : -1;
+    const int page = sees_some(key, box_rows) ? page_of(p, plan, key) : -1;
     return make_int2(page_exists(p, page) ? page : -1, slot_of(p, plan, key));
   }
 };

@@ -10,6 +10,7 @@ namespace paged_attn {
 namespace {
 
 constexpr int kMaxSplits = 256;
+constexpr int kCutRows = 16384;  // of a request and kv_head, counted once for each split: bounds their partials
 
 // Places of keys count pieces of 16 bytes in 32 bits.
 bool fits_32_bits(const Problem& p) {
@@ -18,6 +19,13 @@ bool fits_32_bits(const Problem& p) {
   const int64_t last = pd_max(pages * c.k_stride_page + slots * c.k_stride_slot + heads * c.k_stride_head,
                               pages * c.v_stride_page + slots * c.v_stride_slot + heads * c.v_stride_head);
   return last * dtype_bytes(c.dtype) / 16 < int64_t{UINT32_MAX};
+}
+
+// Of all requests, see packed_blocks() for packed ones.
+int64_t fixed_blocks(const Problem& p, const Plan& plan, int64_t splits) {
+  int64_t blocks = plan.items * splits;
+  if (plan.request_blocks > 0) blocks = pd_min(blocks, plan.request_blocks * p.batch + plan.items);
+  return blocks * p.kv_heads;
 }
 
 }  // namespace
@@ -79,12 +87,22 @@ void plan_fixed_splits(const Problem& p, int split_keys, int64_t limit, Plan& pl
   const int64_t pairs = plan.items * p.kv_heads;
   int64_t splits = pd_min(pd_ceil_div(keys, split_keys), limit);
   if (p.num_splits > 0) splits = pd_min(p.num_splits, pd_ceil_div(keys, int64_t{1} << plan.tile_shift));
-  // A grid has fewer than 2^31 blocks. So many partials fit into no memory, so the limit decides nothing else.
-  splits = pd_max(pd_min(pd_min(splits, kMaxSplits), INT32_MAX / pd_max(pairs, 1)), 1);
+  splits = pd_min(splits, kMaxSplits);
+  // Many rows fill the device without cuts, and each cut of them takes memory. Packed requests find out for themselves.
+  const int64_t most_blocks = kCutRows >> plan.row_shift, tiles = plan.row_tiles.divisor;
+  if (!p.cu_seqlens_q) splits = pd_min(splits, most_blocks / pd_max(tiles, 1));
+  splits = pd_max(splits, 1);
+  if (p.cu_seqlens_q && splits > 1) plan.request_blocks = static_cast<int32_t>(most_blocks);
+  int64_t blocks = fixed_blocks(p, plan, splits);
+  if (blocks > INT32_MAX) {
+    // A grid has fewer than 2^31 blocks. So many partials fit into no memory, so this decides nothing else.
+    splits = pd_max(INT32_MAX / pairs, 1);
+    blocks = fixed_blocks(p, plan, splits);
+  }
   if (p.num_splits > 0) plan.num_splits = static_cast<int32_t>(splits);
   plan.split_tiles = split_keys >> plan.tile_shift;
   plan.max_splits = FastDivisor(splits);
-  plan.blocks = FastDivisor(pairs * splits);
+  plan.blocks = FastDivisor(blocks);
 }
 
 void plan_balanced_cuts(const Problem& p, int64_t blocks, int pair_cost, int min_units, Plan& plan) {

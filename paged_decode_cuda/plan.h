@@ -74,8 +74,9 @@ struct Plan : CommonPlan {
   int32_t tile_shift;  // log2 of the keys of a tile
   bool balanced;       // the line or even dealing; else fixed cuts
   FastDivisor max_splits;
-  int32_t num_splits;   // fixed: splits asked for; 0: one for every split_tiles, at most max_splits
-  int32_t split_tiles;  // of keys
+  int32_t num_splits;      // fixed: splits asked for; 0: one for every split_tiles, at most max_splits
+  int32_t split_tiles;     // of keys
+  int32_t request_blocks;  // fixed, packed: of a request and kv_head at most, see packed_blocks(); 0: nothing is cut
 
   int32_t partial_quads;  // of head_dim_v, rounded up
   bool basic;             // an item is a request and its length says which keys it sees; see decode/basic_call.cuh
@@ -108,7 +109,8 @@ constexpr int64_t kFewRows = 16;  // of a request and kv_head: what a tile of th
 // Whether no request has more than `most` rows, as far as the host can tell. Never with hides_lengths().
 bool has_few_rows(const Problem& p, int64_t most = kFewRows);
 
-// Cuts that do not depend on the batch: num_splits of them, or one for every `split_keys` keys, `limit` at most.
+// Cuts that do not depend on the batch: num_splits of them, or one for every `split_keys` keys, `limit` at most, and
+// fewer for requests of many rows. After the rows.
 void plan_fixed_splits(const Problem& p, int split_keys, int64_t limit, Plan& plan);
 
 // Cuts that balance `blocks` blocks over the lengths that they find; the rows are planned. What a pair costs besides

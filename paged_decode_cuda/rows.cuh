@@ -19,6 +19,25 @@ PD_DEVICE void clear_unclaimed(const Problem& p) {
   }
 }
 
+// Whose query a row of an item is.
+struct QueryRow {
+  int token, q_head;  // the token counted from the first of its request
+};
+
+PD_DEVICE QueryRow query_row(const Problem& p, const Plan& plan, const Item& item, int head, int row) {
+  const int token = plan.group.divide(item.first_row + row);
+  return {token, head * static_cast<int>(p.group) + item.first_row + row - token * static_cast<int>(p.group)};
+}
+
+// Where it begins in q and in qv, in elements.
+PD_DEVICE int64_t q_offset(const Problem& p, const Item& item, const QueryRow& query) {
+  return item.b * p.q_stride_batch + (item.q_begin + query.token) * p.q_stride_token + query.q_head * p.q_stride_head;
+}
+PD_DEVICE int64_t qv_offset(const Problem& p, const Item& item, const QueryRow& query) {
+  return item.b * p.qv_stride_batch + (item.q_begin + query.token) * p.qv_stride_token +
+         query.q_head * p.qv_stride_head;
+}
+
 // Place of one row's result.
 struct RowTarget {
   int64_t out, lse;  // element offsets
@@ -26,13 +45,10 @@ struct RowTarget {
 };
 
 PD_DEVICE RowTarget row_target(const Problem& p, const Plan& plan, const Item& item, int head, int row) {
-  int token = plan.group.divide(item.first_row + row);
-  RowTarget target;
-  target.q_head = head * static_cast<int>(p.group) + item.first_row + row - token * static_cast<int>(p.group);
-  const int64_t b = item.b;
-  target.out = b * p.out_stride_batch + (item.q_begin + token) * p.out_stride_token + target.q_head * p.out_stride_head;
-  target.lse = b * p.lse_stride_batch + target.q_head * p.lse_stride_head + item.q_begin + token;
-  return target;
+  const QueryRow query = query_row(p, plan, item, head, row);
+  const int64_t b = item.b, q_head = query.q_head, token = item.q_begin + query.token;
+  return {b * p.out_stride_batch + token * p.out_stride_token + q_head * p.out_stride_head,
+          b * p.lse_stride_batch + q_head * p.lse_stride_head + token, query.q_head};
 }
 
 // Of a (batch, kv_heads) table that may be absent.

@@ -179,6 +179,30 @@ def test_fp8_rounds_and_saturates(paged_attn, device, kv_dtype, dtype, with_desc
         )
 
 
+@pytest.mark.every_isa
+@pytest.mark.parametrize("layout", ["plain", "odd_strides"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kv_dtype", FP8)
+def test_fp8_with_subnormal_descales(paged_attn, device, emulated, kv_dtype, dtype, layout):
+    """The quotients are ordinary numbers, though 1 / descale is none."""
+    if device == "mps" and not emulated:
+        pytest.skip("Apple GPUs take subnormal numbers for 0")
+    case = Case(batch=2, lens=(5, 30), append=16, dtype=dtype, kv_dtype=kv_dtype, descale="full", layout=layout)
+    call, before = cases.build(case).to(device), cases.build(case)
+    for kwargs in (call.kwargs, before.kwargs):
+        for name in ("k_descale", "v_descale"):
+            kwargs[name] = torch.full_like(kwargs[name], 2.0**-130)
+        for name in ("k", "v"):
+            kwargs[name].copy_(torch.arange(1, 17, dtype=torch.float32).view(1, -1, 1, 1) * 2.0**-126)
+    write(paged_attn, call)
+    expected = tuple(s.clone() for s in before.storage)
+    k_cache, v_cache = before.caches(expected)
+    names = ("k", "v", "block_table", "cache_seqlens", "k_descale", "v_descale")
+    reference.append(k_cache=k_cache, v_cache=v_cache, **{name: before.kwargs[name] for name in names})
+    for a, b in zip(call.storage, expected):
+        assert_same_bytes("cache", a, b)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("layout", ["plain", "odd_strides"])
 @pytest.mark.parametrize("kv_dtype", FP8)

@@ -310,13 +310,13 @@ def test_a_workspace_beyond_64_gib(paged_attn, device):
     if torch.cuda.mem_get_info()[0] < 72 << 30:
         pytest.skip("needs 72 GiB of free memory")
     torch.manual_seed(0)
-    tokens, kv_len = 65536, 1024
-    q = torch.randn(1, 64, 8, 512, device=device).bfloat16().expand(tokens // 64, -1, -1, -1).reshape(1, -1, 8, 512)
+    batch, kv_len = 1024, 1024
+    q = torch.randn(1, 64, 8, 512, device=device).bfloat16().expand(batch, -1, -1, -1).contiguous()
     k, v = (torch.randn(kv_len // 16, 16, 1, 512, device=device).bfloat16() for _ in range(2))
-    table = torch.arange(1024, device=device).int().view(1, -1)  # 32 splits, of which two have keys
+    table = torch.arange(1024, device=device).int() % (kv_len // 16)  # 32 splits, of which two have keys
     out = paged_attn.flash_attn_with_kvcache(
-        q, k, v, cache_seqlens=kv_len, block_table=table % (kv_len // 16), deterministic=True
-    ).view(-1, 64, 8, 512)
+        q, k, v, cache_seqlens=kv_len, block_table=table.expand(batch, -1).contiguous(), deterministic=True
+    )
     for i in range(1, len(out)):
         assert torch.equal(out[i], out[0])
     del out

@@ -205,6 +205,32 @@ def test_what_is_deterministic_does_not_see_the_batch(library, gpu):
     assert routes == {1, 2, 3}  # decode_basic deals by the lengths that it finds
 
 
+@pytest.mark.parametrize("cuts", [{"deterministic": 1}, {"num_splits": 7}, {"num_splits": 300}], ids=str)
+@pytest.mark.parametrize("head_dim", [128, 60])
+def test_long_requests_have_fewer_cuts(library, head_dim, cuts):
+    """Short requests beside them have as many as ever, and partials do not grow by every split of a long prompt."""
+    heads, group = 2, 16
+    lens, q_lens = [3000, 900, 0, 3000, 3000, 2000], [700, 1, 0, 90, 2, 90]
+    options = cuts | {"kv_heads": heads, "group": group, "head_dim": head_dim, "kv_bytes": 2, "window_right": -1}
+    options["max_pages"] = 200
+
+    def cuts_of(b, shares):
+        return sorted((s.head, s.first_row, s.tile, s.tile_end) for s in shares if s.b == b)
+
+    numbers, shares = plan(library, shares=1_000_000, lens=lens, q_lens=q_lens, **options)
+    judge(numbers, shares, lens, options | {"gpu": GPUS["sm_90"], "q_lens": q_lens})
+    cut_rows = 16384 + numbers.rows_per_tile
+    assert numbers.blocks * numbers.rows_per_tile <= heads * (sum(q_lens) * group + len(lens) * cut_rows)
+    assert max(s.partials for s in shares if s.b == 4) >= 1
+    assert max(s.partials for s in shares if s.b == 0) <= 16384 // (700 * group)
+    for b in range(len(lens)):
+        _, alone = plan(library, shares=300_000, lens=[lens[b]], q_lens=[q_lens[b]], **options)
+        assert cuts_of(0, alone) == cuts_of(b, shares), b
+        if q_lens[b] > 1:  # a request of one token may have another route without cu_seqlens_q
+            _, direct = plan(library, shares=300_000, lens=[lens[b]], q_len=q_lens[b], **options)
+            assert [s.partials for s in direct if s.first] == [s.partials for s in alone if s.first], b
+
+
 def test_shares_differ_by_little(library):
     """Equal requests on a whole GPU: no block has more than a tenth above the average, one tile aside."""
     for batch, kv_len in ((1, 8192), (1, 60000), (10, 8192), (64, 4096), (33, 8192), (256, 1024)):

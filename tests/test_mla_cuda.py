@@ -69,7 +69,10 @@ FEATURES = {
     "batch_idx": {"batch_idx": True},
     "contiguous": {"page_size": 0},
     "deterministic": {"deterministic": True, "kv_len": 9000},
+    "deterministic_prompt": {"deterministic": True, "batch": 2, "q_len": 40, "lens": (9000, 300)},
+    "deterministic_varlen": {"deterministic": True, "varlen_q": True, "batch": 3, "q_len": 40, "lens": (9000, 30, 5000)},
     "num_splits": {"num_splits": 5, "kv_len": 2000},
+    "num_splits_varlen": {"num_splits": 9, "varlen_q": True, "q_len": 30, "spare": 2},
     "out": {"give_out": True},
     "e4m3": {"kv_dtype": "float8_e4m3fn"},
     "e4m3_drafts": {"kv_dtype": "float8_e4m3fn", "q_len": 3, "lens": (700, 0, 257, 256, 64)},
@@ -84,6 +87,7 @@ FEATURES = {
     "e4m3_window": {"kv_dtype": "float8_e4m3fn", "window": (100, -1), "q_len": 2},
     "e4m3_fp16": {"kv_dtype": "float8_e4m3fn", "dtype": "float16"},
     "e5m2": {"kv_dtype": "float8_e5m2", "deterministic": True, "kv_len": 5000},
+    "e4m3_num_splits_varlen": {"kv_dtype": "float8_e4m3fn", "num_splits": 30, "varlen_q": True, "q_len": 20},
     "e5m2_fp16": {"kv_dtype": "float8_e5m2", "dtype": "float16", "q_len": 2},
 }
 
@@ -230,6 +234,30 @@ def test_deterministic_does_not_see_a_large_batch(paged_attn, device, q_heads, k
     for requests in (1, 9, 40):
         few = attend(requests)
         assert torch.equal(few[0], out[:requests]) and torch.equal(few[1], lse[:requests]), requests
+
+
+@pytest.mark.parametrize("options", [{"deterministic": True}, {"num_splits": 16}], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_workspace_of_a_long_prompt(paged_attn, device, packed, options):
+    """As docs/cuda.md says: not for every split that its table would allow."""
+    tokens, heads = 4096, 16
+    cache = torch.zeros(512, 64, 1, 576, device=device, dtype=torch.bfloat16)
+    table = torch.arange(512, device=device).int().view(1, -1)
+    q = torch.zeros(tokens, heads, 576, device=device, dtype=torch.bfloat16)
+    out = torch.empty(tokens, heads, 512, device=device, dtype=torch.bfloat16)
+    if packed:
+        options = options | {"cu_seqlens_q": torch.tensor([0, tokens], device=device).int(), "max_seqlen_q": tokens}
+    else:
+        q, out = q.unsqueeze(0), out.unsqueeze(0)
+    lengths = torch.tensor([tokens], device=device).int()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    paged_attn.flash_attn_with_kvcache(
+        q, cache, cache[..., :512], cache_seqlens=lengths, block_table=table, causal=True, out=out, **options
+    )
+    rows = tokens * heads + 16384 + 64 if packed else 0
+    assert torch.cuda.max_memory_allocated() - before <= rows * 514 * 4 + (1 << 20)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -105,6 +105,9 @@ CASES = {
     "two_long": {"lens": [1900, 1900, *[1] * 6], "processors": 60},
     "num_splits": {"lens": [300, 64], "num_splits": 3},
     "num_splits_cluster": {"lens": [300, 64], "num_splits": 2, "q_heads": 128},
+    "num_splits_packed": {"lens": [200, 66, 300, 9], "q_lens": [3, 0, 5, 1], "q_heads": 32, "num_splits": 3},
+    "num_splits_packed_cluster": {"lens": [200, 66, 9], "q_lens": [3, 1, 5], "q_heads": 128, "num_splits": 2},
+    "num_splits_packed_kv_heads": {"lens": [200, 66], "q_lens": [3, 5], "q_heads": 64, "kv_heads": 2, "num_splits": 2},
     "deterministic": {"lens": [300, 64], "deterministic": 1},
     "splits_for_16_warps": {"lens": [2100], "num_splits": 33},
     # Every request is expected to get two clusters, and one gets more: queries of others have been asked for.

@@ -52,8 +52,7 @@ struct DecodeLoader {
     // In pages of whole runs the first key of a run stands for all.
     const int own = tile * Shape::kTileKeys + threadIdx.x % Shape::kTileKeys, run = plan.whole_runs ? kRunKeys : 1;
     const int key = own & -run;
-    const bool seen = key + run > places.key_begin && key < places.key_end;
-    page = seen ? places.page_of(p, plan, key) : -1;
+    page = places.sees_some(key, run) ? places.page_of(p, plan, key) : -1;
     slot = places.slot_of(p, plan, key);
   }
 

@@ -152,7 +152,7 @@ void plan_fixed(const Problem& p, const RowTiles& tiles, const DeviceLimits& lim
   }
   plan_block(limits, false, 0, plan);
   plan_fixed_splits(p, kSplitKeys, p.deterministic ? kDeterministicSplits : 1, work);
-  plan.blocks = work.items * p.kv_heads * work.max_splits.divisor;
+  plan.blocks = work.blocks.divisor;
 }
 
 DecodePlan plan_decode(const Problem& p, const DeviceLimits& limits, bool basic) {

@@ -57,12 +57,9 @@ struct Rows {
 #pragma unroll 1
     for (int i = threadIdx.x; i < Shape::kRows * Shape::kPieces; i += blockDim.x) {
       const int row = i / Shape::kPieces, piece = i % Shape::kPieces;
-      const int token = plan.group.divide(item.first_row + row);
-      const int q_head = head * static_cast<int>(p.group) + item.first_row + row - token * static_cast<int>(p.group);
       uint4 words = {};
       if (row < item.rows && piece * Shape::kVecK < p.head_dim) {
-        const int64_t offset =
-            item.b * p.q_stride_batch + (item.q_begin + token) * p.q_stride_token + q_head * p.q_stride_head;
+        const int64_t offset = q_offset(p, item, query_row(p, plan, item, head, row));
         words = reinterpret_cast<const uint4*>(static_cast<const float*>(p.q) + offset)[piece];
       }
       reinterpret_cast<uint4*>(queries)[row * Shape::kPieces + Shape::place_k(row, piece)] = words;
@@ -75,10 +72,8 @@ struct Rows {
     const bool narrow = Shape::kFp8 && (p.q_dtype == DType::kFloat8E4M3 || p.q_dtype == DType::kFloat8E5M2);
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n) {
-      const int row = n * 8 + g, token = plan.group.divide(item.first_row + row);
-      const int q_head = head * static_cast<int>(p.group) + item.first_row + row - token * static_cast<int>(p.group);
-      const int64_t offset =
-          item.b * p.q_stride_batch + (item.q_begin + token) * p.q_stride_token + q_head * p.q_stride_head;
+      const int row = n * 8 + g;
+      const int64_t offset = q_offset(p, item, query_row(p, plan, item, head, row));
       const int bytes = Shape::kFp32 ? 4 : narrow ? 1 : 2;
       const char* source = static_cast<const char*>(p.q) + offset * bytes;
 #pragma unroll
@@ -294,7 +289,7 @@ struct Rows {
     for (int i = 0; i < kLaneRows; ++i) {
       const bool exists = lane_row(i) < item.rows;
       const int q_pos = item.kv_len - item.q_len + lane_token(plan, item, i);
-      const float slope = exists ? row_slope(p, item.b, row_target(p, plan, item, head, lane_row(i)).q_head) : 0.f;
+      const float slope = exists ? row_slope(p, item.b, query_row(p, plan, item, head, lane_row(i)).q_head) : 0.f;
 #pragma unroll
       for (int sub = 0; sub < Shape::kSubTiles; ++sub)
 #pragma unroll

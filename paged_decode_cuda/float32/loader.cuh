@@ -60,10 +60,7 @@ struct Float32Loader {
     for (int i = threadIdx.x % kWarp; i < Shape::kWarpRows * Shape::kPieces; i += kWarp) {
       const int row = first_row + i / Shape::kPieces, piece = i % Shape::kPieces;
       const bool valid = row < item.rows && piece * 4 < p.head_dim;
-      const int token = plan.group.divide(item.first_row + row);
-      const int q_head = head * static_cast<int>(p.group) + item.first_row + row - token * static_cast<int>(p.group);
-      const int64_t offset =
-          item.b * p.q_stride_batch + (item.q_begin + token) * p.q_stride_token + q_head * p.q_stride_head + piece * 4;
+      const int64_t offset = q_offset(p, item, query_row(p, plan, item, head, row)) + piece * 4;
       copy_async(target + (row * Shape::kPieces + Shape::place_k(row, piece)) * 16, valid ? q + offset : q, valid);
     }
   }

@@ -88,7 +88,7 @@ Float32Plan plan_float32(const Problem& p, const DeviceLimits& limits) {
     splits = int64_t{kRounds} * plan.blocks_per_processor * limits.processors / pd_max(pairs, 1);
   }
   plan_fixed_splits(p, kSplitKeys, p.deterministic ? 1 : pd_max(pd_min(splits, kSplits), 1), work);
-  plan.blocks = pd_max(pairs * work.max_splits.divisor, 1);  // one clears what belongs to no request
+  plan.blocks = pd_max(work.blocks.divisor, 1);  // one clears what belongs to no request
   plan.workspace_bytes = work.max_splits.divisor > 1 ? partial_bytes(work, plan.blocks) : 0;
   return plan;
 }

@@ -74,11 +74,6 @@ struct RecordList {
   }
 };
 
-// Whose keys are cut at the same places in every call: the first of them are those of the last of its clusters.
-PD_DEVICE int fixed_record(const MlaCall& call, int pair) {
-  return (pair + 1) * static_cast<int>(call.max_splits.divisor) - 1;
-}
-
 // Where every pair has the same number of clusters, if the lengths hardly differ; then the record says so.
 PD_DEVICE int even_record(const MlaCall& call, int pair) {
   return (pair + 1) * static_cast<int>(call.blocks_each.divisor) - 1;
@@ -228,10 +223,10 @@ PD_DEVICE void start_combine(const Problem& p, const MlaCall& call) {
   if (call.adds_two) clear_published(call);
 }
 
-// The cluster with the first keys of share `number`; -1: there is no such share.
-PD_DEVICE int cluster_of_share(const MlaCall& call, const RecordList& list, uint32_t number) {
+// The cluster with the first keys of share `number`; -1: there is no such share, nor a later one with `balanced`.
+PD_DEVICE int cluster_of_share(const Problem& p, const MlaCall& call, const RecordList& list, uint32_t number) {
   const int n = static_cast<int>(number >> call.combine_shift);
-  return call.balanced ? list.all.find(n) : fixed_record(call, n);
+  return call.balanced ? list.all.find(n) : fixed_block(p, call, n);
 }
 PD_DEVICE int share_of_item(const MlaCall& call, uint32_t number) {
   return static_cast<int>(number & ((1u << call.combine_shift) - 1));
@@ -273,9 +268,10 @@ __global__ void __launch_bounds__(kCombineThreads, MlaSizes::kCombineBlocks)
 #pragma unroll 1
   for (uint32_t number = blockIdx.x * kWarps + threadIdx.x / kWarp; number < call.combine_shares;
        number += gridDim.x * kWarps) {
-    const int cluster =
-        even ? even_record(call, static_cast<int>(number >> call.combine_shift)) : cluster_of_share(call, list, number);
-    if (cluster < 0) return;
+    const int cluster = even ? even_record(call, static_cast<int>(number >> call.combine_shift))
+                             : cluster_of_share(p, call, list, number);
+    if (cluster < 0 && call.balanced) return;
+    if (cluster < 0) continue;
     const MlaRecord record = call.records[cluster];
     PlainShare share(share_of_item(call, number));
     if (record.behind == 0 || share.first_row() >= record.rows) continue;
@@ -300,7 +296,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   if (!record.even) {
     RecordList list;
     if (call.balanced) list.read(call);
-    cluster = cluster_of_share(call, list, blockIdx.x);
+    cluster = cluster_of_share(p, call, list, blockIdx.x);
     if (cluster < 0) return;
     record = call.records[cluster];
   }

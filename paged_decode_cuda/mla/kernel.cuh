@@ -48,15 +48,12 @@ constexpr int kMlaConsumers = MlaSizes::kConsumers * kWarpgroup;
 PD_DEVICE void copy_mla_queries(const Problem& p, const MlaCall& call, const Item& item, int head, uint32_t queries) {
   using Sizes = MlaSizes;
   const int thread = threadIdx.x - kWarpgroup, piece = thread % kCopyLanes;
-  const int group = static_cast<int>(p.group);
 #pragma unroll 1
   for (int row = thread / kCopyLanes; row < Sizes::kRows; row += kMlaConsumers / kCopyLanes) {
-    const int own = static_cast<int>(blockIdx.y) * Sizes::kRows + row, token = call.group.divide(item.first_row + own);
-    const int64_t q_head = head * group + item.first_row + own - token * group;
-    const int64_t b = item.b, query = item.q_begin + token;
+    const int own = static_cast<int>(blockIdx.y) * Sizes::kRows + row;
+    const QueryRow query = query_row(p, call, item, head, own);
     const bool exists = own < item.rows;
-    const int64_t rope = exists ? b * p.q_stride_batch + query * p.q_stride_token + q_head * p.q_stride_head : 0;
-    const int64_t latents = exists ? b * p.qv_stride_batch + query * p.qv_stride_token + q_head * p.qv_stride_head : 0;
+    const int64_t rope = exists ? q_offset(p, item, query) : 0, latents = exists ? qv_offset(p, item, query) : 0;
     const char* const source = static_cast<const char*>(p.qv.data) + latents * 2 + piece * 16;
     const uint32_t target = queries + row * kRowBytes + (piece ^ row % 8) * 16;
 #pragma unroll

@@ -39,7 +39,7 @@ struct MlaLoader : MlaCopier {
 #pragma unroll 1
     for (int i = loader * kCopyRows; i < kKeys; i += Sizes::kLoaders * kCopyRows) {
       const int row = i + lane / kCopyLanes;
-      if (key + row >= places.key_begin && key + row < places.key_end) continue;
+      if (places.sees(key + row)) continue;
 #pragma unroll 1
       for (int c = first_column(half); c < first_column(half + 1); ++c)
         store_piece(stage + c * kColumnBytes + row * kRowBytes + piece * 16, 0, 0, 0, 0);
@@ -51,7 +51,7 @@ struct MlaLoader : MlaCopier {
   // arrivals. None comes a phase too early: whoever sends them has found the stage empty in both blocks.
   PD_MEMBER void copy_boxes(const Problem& p, const MlaCall& call, MlaControl& control, const KeyPlaces& places,
                             uint32_t stage, int key, int head) {
-    const bool inside = key >= places.key_begin && key + kKeys <= places.key_end;
+    const bool inside = places.sees_all(key, kKeys);
     int2 place = make_int2(-1, 0);
     if (has_box) {
       place = places.find_box(p, call, key + own_row, call.box_rows);

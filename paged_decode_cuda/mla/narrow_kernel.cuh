@@ -43,8 +43,8 @@
 //   kPart          128 threads of a consumer                   themselves: a part is written, or may be read
 #pragma once
 
+#include "../matrices.cuh"
 #include "../prefill/weights.cuh"
-#include "../prefill_mma/matrices.cuh"
 #include "narrow_weigher.cuh"
 
 namespace paged_attn {
@@ -59,15 +59,14 @@ using QueryWords = uint32_t[kNarrowOwn][8];
 
 // A row of this block; of rows that there are not, the last one that there is.
 struct NarrowRow {
-  int q_head, token;
+  QueryRow query;
   bool exists;
 };
 
 template <typename Sizes>
 PD_DEVICE NarrowRow narrow_row(const Problem& p, const MlaCall& call, const Item& item, int head, int row) {
-  const int group = static_cast<int>(p.group), own = static_cast<int>(blockIdx.y) * Sizes::kRows + row;
-  const int known = item.first_row + min(own, item.rows - 1), token = call.group.divide(known);
-  return {head * group + known - token * group, token, own < item.rows};
+  const int own = static_cast<int>(blockIdx.y) * Sizes::kRows + row;
+  return {query_row(p, call, item, head, min(own, item.rows - 1)), own < item.rows};
 }
 
 // This lane's part of a row of queries.
@@ -75,16 +74,14 @@ template <typename Sizes>
 PD_DEVICE void load_narrow_query(const Problem& p, const MlaCall& call, const Item& item, int head, int row,
                                  QueryWords& words) {
   const int place = this_thread() % kCopyLanes;
-  const NarrowRow query = narrow_row<Sizes>(p, call, item, head, row);
-  const int64_t b = item.b, q = item.q_begin + query.token;
-  const int64_t rope = b * p.q_stride_batch + q * p.q_stride_token + query.q_head * p.q_stride_head;
-  const int64_t latents = b * p.qv_stride_batch + q * p.qv_stride_token + query.q_head * p.qv_stride_head;
+  const NarrowRow own = narrow_row<Sizes>(p, call, item, head, row);
+  const int64_t rope = q_offset(p, item, own.query), latents = qv_offset(p, item, own.query);
 #pragma unroll
   for (int i = 0; i < kNarrowOwn; ++i) {
     const bool last = i == kNarrowOwn - 1;
     const char* const from = last ? static_cast<const char*>(p.q) + rope * 2
                                   : static_cast<const char*>(p.qv.data) + latents * 2 + i * kCopyLanes * 32;
-    const bool has = query.exists && (!last || place < Sizes::kRope / 16);
+    const bool has = own.exists && (!last || place < Sizes::kRope / 16);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const uint4 piece = has ? reinterpret_cast<const uint4*>(from + place * 32)[h] : make_uint4(0, 0, 0, 0);
@@ -162,11 +159,11 @@ PD_DEVICE void describe_rows(const Problem& p, const MlaCall& call, const MlaWor
   if (row >= Sizes::kRows) return;
   const Item& item = work.item;
   const NarrowRow own = narrow_row<Sizes>(p, call, item, work.head, row);
-  const KvRange seen = row_keys(p, call, item, own.token);
+  const KvRange seen = row_keys(p, call, item, own.query.token);
   control.seen[row] = make_int2(static_cast<int>(seen.begin), static_cast<int>(seen.end));
   if constexpr (kFull) {
-    control.slope[row] = row_slope(p, item.b, own.q_head);
-    control.position[row] = item.kv_len - item.q_len + own.token;
+    control.slope[row] = row_slope(p, item.b, own.query.q_head);
+    control.position[row] = item.kv_len - item.q_len + own.query.token;
   }
 }
 
@@ -174,7 +171,7 @@ PD_DEVICE void describe_rows(const Problem& p, const MlaCall& call, const MlaWor
 
 // As fp8_pair_to_fp16(), which the compiler gives the upper half shifted down: here every instruction counts.
 template <typename Kv, bool kHigh>
-PD_DEVICE uint32_t widen_pair(uint32_t word) {
+PD_DEVICE uint32_t widen_half(uint32_t word) {
 #if __CUDA_ARCH__ >= 890
   if constexpr (__is_same(Kv, E4m3)) {
     uint32_t pair;
@@ -199,10 +196,10 @@ using NarrowOperand = uint32_t[4];
 // A word has dims 4 t to 4 t + 3 of a key: x of key g, y of key g + 8.
 template <typename Kv>
 PD_DEVICE void widen_keys(uint32_t x, uint32_t y, NarrowOperand& a) {
-  a[0] = widen_pair<Kv, false>(x);
-  a[1] = widen_pair<Kv, false>(y);
-  a[2] = widen_pair<Kv, true>(x);
-  a[3] = widen_pair<Kv, true>(y);
+  a[0] = widen_half<Kv, false>(x);
+  a[1] = widen_half<Kv, false>(y);
+  a[2] = widen_half<Kv, true>(x);
+  a[3] = widen_half<Kv, true>(y);
 }
 
 // A word has latents 2 g and 2 g + 1 of key 2 t, then of the next one; y: 8 keys further. Latents 2 g become rows g of
@@ -217,10 +214,10 @@ PD_DEVICE void widen_latents(uint32_t x, uint32_t y, NarrowOperand& a) {
     return;
   }
   const uint32_t first = __byte_perm(x, 0, 0x3120), second = __byte_perm(y, 0, 0x3120);
-  a[0] = widen_pair<Kv, false>(first);
-  a[1] = widen_pair<Kv, true>(first);
-  a[2] = widen_pair<Kv, false>(second);
-  a[3] = widen_pair<Kv, true>(second);
+  a[0] = widen_half<Kv, false>(first);
+  a[1] = widen_half<Kv, true>(first);
+  a[2] = widen_half<Kv, false>(second);
+  a[3] = widen_half<Kv, true>(second);
 }
 
 // ---- Consumers ----

@@ -31,7 +31,7 @@ struct NarrowLoader : MlaCopier {
 #pragma unroll 1
     for (int i = loader * kCopyRows; i < kKeys; i += Sizes::kLoaders * kCopyRows) {
       const int row = i + lane / kCopyLanes;
-      if (key + row >= places.key_begin && key + row < places.key_end) continue;
+      if (places.sees(key + row)) continue;
 #pragma unroll 1
       for (int piece = lane % kCopyLanes; piece < Sizes::kNarrowPieces; piece += kCopyLanes)
         store_piece(stage + narrow_place(row, piece), 0, 0, 0, 0);
@@ -41,7 +41,7 @@ struct NarrowLoader : MlaCopier {
   // As MlaLoader::copy_boxes(), by whole tiles.
   PD_MEMBER void copy_boxes(const Problem& p, const MlaCall& call, NarrowControl<Sizes>& control,
                             const KeyPlaces& places, uint32_t stage, int key, int head) {
-    const bool inside = key >= places.key_begin && key + kKeys <= places.key_end;
+    const bool inside = places.sees_all(key, kKeys);
     int2 place = make_int2(-1, 0);
     if (has_box) {
       place = places.find_box(p, call, key + own_row, call.box_rows);

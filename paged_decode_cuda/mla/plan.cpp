@@ -148,7 +148,7 @@ MlaPlan plan_mla(const Problem& p, const DeviceLimits& limits) {
     plan_balanced_cuts(p, plan.clusters, kPairCost, kMinUnits, work);
   } else {
     plan_fixed_splits(p, kSplitKeys, p.deterministic ? kDeterministicSplits : 1, work);
-    plan.clusters = pairs * work.max_splits.divisor;
+    plan.clusters = work.blocks.divisor;
   }
   plan.clusters = pd_max(plan.clusters, 1);  // one clears what belongs to no request
   plan.cut = work.balanced || work.max_splits.divisor > 1;

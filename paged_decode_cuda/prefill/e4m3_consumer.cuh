@@ -164,10 +164,9 @@ struct E4m3Consumer {
       const int row = first_row + r * 8;
       const float l = row_sum(rows.l[r]);
       if (row >= item.rows) continue;
-      const RowTarget target = row_target(p, plan, item, work.head, row);
       if (plan.parts > 1) {
-        const int token = plan.group.divide(item.first_row + row);
-        const int64_t place = part_row(p, plan, work.part, first_token + token, target.q_head);
+        const QueryRow query = query_row(p, plan, item, work.head, row);
+        const int64_t place = part_row(p, plan, work.part, first_token + query.token, query.q_head);
         if (t == 0) plan.ml[place] = make_float2(rows.base[r], l);
 #pragma unroll
         for (int i = 0; i < Shape::kDimV / 16; ++i) {
@@ -176,6 +175,7 @@ struct E4m3Consumer {
         }
         continue;
       }
+      const RowTarget target = row_target(p, plan, item, work.head, row);
       const float normalizer = finish_row(p, target, item.b, work.head, rows.base[r], l, t == 0);
       uint16_t* const out = static_cast<uint16_t*>(p.out) + target.out;
 #pragma unroll

@@ -1,34 +1,9 @@
-// Instructions for 8-bit operands: products of a warpgroup, and matrices of 8 rows of 16 bytes.
+// Instructions for 8-bit operands: products of a warpgroup, and numbers on their way into them.
 #pragma once
 
 #include "products.cuh"
 
 namespace paged_attn {
-
-// ---- Matrices of 8 rows of 16 bytes, four at a time; their rows begin where the lanes say, 8 lanes for each ----
-
-// Lane 4 i + j gets word j of row i of each.
-PD_DEVICE void load_matrices(uint32_t row, uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
-               : "r"(row)
-               : "memory");
-}
-
-// Lane 4 i + j gets pair i of 8-bit values of rows 2 j and 2 j + 1 of each.
-PD_DEVICE void load_transposed(uint32_t row, uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
-               : "r"(row)
-               : "memory");
-}
-
-// Lane 4 i + j has word j of row i of each.
-PD_DEVICE void store_matrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c),
-               "r"(d)
-               : "memory");
-}
 
 // Four values as e4m3, the first in the lowest byte; beyond the largest finite value they are that.
 PD_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
@@ -43,8 +18,6 @@ PD_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
       : "f"(a), "f"(b), "f"(c), "f"(d));
   return word;
 }
-
-// ---- Products ----
 
 // d = or += 64 rows times as many rows of shared memory as d has columns, 32 terms of both. The 64 rows are in shared
 // memory too, or in registers. A, B, C, D, E, F are the numbers of the operands behind the sums.

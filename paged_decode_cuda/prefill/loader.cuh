@@ -78,7 +78,7 @@ struct PrefillLoader {
 #pragma unroll 1
         for (; tile >= first_tile; --tile) {
           const int key = tile * kKeys;
-          if (kValues && (key < places.key_begin || key + kKeys > places.key_end)) break;
+          if (kValues && !places.sees_all(key, kKeys)) break;
           const uint32_t thread = static_cast<uint32_t>(this_thread()) % kWarp;
           const uint32_t box = thread * askers + loader, row = box / kColumns * plan.box_rows;
           const bool asks = row < kKeys && loader < askers;
@@ -277,13 +277,10 @@ template <typename Shape>
 PD_DEVICE void copy_queries(const Problem& p, const PrefillCall& plan, const Work& work, uint32_t queries) {
   const int lane = threadIdx.x % kWarp, piece = lane % kCopyLanes;
   const Item& item = work.item;
-  const int group = static_cast<int>(p.group);
 #pragma unroll 1
   for (int i = 0; i < Shape::kRows; i += kCopyRows) {
-    const int row = i + lane / kCopyLanes, token = plan.group.divide(item.first_row + row);
-    const int q_head = work.head * group + item.first_row + row - token * group;
-    const int64_t offset =
-        item.b * p.q_stride_batch + (item.q_begin + token) * p.q_stride_token + q_head * p.q_stride_head;
+    const int row = i + lane / kCopyLanes;
+    const int64_t offset = q_offset(p, item, query_row(p, plan, item, work.head, row));
     const bool exists = row < item.rows;
     const char* const source =
         static_cast<const char*>(p.q) + (exists ? offset * Shape::kElementBytes : 0) + piece * 16;

@@ -16,16 +16,15 @@ template <typename Shape, bool kFull>
 PD_DEVICE void store_part(const Problem& p, const PrefillCall& plan, const Work& work,
                           const float (&acc)[Shape::kDimV / 2], const PrefillRows<Shape, kFull>& rows, int first_row) {
   const Item& item = work.item;
-  const int t = threadIdx.x % 4, group = static_cast<int>(p.group);
+  const int t = threadIdx.x % 4;
   const int first_token = p.cu_seqlens_q ? item.q_begin : item.b * static_cast<int>(p.max_q_len);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = first_row + r * 8;
     const float l = row_sum(rows.l[r]);
     if (row >= item.rows) continue;
-    const int token = plan.group.divide(item.first_row + row);
-    const int q_head = work.head * group + item.first_row + row - token * group;
-    const int64_t place = part_row(p, plan, work.part, first_token + token, q_head);
+    const QueryRow query = query_row(p, plan, item, work.head, row);
+    const int64_t place = part_row(p, plan, work.part, first_token + query.token, query.q_head);
     if (t == 0) plan.ml[place] = make_float2(rows.base[r], l);
     float* const sums = plan.sums + place * p.head_dim_v;
 #pragma unroll

@@ -1,7 +1,7 @@
 // Scores that a warp computes once more, by itself.
 #pragma once
 
-#include "e4m3_products.cuh"
+#include "../matrices.cuh"
 #include "products.cuh"
 
 namespace paged_attn {
@@ -36,14 +36,13 @@ PD_DEVICE void score_again(float (&s)[kCount], uint32_t queries, uint32_t keys) 
   for (int k = 0; k < Shape::kDim * Shape::kElementBytes / kStepBytes; ++k) {
     const int column = k / kSteps, piece = k % kSteps * 2;
     uint32_t a[4];
-    load_matrices(queries + (column * Shape::kRows + lane % 16) * kRowBytes + ((piece + lane / 16) ^ row) * 16, a[0],
-                  a[1], a[2], a[3]);
+    load_matrices(a, queries + (column * Shape::kRows + lane % 16) * kRowBytes + ((piece + lane / 16) ^ row) * 16);
 #pragma unroll
     for (int j = 0; j < kCount / 4; j += 2) {
-      uint32_t b[2][2];
-      load_matrices(
-          keys + (column * Shape::kKeys + (j + matrix / 2) * 8 + row) * kRowBytes + ((piece + matrix % 2) ^ row) * 16,
-          b[0][0], b[0][1], b[1][0], b[1][1]);
+      uint32_t words[4];
+      load_matrices(words, keys + (column * Shape::kKeys + (j + matrix / 2) * 8 + row) * kRowBytes +
+                               ((piece + matrix % 2) ^ row) * 16);
+      const uint32_t b[2][2] = {{words[0], words[1]}, {words[2], words[3]}};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float d[4];

@@ -9,7 +9,7 @@
 // thread has sums of four neighbours, and stores meet no bank twice.
 #pragma once
 
-#include "e4m3_products.cuh"
+#include "../matrices.cuh"
 #include "shape.cuh"
 
 namespace paged_attn {
@@ -31,14 +31,14 @@ PD_DEVICE void transpose_tile(uint32_t values, uint32_t transposed) {
       uint32_t pairs[kBatch][4];  // of dimensions, of keys 2 t and 2 t + 1 of each 8
 #pragma unroll
       for (int i = 0; i < kBatch; ++i)
-        load_transposed(from + k * kKeys * kRowBytes + ((first + i) ^ row) * 16, pairs[i][0], pairs[i][1], pairs[i][2],
-                        pairs[i][3]);
+        load_transposed(pairs[i], from + k * kKeys * kRowBytes + ((first + i) ^ row) * 16);
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i)
-        store_matrices(
-            to + (first + i) * kDims * kRowBytes + ((2 * k + matrix / 2) ^ row) * 16,
+      for (int i = 0; i < kBatch; ++i) {
+        const uint32_t words[4] = {
             __byte_perm(pairs[i][0], pairs[i][1], kEvenBytes), __byte_perm(pairs[i][0], pairs[i][1], kOddBytes),
-            __byte_perm(pairs[i][2], pairs[i][3], kEvenBytes), __byte_perm(pairs[i][2], pairs[i][3], kOddBytes));
+            __byte_perm(pairs[i][2], pairs[i][3], kEvenBytes), __byte_perm(pairs[i][2], pairs[i][3], kOddBytes)};
+        store_matrices(to + (first + i) * kDims * kRowBytes + ((2 * k + matrix / 2) ^ row) * 16, words);
+      }
     }
   }
 }

@@ -46,11 +46,9 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
       base[r] = -INFINITY;
       l[r] = 0.f;
       if constexpr (kFull) {
-        const int row = row_of(item, first_row, r), token = plan.group.divide(item.first_row + row);
-        q_pos[r] = item.kv_len - item.q_len + token;
-        const int q_head =
-            work.head * static_cast<int>(p.group) + item.first_row + row - token * static_cast<int>(p.group);
-        slope[r] = row_slope(p, item.b, q_head);
+        const QueryRow query = query_row(p, plan, item, work.head, row_of(item, first_row, r));
+        q_pos[r] = item.kv_len - item.q_len + query.token;
+        slope[r] = row_slope(p, item.b, query.q_head);
       }
     }
     find_ranges(p, plan, item, first_row);

@@ -182,14 +182,11 @@ template <typename Shape, typename Stored>
 PD_DEVICE void widen_queries(const Problem& p, const PrefillCall& plan, const Work& work, uint32_t queries) {
   const int lane = threadIdx.x % kWarp, piece = lane % kWidenLanes;
   const Item& item = work.item;
-  const int dims = static_cast<int>(p.head_dim) - piece * kPieceValues, group = static_cast<int>(p.group);
+  const int dims = static_cast<int>(p.head_dim) - piece * kPieceValues;
 #pragma unroll 2
   for (int row = lane / kWidenLanes; row < Shape::kRows; row += kRunRows) {
     const bool exists = row < item.rows;
-    const int token = plan.group.divide(item.first_row + row);
-    const int q_head = work.head * group + item.first_row + row - token * group;
-    const int64_t offset =
-        item.b * p.q_stride_batch + (item.q_begin + token) * p.q_stride_token + q_head * p.q_stride_head;
+    const int64_t offset = q_offset(p, item, query_row(p, plan, item, work.head, row));
     const char* const source = static_cast<const char*>(p.q) + (exists ? offset : 0) + piece * 16;
     const uint32_t target = queries + row * kRowBytes + ((piece * 2) ^ (row % 8)) * 16;
     uint32_t words[Shape::kColumns][4];

@@ -39,15 +39,12 @@ PD_DEVICE void find_work(const Problem& p, const PrefillMmaCall& plan, PrefillMm
 // The queries of this warp.
 template <typename Shape>
 PD_DEVICE void copy_queries(const Problem& p, const Plan& plan, const Work& work, uint32_t shared) {
-  const int lane = threadIdx.x % kWarp, piece = lane % Shape::kTurned, group = static_cast<int>(p.group);
+  const int lane = threadIdx.x % kWarp, piece = lane % Shape::kTurned;
   const Item& item = work.item;
 #pragma unroll 2
   for (int i = 0; i < Shape::kWarpRows; i += Shape::kCopyRows) {
     const int row = threadIdx.x / kWarp * Shape::kWarpRows + i + lane / Shape::kTurned;
-    const int token = plan.group.divide(item.first_row + row);
-    const int q_head = work.head * group + item.first_row + row - token * group;
-    const int64_t offset =
-        item.b * p.q_stride_batch + (item.q_begin + token) * p.q_stride_token + q_head * p.q_stride_head;
+    const int64_t offset = q_offset(p, item, query_row(p, plan, item, work.head, row));
     const bool exists = row < item.rows;
     const char* const source = static_cast<const char*>(p.q) + (exists ? offset * 2 : 0) + piece * 16;
     const uint32_t target = shared + row * Shape::kRowBytes + (piece ^ Shape::turn(row)) * 16;
@@ -65,7 +62,7 @@ PD_DEVICE int2 look_up(const Problem& p, const Plan& plan, const KeyPlaces& plac
   return places.look_up(p, plan, own);
 }
 
-// In pieces of 16 bytes.
+// In pieces of 16 bytes. With key_place(), the head's product inside of the branch, the kernel of head_dim 128 spills.
 PD_DEVICE uint32_t pieces_of(const Problem& p, int2 place, uint32_t page, uint32_t slot, uint32_t head) {
   return page_exists(p, place.x) ? place.x * page + place.y * slot + head : KeyPlaces::kNowhere;
 }

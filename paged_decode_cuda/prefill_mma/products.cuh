@@ -6,8 +6,8 @@
 // the left operand of the second product wants its weights, so they stay in their lane.
 #pragma once
 
+#include "../matrices.cuh"
 #include "../prefill/weights.cuh"
-#include "matrices.cuh"
 #include "shape.cuh"
 
 namespace paged_attn {

@@ -5,32 +5,6 @@
 
 namespace paged_attn {
 
-PD_DEVICE uint32_t row_of_lane(uint32_t row, int from) {
-  const uint32_t place = __shfl_sync(~0u, row, from);
-  if (place % 16 != 0) fail("a row of a matrix that is not aligned");
-  return place;
-}
-PD_DEVICE void load_matrices(uint32_t row, uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
-  uint32_t* const words[4] = {&a, &b, &c, &d};
-  for (int m = 0; m < 4; ++m) memcpy(words[m], shared_at(row_of_lane(row, 8 * m + lane() / 4) + lane() % 4 * 4), 4);
-  __syncwarp();
-}
-
-PD_DEVICE void load_transposed(uint32_t row, uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
-  uint32_t* const words[4] = {&a, &b, &c, &d};
-  for (int m = 0; m < 4; ++m) {
-    uint16_t pairs[2];
-    for (int e = 0; e < 2; ++e)
-      memcpy(&pairs[e], shared_at(row_of_lane(row, 8 * m + 2 * (lane() % 4) + e) + lane() / 4 * 2), 2);
-    *words[m] = static_cast<uint32_t>(pairs[1]) << 16 | pairs[0];
-  }
-  __syncwarp();
-}
-PD_DEVICE void store_matrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  const uint32_t words[4] = {a, b, c, d};
-  for (int m = 0; m < 4; ++m) memcpy(shared_at(row_of_lane(row, 8 * m + lane() / 4) + lane() % 4 * 4), &words[m], 4);
-  __syncwarp();
-}
 PD_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
   return narrow_e4m3(a) | narrow_e4m3(b) << 8 | narrow_e4m3(c) << 16 | narrow_e4m3(d) << 24;
 }

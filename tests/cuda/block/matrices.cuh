@@ -1,7 +1,7 @@
-// The instructions of paged_decode_cuda/prefill_mma/matrices.cuh on the host, as the PTX manual describes them.
+// The instructions of paged_decode_cuda/matrices.cuh on the host, as the PTX manual describes them.
 #pragma once
 
-#include "../ptx.cuh"
+#include "ptx.cuh"
 
 namespace paged_attn {
 
@@ -25,6 +25,14 @@ PD_DEVICE void load_transposed(uint32_t (&words)[4], uint32_t address) {
       memcpy(&halves[e], shared_at(static_cast<uint32_t>(rows[i * 8 + t * 2 + e])) + g * 2, 2);
     words[i] = halves[0] | static_cast<uint32_t>(halves[1]) << 16;
   }
+}
+
+PD_DEVICE void store_matrices(uint32_t address, const uint32_t (&words)[4]) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  if (address % 16 != 0) fail("a row of a matrix that is not aligned");
+  const int64_t* const rows = exchange(address);
+  for (int i = 0; i < 4; ++i) memcpy(shared_at(static_cast<uint32_t>(rows[i * 8 + g])) + t * 4, &words[i], 4);
+  __syncwarp();
 }
 
 }  // namespace paged_attn
