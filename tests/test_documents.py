@@ -271,7 +271,6 @@ BATCHING = """
 BEFORE = {
     "docs/slow.md": TENSORS,
     "docs/usage.md": TENSORS,
-    "docs/engines.md": MODEL,
     "docs/transformers.md": MODEL + BATCHING,
 }
 # What a reader fills in.
@@ -284,6 +283,8 @@ FILLED_IN = {
 NOT_RUN = {
     "aoti_load_package": "needs a model that was compiled; test_compile.py runs this",
     "cp.attention": "needs several ranks; test_context_parallel.py has them",
+    "_load_fa3_kernels": "needs SGLang; test_sglang.py asks the same",
+    "torch.cuda.CUDAGraph": "needs a GPU; test_cuda.py replays graphs with other lengths",
 }
 SNIPPETS = [page for page in PAGES if page.fenced("python")]
 
