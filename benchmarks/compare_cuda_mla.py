@@ -3,7 +3,7 @@
     python benchmarks/compare_cuda_mla.py [--cases REGEX] [--rounds N] [--save JSON]
 
 128 query heads, 512 latents and 64 dimensions with a rotary embedding, bf16. Every time is that of a call inside a CUDA
-graph over inputs larger than L2 together; the replays of all providers take turns. The floor is the larger of two times:
+graph over inputs larger than L2 together; the replays of all providers take turns. The floor is the larger of two:
 576 numbers of every key at 4500 GB/s, 2176 operations per row and key at 790 TFLOP/s. The peer is left out where
 PEERS_DIR/fa3.so, `_vllm_fa3_C.abi3.so` of the vllm wheel (0.26.0, for torch 2.11 and CUDA 13), is missing.
 """
