@@ -184,7 +184,7 @@ def table(results, kind):
     unit, amount = ("GFLOP/s", "flops") if prefill else ("GB/s", "bytes")
     ceiling = {"decode": "read", "prefill": "torch.mm", "write": "copy"}[kind]
     others = ["torch write"] if write else ["zentorch contiguous", "sdpa+gather", "flex"]
-    head = ["case", "dtype", f"{ceiling} ms", "ours ms", f"ours {unit}", "% of ceiling", "best paged peer ms", "x"]
+    head = ["case", "dtype", f"{ceiling} ms", "ours ms", f"ours {unit}", f"% of {ceiling}", "best paged peer ms", "x"]
     lines = [head + [f"{name} x" for name in others]]
     for row in results["rows"]:
         case, seconds = Case(**row["case"]), row["seconds"]

@@ -3,7 +3,7 @@
     python benchmarks/compare_cuda_mla.py [--cases REGEX] [--rounds N] [--save JSON]
 
 128 query heads, 512 latents and 64 dimensions with a rotary embedding, bf16. Every time is that of a call inside a CUDA
-graph over inputs larger than L2 together; the replays of all providers take turns. The roof is the larger of two times:
+graph over inputs larger than L2 together; the replays of all providers take turns. The floor is the larger of two:
 576 numbers of every key at 4500 GB/s, 2176 operations per row and key at 790 TFLOP/s. The peer is left out where
 PEERS_DIR/fa3.so, `_vllm_fa3_C.abi3.so` of the vllm wheel (0.26.0, for torch 2.11 and CUDA 13), is missing.
 """
@@ -39,7 +39,7 @@ class Latents:
         return 2 * (576 + 512) * self.q_heads * self.q_len * keys
 
     @property
-    def roof(self):
+    def floor(self):
         return max(self.flops / 790e6, sum(self.kv_lens) * 576 * 2 / 4500e3)
 
 
@@ -135,13 +135,13 @@ def main():
     parser.add_argument("--save", help="JSON file of the results")
     arguments = parser.parse_args()
     os.environ.setdefault("LOCAL_KERNELS", f"{KERNEL}={Path(__file__).resolve().parent.parent}")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n\n| case | roof us | us (TFLOP/s) | |")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n\n| case | floor us | us (TFLOP/s) | |")
     print("| --- | --- | " + " | ".join("---" for _ in PROVIDERS) + " |")
     rows = []
     for case in tqdm([case for case in all_cases() if re.search(arguments.cases, case.name)], "cases"):
-        rows.append(row := measure(Inputs(case), PROVIDERS, arguments.rounds) | {"roof": case.roof})
+        rows.append(row := measure(Inputs(case), PROVIDERS, arguments.rounds) | {"floor": case.floor})
         cells = [f"{name} {us:.1f} ({case.flops / us * 1e-6:.0f})" for name, us in row["us"].items()]
-        tqdm.write(f"| {case.name} | {case.roof:.1f} | {' | '.join(cells)} | {row['failed'] or ''}")
+        tqdm.write(f"| {case.name} | {case.floor:.1f} | {' | '.join(cells)} | {row['failed'] or ''}")
         if arguments.save:
             Path(arguments.save).write_text(json.dumps(rows, indent=1))
     worst = max((d for row in rows for name, d in row["difference"].items()), default=0.0)

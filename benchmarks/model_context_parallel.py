@@ -11,7 +11,7 @@ Its words carry as many bytes of tags as of results. Only its time on two GPUs w
 """
 
 KV_HEADS, Q_HEADS, HEAD_DIM, BYTES = 8, 32, 128, 2  # Llama 3.1 8B, one request, bfloat16
-READ = 4.2e12  # bytes/s of an H200's memory in long contexts (docs/cuda.md)
+READ = 4.2e12  # bytes/s of an H200: 128k keys in 126.8 us (docs/history.md, H200: decode, 2026-11-21)
 START = 5e-6  # an attention call without keys
 # latency of an all-gather of a few KB, and bytes/s of a GPU's link
 LINKS = {2: (12e-6, 450e9), 8: (18e-6, 450e9), 64: (60e-6, 50e9)}  # NVLink in one host; 400 Gb/s between hosts

@@ -203,6 +203,18 @@ def test_the_index_has_every_page():
     assert {page.path.name for page in PAGES if page.name.startswith("docs/")} - {"README.md"} <= listed
 
 
+WIDTH = 120
+
+
+def test_lines_of_prose_fit():
+    """Outside of tables and code blocks. A line of one word, such as a link that does not fit, may be longer."""
+    for name in (name for name in FILES if name.endswith(".md")):
+        prose = documents.INDENTED.sub("", Page(name).prose)
+        lines = [line for line in prose.splitlines() if not line.lstrip().startswith(("|", "![", "<!--"))]
+        long = [line for line in lines if len(line) > WIDTH and " " in line.strip()]
+        assert not long, f"{name}: more than {WIDTH} columns: {long}"
+
+
 # ---- Commands
 
 # Programs of others.
@@ -271,7 +283,6 @@ BATCHING = """
 BEFORE = {
     "docs/slow.md": TENSORS,
     "docs/usage.md": TENSORS,
-    "docs/engines.md": MODEL,
     "docs/transformers.md": MODEL + BATCHING,
 }
 # What a reader fills in.
@@ -284,6 +295,8 @@ FILLED_IN = {
 NOT_RUN = {
     "aoti_load_package": "needs a model that was compiled; test_compile.py runs this",
     "cp.attention": "needs several ranks; test_context_parallel.py has them",
+    "_load_fa3_kernels": "needs SGLang; test_sglang.py asks the same",
+    "torch.cuda.CUDAGraph": "needs a GPU; test_cuda.py replays graphs with other lengths",
 }
 SNIPPETS = [page for page in PAGES if page.fenced("python")]
 

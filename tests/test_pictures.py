@@ -32,7 +32,7 @@ def test_pages_show_what_there_is():
 
 
 def test_tables_are_those_of_the_data():
-    """A page has the table of every file, as the file has it; the roofs in one are those of the shapes."""
+    """A page has the table of every file, as the file has it; the floors in one are those of the shapes."""
     texts = {path: path.read_text() for path in data.pages()}
     for path, text in texts.items():
         assert data.with_tables(text) == text, f"{path.name}: run python docs/pictures/draw.py"
@@ -42,8 +42,8 @@ def test_tables_are_those_of_the_data():
             assert sum(f"<!-- docs/data/{path.name} -->" in text for text in texts.values()) == 1, path.name
     run = data.load("prefill_h200")
     for case, row in of_results.prefill_rows(run):
-        roof = of_results.roof_seconds(case, run) * 1e6
-        assert abs(data.number(row["roof"]) - roof) <= max(0.51, 0.001 * roof), row
+        floor = of_results.floor_seconds(case, run) * 1e6
+        assert abs(data.number(row["floor"]) - floor) <= max(0.51, 0.001 * floor), row
 
 
 def test_faults_are_found():

@@ -44,7 +44,7 @@ def decode() -> Picture:
 PREFILL_PEERS = [("FlashAttention 3", "peer"), ("cuDNN", "other")]
 
 
-def roof_seconds(case, run: Run) -> float:
+def floor_seconds(case, run: Run) -> float:
     return max(case.flops / run.content["tflop_per_s"] * 1e-12, case.bytes / run.content["read_gb_per_s"] * 1e-9)
 
 
@@ -65,13 +65,13 @@ def prefill() -> Picture:
         for column, fill in [("ours", "ours"), *PREFILL_PEERS]:
             us = number(row[column])
             if us:
-                share = roof_seconds(case, run) / (us * 1e-6)
+                share = floor_seconds(case, run) / (us * 1e-6)
                 own.append(Bar(fill, share, f"{us:g} us: {name_in(row[column])} TFLOP/s"))
         groups.append((case.name, own, None))
     y = heading(p, "Prefill, chunks, drafts: how much of what the GPU can do a call reaches", run,
                 [("ours", "paged-attn"), *((fill, name) for name, fill in PREFILL_PEERS)])  # fmt: skip
-    bars(p, y, groups, f"share of the roof: {run.content['tflop_per_s']} TFLOP/s or {run.content['read_gb_per_s']} "
-         "GB/s, whichever takes longer")  # fmt: skip
+    bars(p, y, groups, f"the floor over the time of a call; the floor is {run.content['tflop_per_s']} TFLOP/s or "
+         f"{run.content['read_gb_per_s']} GB/s, whichever takes longer")  # fmt: skip
     return p
 
 
@@ -139,7 +139,7 @@ def roofline_cpu() -> Picture:
     Roofline(p, y + 12, 420, points, limits).draw()
     slow, fast = content["read_gb_per_s"]
     p.paragraph(p.bottom + 22, f"Two slopes: neighbours on the host move the read rate between {slow} and {fast} GB/s. "
-                "The case of 512 resident keys reads from the caches.", role="faint")  # fmt: skip
+                "The case of 512 resident keys reads from the processor's caches.", role="faint")  # fmt: skip
     return p
 
 

@@ -65,7 +65,7 @@ def cuda(p: Picture, y: float) -> None:
 
     y += 68
     t.ask(QUESTIONS, y, 58, "Other qv, a head_dim above 256, float32 q over an\n8-bit cache, "
-          "8-bit q over a 16-bit one, or rows\nthat are no whole pieces of 16 bytes?")  # fmt: skip
+          "or rows that are no whole pieces\nof 16 bytes?")  # fmt: skip
     t.yes(QUESTIONS, y + 44, ROUTES, at=372)
     t.route(y, 58, "fallback")
     t.no(down, y + 58, y + 82)

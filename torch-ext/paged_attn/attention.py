@@ -96,7 +96,7 @@ def flash_attn_with_kvcache(
         softcap: 0 is off.
         rotary_interleaved: pairs (0, 1), (2, 3), ... if True, else i with i + rotary_dim / 2.
         alibi_slopes: float32 (q_heads,) or (batch, q_heads).
-        num_splits: into how many parts the keys of a request are cut; 0 chooses.
+        num_splits: how many splits the keys of a request are cut into; 0 chooses.
         return_softmax_lse: return (out, softmax_lse).
         page_table: another name of `block_table`.
         cu_seqlens_q, cu_seqlens_k_new: int32 (batch + 1,): where the tokens of each request begin.
@@ -111,13 +111,14 @@ def flash_attn_with_kvcache(
         scheduler_metadata: what get_scheduler_metadata() returned; never changes a result.
         pack_gqa, sm_margin, ver: hints of FlashAttention 3, accepted; they never change a result.
         deterministic: the result of a request is bitwise the same whatever else is in the batch.
-        out: like q with head_dim_v, in q's dtype: written and returned.
+        out: like q with head_dim_v, in q's dtype (bfloat16 for an 8-bit q): written and returned.
         others: keywords of other kernels (score_mod, fa_version, ...), accepted where they ask for nothing.
 
     Returns:
-        out (batch, seqlen_q, q_heads, head_dim_v) or (total_q, ...), in q's dtype; with `return_softmax_lse` also
-        softmax_lse, float32 (batch, q_heads, seqlen_q) or (q_heads, total_q), natural log, the sink included. A token
-        that sees no key has out 0 and lse -inf (with a sink: the sink).
+        out (batch, seqlen_q, q_heads, head_dim_v) or (total_q, ...), in q's dtype (bfloat16 for an 8-bit q); with
+        `return_softmax_lse` also softmax_lse, float32 (batch, q_heads, seqlen_q) or, with `cu_seqlens_q`,
+        (q_heads, total_q), natural log, the sink included. A token that sees no key has out 0 and lse -inf (with a
+        sink: the sink).
 
     Raises:
         ValueError, RuntimeError: an argument does not fit; the message names it, what was expected and what was given.
