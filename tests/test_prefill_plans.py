@@ -263,7 +263,7 @@ def test_how_keys_are_cut(library):
     """Into as many parts as multiprocessors have no tile of rows, where keys are worth it, or as the caller says."""
     parts = lambda *arguments, **options: numbers_of(library, *arguments, **options).parts  # noqa: E731
     one = {"kv_heads": 1, "max_q_len": 16, "page_size": 16}  # 65536 keys fit into the table
-    assert parts([100], **one) == 32 and parts([100] * 8, **one) == 16 and parts([100] * 60, **one) == 2
+    assert parts([100], **one) == 32 and parts([100] * 8, **one) == 16 and parts([100] * 44, **one) == 3
     assert parts([100] * 67, **one) == 1 and parts(PROMPTS) == 1
     assert parts([100], **one, window_left=900) == 1 and parts([100], **one, window_left=2000) == 3
     assert parts([100], **one, deterministic=1) == 1 and parts([100], **one, deterministic=1, num_splits=1) == 1
@@ -274,10 +274,30 @@ def test_how_keys_are_cut(library):
     assert parts([100], q_lens=[128], **packed) == 4 and parts([100], q_lens=[129], **packed) == 3
     assert parts([100] * 2, q_lens=[64, 64], **packed) == 3 and parts([100] * 2, q_lens=[65, 63], **packed) == 3
     assert numbers_of(library, [100] * 2, q_lens=[65, 63], **packed).items == 5
-    # The sums of all parts are those of four tiles of rows per multiprocessor at most.
-    assert refusal(library, [100] * 66, **one, num_splits=8) == ""
-    assert refusal(library, [100] * 67, **one, num_splits=8) != ""
+    # The sums of all parts are those of five tiles of rows per multiprocessor at most.
+    assert refusal(library, [100] * 82, **one, num_splits=8) == ""
+    assert refusal(library, [100] * 83, **one, num_splits=8) != ""
     assert refusal(library, [100], **one, num_splits=2**40) != ""
+
+
+def test_keys_are_cut_where_the_last_round_has_few_tiles(library):
+    """A few tiles more than multiprocessors. Parts cost time too, so there must be keys enough."""
+    sizes = {"kv_heads": 8, "page_size": 16}
+    for tokens, wanted in ((500, 1), (528, 3), (700, 3), (1050, 1), (1100, 2), (2000, 1)):
+        cut = numbers_of(library, [8192], max_q_len=tokens, **sizes)
+        assert cut.parts == wanted, tokens
+        assert (2000 < cut.part_keys < 8192) if wanted > 1 else cut.part_keys == 0
+    assert numbers_of(library, [8192], max_q_len=528, **sizes, window_left=1024).parts == 1
+    # Drafts, whose keys no two tiles share: memory bounds, so fewer tiles are enough for the last round.
+    for batch, wanted in ((16, 1), (17, 3), (20, 2), (24, 1), (32, 1)):
+        cut = numbers_of(library, [4096] * batch, max_q_len=8, **sizes)
+        assert cut.parts == wanted, batch
+        assert (1000 < cut.part_keys < 4096) if wanted > 1 else cut.part_keys == 0
+    # An 8-bit cache has half of the bytes for a part that has as many.
+    narrow = numbers_of(library, [4096] * 17, max_q_len=16, kv_bytes=1, **sizes)
+    assert narrow.part_keys > numbers_of(library, [4096] * 17, max_q_len=16, **sizes).part_keys
+    # As asked for, whatever the keys.
+    assert numbers_of(library, [100], max_q_len=16, num_splits=3, **sizes).part_keys == 0
 
 
 @pytest.mark.parametrize("parts", [2, 3, 8])
@@ -301,6 +321,12 @@ def test_parts_hold_every_tile_of_keys_once(library, parts):
             end += own
         last = max(0, lens[b] - q_lens[b] + min(first_row // 4 + 32, q_lens[b]))
         assert (begin, end) == (0, -(-last // 128)), (b, first_row)
+    # The longest tile of rows sees 32 tiles of keys.
+    for part_tiles, cut in ((32, True), (33, False)):
+        call, _keep = call_of(lens, q_lens, kv_heads=3, parts=parts, part_tiles=part_tiles)
+        count, tiles = order_of(library, call, wanted)
+        assert count == (wanted if cut else wanted // parts)
+        assert cut or all(t.part == 0 and t.tiles == -(-t.key_end // 128) for t in tiles[:count])
 
 
 MMA_REFUSES = {

@@ -57,47 +57,52 @@ __global__ void __launch_bounds__(kCombineThreads)
   __shared__ SharedSums shared_sums;
   touch(p);
   touch(call);
-  // There are no more rows than those of a few tiles for every multiprocessor.
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, together = call.combine_warps;
   const int member = warp & (together - 1);
-  const int q_heads = static_cast<int>(p.q_heads);
-  const int row = (static_cast<int>(blockIdx.x) * kWarps + warp) / together;
-  const int token = min(row / q_heads, static_cast<int>(p.total_q) - 1), q_head = row - row / q_heads * q_heads;
-  const int group = static_cast<int>(p.group), head = call.group.divide(q_head);
-  const bool exists = row / q_heads == token;
-  Item item = {};
-  if (!p.cu_seqlens_q) item.b = token / static_cast<int>(p.max_q_len);
+  const int q_heads = static_cast<int>(p.q_heads), group = static_cast<int>(p.group);
+  const int quads = static_cast<int>(p.head_dim_v / 4);
+  // There are no more rows than those of a few tiles for every multiprocessor.
+  const int warps = static_cast<int>(p.total_q) * q_heads * together;
   wait_for_predecessor();
   let_successor_start();
+  if (*call.made_parts == 1) return;
   const int end = p.cu_seqlens_q ? query_end(p, 0) : 0;  // on its way beside the parts
-  const int quads = static_cast<int>(p.head_dim_v / 4);
 #pragma unroll 1
-  for (int first_quad = 0; first_quad < quads; first_quad += kWarp) {
-    const int quad = first_quad + lane;
-    RowSum sum = add_parts(p, call, token, q_head, min(quad, quads - 1), member, together);
-    if (together > 1) {
-      __syncthreads();  // those before have been read
-      shared_sums.ml[warp][lane] = make_float2(sum.m, sum.l);
-      shared_sums.acc[warp][lane] = make_float4(sum.acc[0], sum.acc[1], sum.acc[2], sum.acc[3]);
-      __syncthreads();
-      if (member > 0) continue;
-      float2 ml[kWarps];
-      float4 values[kWarps];
+  for (int begin = blockIdx.x * kWarps; begin < warps; begin += gridDim.x * kWarps) {
+    const int row = (begin + warp) / together;
+    const int token = min(row / q_heads, static_cast<int>(p.total_q) - 1), q_head = row - row / q_heads * q_heads;
+    const int head = call.group.divide(q_head);
+    const bool exists = row / q_heads == token;
+    Item item = {};
+    if (!p.cu_seqlens_q) item.b = token / static_cast<int>(p.max_q_len);
+#pragma unroll 1
+    for (int first_quad = 0; first_quad < quads; first_quad += kWarp) {
+      const int quad = first_quad + lane;
+      RowSum sum = add_parts(p, call, token, q_head, min(quad, quads - 1), member, together);
+      if (together > 1) {
+        __syncthreads();  // those before have been read
+        shared_sums.ml[warp][lane] = make_float2(sum.m, sum.l);
+        shared_sums.acc[warp][lane] = make_float4(sum.acc[0], sum.acc[1], sum.acc[2], sum.acc[3]);
+        __syncthreads();
+        if (member > 0) continue;
+        float2 ml[kWarps];
+        float4 values[kWarps];
 #pragma unroll
-      for (int i = 0; i < kWarps; ++i) {
-        ml[i] = shared_sums.ml[i][lane];
-        values[i] = shared_sums.acc[i][lane];
+        for (int i = 0; i < kWarps; ++i) {
+          ml[i] = shared_sums.ml[i][lane];
+          values[i] = shared_sums.acc[i][lane];
+        }
+        sum = {};
+        sum.add(ml, values);
       }
-      sum = {};
-      sum.add(ml, values);
+      if (p.cu_seqlens_q) item.b = request_of(p, token, end);
+      if (!exists || quad >= quads || item.b >= p.batch) continue;
+      item.q_begin = query_begin(p, item.b);
+      const int first = p.cu_seqlens_q ? item.q_begin : item.b * static_cast<int>(p.max_q_len);
+      if (token < first) continue;  // of no request: cu_seqlens_q begins late, or falls
+      item.first_row = (token - first) * group;
+      write_output<2>(p, call, item, head, q_head - head * group, quad, sum);
     }
-    if (p.cu_seqlens_q) item.b = request_of(p, token, end);
-    if (!exists || quad >= quads || item.b >= p.batch) continue;
-    item.q_begin = query_begin(p, item.b);
-    const int first = p.cu_seqlens_q ? item.q_begin : item.b * static_cast<int>(p.max_q_len);
-    if (token < first) continue;  // of no request: cu_seqlens_q begins late, or falls
-    item.first_row = (token - first) * group;
-    write_output<2>(p, call, item, head, q_head - head * group, quad, sum);
   }
 }
 

@@ -164,7 +164,7 @@ struct E4m3Consumer {
       const int row = first_row + r * 8;
       const float l = row_sum(rows.l[r]);
       if (row >= item.rows) continue;
-      if (plan.parts > 1) {
+      if (work.cut) {
         const QueryRow query = query_row(p, plan, item, work.head, row);
         const int64_t place = part_row(p, plan, work.part, first_token + query.token, query.q_head);
         if (t == 0) plan.ml[place] = make_float2(rows.base[r], l);

@@ -346,6 +346,7 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
   if (blockIdx.x == 0 && lane == 0) open_tickets(plan.tickets);
   int ticket = blockIdx.x;
   bool found = scheduler.start(p, plan, ticket, control.next);
+  if (blockIdx.x == 0 && lane == 0) *plan.made_parts = scheduler.parts(plan);
   Ring<2> slot;
   while (true) {
     if (!found) found = scheduler.find(p, plan, ticket, control.next);
@@ -355,7 +356,7 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
     if (lane == 0) {
       Work& work = control.work[slot.stage];
       work = repeated < 0 ? control.next : control.work[repeated];
-      work.careful = repeated >= 0 || plan.parts > 1;  // the search fills waits that are there alone
+      work.careful = repeated >= 0 || work.cut;  // the search fills waits that are there alone
       if (repeated >= 0) control.again[repeated] = false;
       barrier_arrive(shared_address(&control.work_full[slot.stage]));
     }

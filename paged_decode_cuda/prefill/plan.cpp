@@ -13,7 +13,13 @@ namespace {
 constexpr int kCapability = 90;     // wgmma and its registers exist on this one only
 constexpr int64_t kPartKeys = 512;  // fewer are not worth a part
 constexpr int64_t kMostParts = 32;  // that are chosen
-constexpr int64_t kPartTiles = 4;   // times the multiprocessors: tiles of rows whose parts there is memory for
+constexpr int64_t kPartTiles = 5;   // times the multiprocessors: tiles of rows whose parts there is memory for
+constexpr int64_t kIdle = 3;        // times the tiles of rows: so many multiprocessors have nothing to do without parts
+// By measurement on H100s: what it takes to leave and add a part of a tile of rows that computing bounds, and the
+// second kernel, in keys of such a tile at head_dim 128; the latter where reading bounds, in bytes that a
+// multiprocessor reads meanwhile.
+constexpr double kPartCost = 350, kCombineCost = 320, kCombineBytes = 90000;
+constexpr double kReaders = 0.4, kFirstReaders = 0.6;  // of the multiprocessors read as fast as all; from the start on
 constexpr int64_t kMostE4m3Dims = 128;
 constexpr int64_t kShortPrompt = 4096, kTilesOfShortPrompts = 3;
 constexpr int64_t kFewWidenedRows = 32;  // take less time in the decode kernel where they leave multiprocessors idle
@@ -25,12 +31,61 @@ int64_t most_keys(const Problem& p, int rows) {
   return pd_min(keys, p.window_left + pd_max(p.window_right, 0) + pd_ceil_div(rows, p.group));
 }
 
-// Into how many parts keys are cut: as asked for, else as many as leave no multiprocessor without work. Where a result
-// must not depend on the other requests, neither may the cuts.
-int64_t parts_of(const Problem& p, int64_t tiles, int rows, int processors) {
-  if (p.num_splits > 0) return p.num_splits;
-  if (p.deterministic) return 1;
-  return pd_max(pd_min(pd_min(processors / pd_max(tiles, 1), most_keys(p, rows) / kPartKeys), kMostParts), 1);
+// How the keys of tiles of rows are cut: into so many parts, where the longest tile sees so many keys.
+struct Cuts {
+  int64_t parts, keys;
+};
+
+// What cuts gain and cost, in the time that a multiprocessor needs for a key of a tile of rows while all are busy.
+class CutTimes {
+ public:
+  CutTimes(const Problem& p, int64_t tiles, int rows, int processors)
+      : tiles_(tiles), processors_(processors), reads_(longest_query(p) * p.group <= rows) {
+    const double key_bytes = static_cast<double>((p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype));
+    const double part_bytes = static_cast<double>(longest_query(p) * p.group * p.head_dim_v * 2 * sizeof(float));
+    part_ = reads_ ? part_bytes / key_bytes : kPartCost;
+    combine_ = reads_ ? kCombineBytes / key_bytes : kCombineCost;
+  }
+
+  // From how many keys on parts gain 3 % or more: rounds(1) * keys against rounds(parts) * (keys / parts + part) +
+  // combine. Not positive: never.
+  double least_keys(int64_t parts) const {
+    return (rounds(parts) * part_ + combine_) / (0.97 * rounds(1) - rounds(parts) / static_cast<double>(parts));
+  }
+
+ private:
+  // Rounds of tiles of rows. Where no two read the same keys, memory bounds: then a last round that is not full takes
+  // as long as its tiles read, unless they are too few.
+  double rounds(int64_t parts) const {
+    const int64_t all = tiles_ * parts, rest = all % processors_;
+    if (!reads_) return static_cast<double>(pd_ceil_div(all, processors_));
+    const double last = static_cast<double>(rest) / static_cast<double>(processors_);
+    const double least = tiles_ * kIdle <= processors_ ? kFirstReaders : kReaders;
+    return static_cast<double>(all / processors_) + (rest > 0 && last < least ? least : last);
+  }
+
+  int64_t tiles_, processors_;
+  bool reads_;
+  double part_, combine_;
+};
+
+// As asked for, else as many as pay for the shortest requests. How long those are that there are is found on the
+// device: the table may be much wider. Where a result must not depend on the other requests, neither may the cuts.
+Cuts cuts_of(const Problem& p, int64_t tiles, int rows, int processors) {
+  if (p.num_splits > 0) return {p.num_splits, 0};
+  const Cuts none = {1, 0};
+  if (p.deterministic || tiles == 0) return none;
+  const int64_t keys = most_keys(p, rows);
+  int64_t least = 2, most = pd_min(pd_min(kPartTiles * processors / tiles, keys / kPartKeys), kMostParts);
+  if (tiles * kIdle <= processors) least = most = pd_min(most, processors / tiles);
+  const CutTimes times(p, tiles, rows, processors);
+  Cuts best = none;
+  for (int64_t parts = pd_max(least, 2); parts <= most; ++parts) {
+    const double from = times.least_keys(parts);
+    if (from <= 0 || from > static_cast<double>(keys)) continue;
+    if (best.parts == 1 || from < static_cast<double>(best.keys)) best = {parts, static_cast<int64_t>(from)};
+  }
+  return best;
 }
 
 // Products of 8 bits are of e4m3 alone.
@@ -97,7 +152,7 @@ const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
   const int rows = instance_for(p, limits.processors).rows;
   const int64_t tiles = most_tiles(p, rows);
   if (tiles > INT32_MAX / 2) return "there are more tiles of rows than 32 bits count";
-  const int64_t parts = parts_of(p, tiles, rows, limits.processors);
+  const int64_t parts = cuts_of(p, tiles, rows, limits.processors).parts;
   // Where results must not depend on the other requests, none of the following may either.
   if (p.deterministic && parts > 1) return "deterministic and num_splits above 1";
   if (parts > 1 && (parts > kPartTiles * limits.processors || tiles * parts > kPartTiles * limits.processors))
@@ -117,7 +172,9 @@ PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   plan.widens = widens(p);
   const int64_t tiles = most_tiles(p, plan.instance.rows);
   plan.items = tiles / p.kv_heads;
-  plan.parts = parts_of(p, tiles, plan.instance.rows, limits.processors);
+  const Cuts cuts = cuts_of(p, tiles, plan.instance.rows, limits.processors);
+  plan.parts = cuts.parts;
+  plan.part_keys = cuts.keys;
   plan.blocks = pd_max(pd_min(tiles * plan.parts, limits.processors), 1);
   plan.read_once = longest_query(p) * p.group <= plan.instance.rows;
   plan.l2_keys = kL2Bytes / ((p.head_dim + p.head_dim_v) * dtype_bytes(c.dtype));

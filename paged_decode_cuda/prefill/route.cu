@@ -8,9 +8,11 @@
 namespace paged_attn {
 namespace {
 
-constexpr int64_t kManyParts = 8;  // several warps add those of a row
+constexpr int64_t kManyParts = 8;      // several warps add those of a row
+constexpr int64_t kCombineBlocks = 16;  // of a multiprocessor: more would take long to start where nothing was cut
 
-// The workspace: the word of tickets, then the parts' references and sums of weights, then their sums.
+// The workspace: the word of tickets and the number of parts, then the parts' references and sums of weights, then
+// their sums.
 struct Layout {
   int64_t ml, sums, end;  // bytes
 
@@ -50,6 +52,8 @@ PrefillCall prefill_call(const Problem& p, const PrefillPlan& plan, const Layout
   call.tickets = reinterpret_cast<unsigned long long*>(workspace);
   call.copy_policy = plan.read_once ? kCopyReadOnce : kCopyAsUsual;
   call.parts = static_cast<int32_t>(plan.parts);
+  call.part_tiles = static_cast<int32_t>(pd_ceil_div(plan.part_keys, plan.instance.keys));
+  call.made_parts = reinterpret_cast<int32_t*>(call.tickets + 1);
   call.combine_warps = plan.parts >= kManyParts ? kCombineThreads / kWarp : 1;
   call.ml = reinterpret_cast<float2*>(workspace + layout.ml);
   call.sums = reinterpret_cast<float*>(workspace + layout.sums);
@@ -63,6 +67,7 @@ Numbers prefill_numbers(const PrefillPlan& plan) {
           {"tile_keys", plan.instance.keys},
           {"items", plan.items},
           {"splits", plan.parts},
+          {"split_keys", plan.part_keys},
           {"widens", plan.widens},
           {"all_scores", plan.all_scores},
           {"box_rows", plan.box_rows},
@@ -83,8 +88,9 @@ void launch_prefill(const Problem& p, const PrefillPlan& plan, const Context& co
   launch(kernel, grid, context, p, call);
   if (plan.parts > 1) {
     const int64_t warps = p.total_q * p.q_heads * call.combine_warps;
-    launch(prefill_combine_kernel(), {pd_ceil_div(warps, kCombineThreads / kWarp), kCombineThreads, 0}, context, p,
-           call);
+    const int64_t blocks = pd_ceil_div(warps, kCombineThreads / kWarp);
+    const int64_t at_once = kCombineBlocks * context.limits.processors;
+    launch(prefill_combine_kernel(), {pd_min(blocks, at_once), kCombineThreads, 0}, context, p, call);
   }
 }
 

@@ -66,7 +66,7 @@ PD_DEVICE void take_rows(const Problem& p, const Plan& plan, int tile, Item& ite
 }
 
 // Leaves one of the parts that the keys are cut into. It may have none.
-PD_DEVICE void cut(Item& item, int part, int parts) {
+PD_DEVICE void take_part(Item& item, int part, int parts) {
   const int each = (item.tiles + parts - 1) / parts, first = min(part * each, item.tiles);
   item.first_tile += first;
   item.tiles = min(each, item.tiles - first);
@@ -111,7 +111,7 @@ struct Scheduler {
     longest = __reduce_max_sync(~0u, most);
     const bool single = lane >= p.batch || (own.rows == 1 && own.most >= bucket_bound(bucket));
     if (p.batch <= kWarp && __ballot_sync(~0u, single) == ~0u) {
-      const int heads = static_cast<int>(p.kv_heads) * plan.parts;
+      const int heads = static_cast<int>(p.kv_heads) * parts(plan);
       bucket = 0;  // nothing is left in the others
       own.in_bucket = own.rows;
       ends = min(lane + 1, static_cast<int>(p.batch)) * heads;
@@ -129,16 +129,23 @@ struct Scheduler {
     return false;
   }
 
+  // Into how many parts the keys of every tile are cut: as the host says, if the longest has keys enough.
+  template <typename Call>
+  PD_MEMBER int parts(const Call& plan) const {
+    return longest >= plan.part_tiles ? plan.parts : 1;
+  }
+
   // Of a tile of rows: one of its kv_heads and parts.
   template <typename Call>
-  static PD_MEMBER void take_piece(const Call& plan, int piece, Work& work) {
+  PD_MEMBER void take_piece(const Call& plan, int piece, Work& work) const {
     work.exists = true;
     work.head = piece;
     work.part = 0;
-    if (plan.parts == 1) return;
+    work.cut = parts(plan) > 1;
+    if (!work.cut) return;
     work.head = piece / plan.parts;
     work.part = piece - work.head * plan.parts;
-    cut(work.item, work.part, plan.parts);
+    take_part(work.item, work.part, plan.parts);
   }
 
   // A section is what is walked through from the longest tiles to the shortest: all requests. But where a kv_head has
@@ -149,7 +156,7 @@ struct Scheduler {
   template <typename Call>
   PD_MEMBER void end_section(const Problem& p, const Call& plan) {
     const int lane = threadIdx.x % kWarp;
-    const int tiles = own.rows * static_cast<int>(p.kv_heads) * plan.parts;
+    const int tiles = own.rows * static_cast<int>(p.kv_heads) * parts(plan);
     const bool exists = first + lane < p.batch, suits = own.rows < 2 * kBuckets && 2 * tiles >= plan.blocks_in_grid;
     if (p.batch > kWarp || __ballot_sync(~0u, exists && !suits)) return;
     const int most_keys = 2 * plan.l2_keys / static_cast<int>(p.kv_heads);
@@ -200,7 +207,7 @@ struct Scheduler {
     const int above = own.below;
     own.below = tiles_below(p, bucket);
     own.in_bucket = above - own.below;
-    ends = inclusive_sum(own.in_bucket * static_cast<int>(p.kv_heads) * plan.parts);
+    ends = inclusive_sum(own.in_bucket * static_cast<int>(p.kv_heads) * parts(plan));
   }
 
   // The work of tile `index`, which never falls from call to call. False past the end, where none exists.
@@ -236,11 +243,11 @@ struct Scheduler {
   // This lane's request has the tile.
   template <typename Call>
   PD_MEMBER void take(const Problem& p, const Call& plan, int index, Work& work) const {
-    const int heads = static_cast<int>(p.kv_heads) * plan.parts;  // a head's parts are neighbours
+    const int heads = static_cast<int>(p.kv_heads) * parts(plan);  // a head's parts are neighbours
     work.item = request_item(p, plan, first + threadIdx.x % kWarp);
     int tile = 0, piece = index - (before + ends - own.in_bucket * heads);
     if (own.rows > 1) {
-      const int together = max(1, plan.l2_keys / max(work.item.kv_len, 1)) * plan.parts;
+      const int together = max(1, plan.l2_keys / max(work.item.kv_len, 1)) * parts(plan);
       int section_heads = heads, section_begin = 0;
       if (together < heads) {
         const int section = piece / (together * own.in_bucket);

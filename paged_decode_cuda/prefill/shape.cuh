@@ -17,8 +17,8 @@ struct PrefillShape : Sizes {
   static constexpr bool kMovesLate = IsBf16<Type>::value && requires { requires Sizes::kSkipsSearch; };
   // Instructions between the director's code and that of the loaders. With them the loops of the loaders lie where the
   // loop of the consumers leaves the instruction cache free (docs/cuda.md). Measured at head_dim 128, without softcap.
-  static constexpr bool kKnowsGap = Sizes::kDim == 128 && Sizes::kOwnDirector;
-  static constexpr int kCodeGap = !kKnowsGap ? 0 : IsBf16<Type>::value ? 220 : 436;
+  static constexpr bool kKnowsGap = Sizes::kDim >= 128 && Sizes::kOwnDirector;
+  static constexpr int kCodeGap = !kKnowsGap ? 0 : Sizes::kDim == 192 ? 487 : IsBf16<Type>::value ? 201 : 421;
 };
 
 // What the kernel reads beside the problem.
@@ -32,9 +32,11 @@ struct PrefillCall : Plan {
   int32_t blocks_in_grid;
   int32_t l2_keys;              // of one head, that L2 keeps
   unsigned long long* tickets;  // one word
-  // The keys of a tile of rows are cut into so many parts. Where they are several, the sums of every row of each wait
-  // for the combine kernel: [parts, tokens, q_heads, head_dim_v], and [parts, tokens, q_heads] references and weights.
-  int32_t parts;
+  // The keys of a tile of rows are cut into so many parts, if the longest tile of rows has part_tiles tiles of keys or
+  // more. Then the sums of every row of each wait for the combine kernel: [parts, tokens, q_heads, head_dim_v], and
+  // [parts, tokens, q_heads] references and weights. made_parts: where that kernel finds whether they were cut.
+  int32_t parts, part_tiles;
+  int32_t* made_parts;
   int32_t combine_warps;  // of that kernel, for each row: one, or all of a block
   float* sums;
   float2* ml;
@@ -44,6 +46,7 @@ struct PrefillCall : Plan {
 struct Work {
   Item item;
   int head, part;
+  bool cut;  // its sums are those of a part
   bool exists;
   bool careful;  // done once more, since some weights were too large: the largest score is looked for in every tile
 };

@@ -43,7 +43,7 @@ struct PrefillMmaShape : Sizes {
 // What the kernel reads beside the problem.
 struct PrefillMmaCall : Plan {
   static constexpr bool kHasSections = false;  // the warps that multiply find their tiles too: no registers left
-  static constexpr int32_t parts = 1;          // keys of a tile of rows are not cut
+  static constexpr int32_t parts = 1, part_tiles = 0;  // keys of a tile of rows are not cut
   int32_t blocks_in_grid;
   int32_t l2_keys;              // of one head, that L2 keeps
   unsigned long long* tickets;  // one word
