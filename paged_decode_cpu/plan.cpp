@@ -67,6 +67,23 @@ int64_t key_bytes(const Problem& p, int64_t heads) {
   return heads * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
 }
 
+// How many keys rows of each request see, and of all together: a window, a chunk or padding hides the others, which
+// then cost nothing.
+struct SeenKeys {
+  std::vector<int64_t> of_request;
+  int64_t all = 0;
+
+  explicit SeenKeys(const Problem& p) {
+    of_request.reserve(p.batch);
+    for (int64_t b = 0; b < p.batch; ++b) {
+      const Request r = request_of(p, b);
+      const KvRange keys = keys_of_tokens(p, r, 0, r.q_len);
+      of_request.push_back(keys.end - keys.begin);
+      all += of_request.back();
+    }
+  }
+};
+
 // The most rows of an item, where the kv_heads share a walk and where they do not.
 struct ItemRows {
   int64_t shared, alone;
@@ -113,23 +130,14 @@ void add_items(const Problem& p, const ItemRows& most, int64_t b, int64_t max_he
     }
 }
 
-int64_t cached_bytes(const Problem& p) {
-  int64_t keys = 0;
-  for (int64_t b = 0; b < p.batch; ++b) keys += request_of(p, b).kv_len;
-  return keys * key_bytes(p, p.kv_heads);
-}
-
 // How many of the threads that there are pay.
-int64_t useful_threads(const Problem& p, const Products& products, int64_t threads) {
+int64_t useful_threads(const Problem& p, const Products& products, const SeenKeys& seen, int64_t threads) {
   const int64_t rows = p.max_q_len * p.group;
   const bool in_tiles = rows >= products.min_tile_rows && rows <= products.most_tile_rows;
   const int64_t team_work = in_tiles ? kTeamWorkInTiles : kTeamWork;
   int64_t work = 0;
-  for (int64_t b = 0; b < p.batch && work < team_work + threads * kThreadWork; ++b) {
-    const Request r = request_of(p, b);
-    const KvRange keys = keys_of_tokens(p, r, 0, r.q_len);
-    work += (keys.end - keys.begin + kRowKeys) * r.q_len * p.q_heads * (p.head_dim + p.head_dim_v);
-  }
+  for (int64_t b = 0; b < p.batch && work < team_work + threads * kThreadWork; ++b)
+    work += (seen.of_request[b] + kRowKeys) * request_of(p, b).q_len * p.q_heads * (p.head_dim + p.head_dim_v);
   return work < team_work ? 1 : pd_min(threads, work / kThreadWork - 1);
 }
 
@@ -137,7 +145,6 @@ int64_t useful_threads(const Problem& p, const Products& products, int64_t threa
 struct SmallCut {
   int64_t heads;
   bool split;
-  int64_t all_keys;
 };
 
 // The splits of an item with `keys` of the `all` keys of a call, where it is one of `items` of its request: the threads
@@ -148,18 +155,17 @@ int64_t small_splits(int64_t keys, int64_t all, int64_t items, int64_t threads) 
 
 // The cut whose longest task, times how many of them a thread may get, is the shortest. Of equal ones that with the
 // most heads, which reads longer pieces.
-SmallCut cut_small(const Problem& p, const Kernel& kernel, int64_t threads) {
+SmallCut cut_small(const Problem& p, const Kernel& kernel, const SeenKeys& seen, int64_t threads) {
   const int64_t slot_bytes = key_bytes(p, p.kv_heads);
   const int64_t key_cost = p.cache.dtype == DType::kFloat32 ? 2 : 1;
-  int64_t all = 0, shortest = std::numeric_limits<int64_t>::max();
-  for (int64_t b = 0; b < p.batch; ++b) all += request_of(p, b).kv_len;
-  SmallCut best = {p.kv_heads, false, all};
+  int64_t shortest = std::numeric_limits<int64_t>::max();
+  SmallCut best = {p.kv_heads, false};
   for (int64_t heads = p.kv_heads; heads > 0; --heads)
     for (const bool split : {false, true}) {
       int64_t tasks = 0, longest = 0;
       const int64_t items = pd_ceil_div(p.kv_heads, heads);
-      for (int64_t b = 0; b < p.batch; ++b) {
-        const int64_t keys = request_of(p, b).kv_len, splits = split ? small_splits(keys, all, items, threads) : 1;
+      for (const int64_t keys : seen.of_request) {
+        const int64_t splits = split ? small_splits(keys, seen.all, items, threads) : 1;
         tasks += items * splits;
         const int64_t merge = splits > 1 ? kMergeKeys + kPartialKeys * heads * splits : 0;
         const int64_t part = pd_ceil_div(keys, splits);
@@ -169,17 +175,16 @@ SmallCut cut_small(const Problem& p, const Kernel& kernel, int64_t threads) {
       }
       if (longest * pd_ceil_div(tasks, threads) >= shortest) continue;
       shortest = longest * pd_ceil_div(tasks, threads);
-      best = {heads, split, all};
+      best = {heads, split};
     }
   return best;
 }
 
 // kv_heads that share a walk: all of them, unless their keys cannot be cut into a task for every thread.
-int64_t most_heads(const Problem& p, int64_t threads) {
+int64_t most_heads(const Problem& p, const SeenKeys& seen, int64_t threads) {
   if (p.deterministic || threads == 1) return p.kv_heads;
   int64_t splits = 0;
-  for (int64_t b = 0; b < p.batch && splits < threads; ++b)
-    splits += pd_max(1, request_of(p, b).kv_len / kMinSplitKeys);
+  for (int64_t b = 0; b < p.batch && splits < threads; ++b) splits += pd_max(1, seen.of_request[b] / kMinSplitKeys);
   return pd_max(1, p.kv_heads / pd_ceil_div(threads, pd_max(1, splits)));
 }
 
@@ -188,7 +193,8 @@ int64_t most_splits(const Problem& p, int64_t b) {
   return pd_max(1, kRequestPartials / (request_of(p, b).q_len * p.q_heads * (p.head_dim_v + 2)));
 }
 
-int64_t choose_splits(const Problem& p, const Item& item, const SmallCut& cut, int64_t task_cost, int64_t threads) {
+int64_t choose_splits(const Problem& p, const Item& item, const SeenKeys& seen, const SmallCut& cut, int64_t task_cost,
+                      int64_t threads) {
   const int64_t keys = item.keys.end - item.keys.begin;
   if (p.num_splits > 0 || p.deterministic) {
     // Splits beyond one per kSplitAlign keys would be empty.
@@ -197,7 +203,7 @@ int64_t choose_splits(const Problem& p, const Item& item, const SmallCut& cut, i
     return pd_max(1, pd_min(splits, most_splits(p, item.batch)));
   }
   if (item.small && item.rows() * p.kv_heads <= kSharedRows)
-    return cut.split ? small_splits(keys, cut.all_keys, pd_ceil_div(p.kv_heads, cut.heads), threads) : 1;
+    return cut.split ? small_splits(keys, seen.all, pd_ceil_div(p.kv_heads, cut.heads), threads) : 1;
   const int64_t most = pd_min(keys / kMinSplitKeys, kMaxSplitsPerThread * threads);
   return pd_max(1, pd_min(pd_ceil_div(cost_of(item), pd_max(task_cost, 1)), most));
 }
@@ -237,11 +243,12 @@ int64_t groups_of_merge(int64_t num_splits) {
 Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
   Plan plan;
   const Products products = kernel.products(p);
-  plan.threads = threads = useful_threads(p, products, threads);
-  const int64_t bytes = cached_bytes(p);
+  const SeenKeys seen(p);
+  plan.threads = threads = useful_threads(p, products, seen, threads);
+  const int64_t bytes = seen.all * key_bytes(p, p.kv_heads);
   const bool small = !p.deterministic && bytes < kResidentBytes;
-  const SmallCut cut = small ? cut_small(p, kernel, threads) : SmallCut{};
-  const int64_t max_heads = small ? cut.heads : most_heads(p, threads);
+  const SmallCut cut = small ? cut_small(p, kernel, seen, threads) : SmallCut{};
+  const int64_t max_heads = small ? cut.heads : most_heads(p, seen, threads);
   const ItemRows most = rows_of_items(p, products, threads);
   Item like = {};
   like.small = small;
@@ -262,7 +269,7 @@ Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
     if (falling && work.item.keys.begin < work.item.keys.end) {
       split_falling(work.item, fewest_keys(p, work.item, task_cost), threads, left, plan.splits);
     } else {
-      split_evenly(work.item, choose_splits(p, work.item, cut, task_cost, threads), plan.splits);
+      split_evenly(work.item, choose_splits(p, work.item, seen, cut, task_cost, threads), plan.splits);
     }
     left -= cost_of(work.item);
     work.num_splits = static_cast<int64_t>(plan.splits.size()) - work.first_split;

@@ -149,6 +149,45 @@ def test_cpu_short_calls_gain_from_every_thread(native, kv_heads, batch, keys):
         before = min(before, longest)
 
 
+def hide_keys(rng, align, q_len):
+    """What hides the first keys of a request from all of its rows: arguments, padding, and how many are hidden and are
+    there in all. The hidden ones are a multiple of `align`, so that the others are cut as in a cache of their own."""
+    kind = rng.choice(("window", "chunk", "leftpad"))
+    hidden, seen = rng.choice((0, 1, 40, 6000)) * align, q_len + rng.randint(1, rng.choice((100, 2000)))
+    options, padding = {"window_right": 0}, {}
+    if kind == "window":
+        options["window_left"] = seen - q_len
+    elif kind == "chunk":  # all rows lie in one
+        chunk = options["attention_chunk"] = align * (1 + seen // align)
+        hidden = hidden // chunk * chunk
+    else:
+        padding["cache_leftpad"] = [hidden]
+    return options, padding, hidden, hidden + seen
+
+
+def test_cpu_plans_for_the_keys_that_rows_see(native):
+    """Keys that a window, a chunk or padding hides from all rows cost nothing: the plan is that of a cache without
+    them."""
+    rng = random.Random(9)
+    for _ in range(1000):
+        q_len, threads = rng.choice((1, 1, 1, 3, 40)), rng.choice((1, 2, 8, 32))
+        call = {"group": rng.choice((1, 4, 8)), "kv_heads": rng.choice((1, 2, 8)), "head_dim": rng.choice((64, 128))}
+        call |= {"max_q_len": q_len, "page_size": 2**20}
+        options, padding, hidden, keys = hide_keys(rng, native.cpu.split_align, q_len)
+        plan = native.cpu.plan(call | options | padding | {"cache_seqlens": [keys]}, threads)
+        alone = native.cpu.plan(call | options | {"cache_seqlens": [keys - hidden]}, threads)
+        for work in plan["works"]:
+            work["splits"] = [(begin - hidden, end - hidden) for begin, end in work["splits"]]
+        assert plan == alone, (call, options, padding, threads)
+
+
+def test_cpu_shares_out_a_window(native):
+    """The sliding layers of gpt-oss: a window of 128 keys takes the threads that 128 keys take."""
+    call = {"group": 8, "kv_heads": 8, "cache_seqlens": [100000], "page_size": 100000}
+    plan = native.cpu.plan(call | {"window_left": 127, "window_right": 0}, 8)
+    assert len(plan["tasks"]) == plan["threads"] == 8
+
+
 def test_cpu_short_calls_take_few_threads(native):
     """A call of a few keys has nothing to share out; the longer a call is, the more threads it takes."""
     taken = []
