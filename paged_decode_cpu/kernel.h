@@ -49,6 +49,10 @@ struct Products {
   const char* tiles_in_place = nullptr;
   int64_t min_tile_rows = 1, most_tile_rows = 0, min_tile_keys = 0;
 
+  // In place, up to so many rows may be multiplied in another way still.
+  const char* in_place_few = nullptr;
+  int64_t most_few_rows = 0;
+
   [[gnu::always_inline]] bool in_tiles_in_place(const Item& item) const {
     return item.rows() >= min_tile_rows && item.rows() <= most_tile_rows &&
            item.keys.end - item.keys.begin >= min_tile_keys;

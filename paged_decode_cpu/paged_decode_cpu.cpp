@@ -144,13 +144,17 @@ std::string explain_attention(const Problem& p) {
   if (p.total_q == 0 || p.q_heads == 0) return e.json();
   const Plan plan = make_plan(p, kernel, torch::stable::get_num_threads());
   const Products products = kernel.products(p);
-  int64_t packed_items = 0, packed_cost = 0, tiles_cost = 0, cost = 0, most_rows = 0, most_keys = 0;
+  int64_t packed_items = 0, few_items = 0, packed_cost = 0, tiles_cost = 0, few_cost = 0, cost = 0;
+  int64_t most_rows = 0, most_keys = 0;
   for (const Work& work : plan.works) {
     const bool tiles = products.in_tiles_in_place(work.item);
     const bool packed = !tiles && work.item.rows() >= products.min_packed_rows;
+    const bool few = !tiles && work.item.rows() <= products.most_few_rows;
     packed_items += packed;
+    few_items += few;
     packed_cost += packed ? cost_of(work.item) : 0;
     tiles_cost += tiles ? cost_of(work.item) : 0;
+    few_cost += few ? cost_of(work.item) : 0;
     cost += cost_of(work.item);
     most_rows = pd_max(most_rows, work.item.rows());
     most_keys = pd_max(most_keys, work.item.keys.end - work.item.keys.begin);
@@ -162,7 +166,8 @@ std::string explain_attention(const Problem& p) {
     e.route = products.tiles_in_place;
     e.why_not.emplace_back(products.packed, "few rows read keys and values where they lie");
   } else {
-    e.route = products.in_place;
+    const bool mostly_few = few_items > 0 && 2 * few_cost >= cost - packed_cost - tiles_cost;
+    e.route = mostly_few ? products.in_place_few : products.in_place;
     if (products.tiles_in_place)
       e.why_not.emplace_back(
           products.tiles_in_place,

@@ -110,6 +110,14 @@ def test_functions_that_do_not_attend_are_refused(paged_attn, device):
         assert_same_bytes("cache", a, b)
 
 
+# Over 8-bit caches, bfloat16 queries: up to how many rows which route.
+ROUTES_OF_8_BIT_CACHES = {
+    "avx512_amx": {7: "in_place_bf16", 40: "tiles_bf16"},
+    "avx512_intel": {15: "in_place_bf16", 23: "in_place_f32", 40: "packed_f32"},
+    "avx512_bf16": {15: "in_place_bf16", 40: "packed_bf16"},
+}
+
+
 class TestCpu:
     """The products of the CPU: from some number of rows on, keys and values are laid out first."""
 
@@ -131,6 +139,18 @@ class TestCpu:
         assert many.route == packed
         assert few.plan["packed_items"] == 0
         assert many.plan["packed_items"] == many.plan["items"] == 4
+
+    @pytest.mark.every_isa
+    def test_products_of_8_bit_caches(self, paged_attn, device):
+        routes = ROUTES_OF_8_BIT_CACHES.get(paged_attn.cpu_isa().split()[0], {})
+        first = 1
+        for last, route in routes.items():
+            for rows in (first, last):
+                case = Case(batch=1, kv_len=600, q_heads=rows, kv_heads=1, kv_dtype="float8_e4m3fn", dtype="bfloat16")
+                explained = explain(paged_attn, cases.build(case))
+                assert explained.route == route
+                assert explained.plan["packed_items"] == (0 if route.startswith("in_place") else 1)
+            first = last + 1
 
     def test_few_rows_in_tiles(self, paged_attn, device):
         """Decode with a group takes the matrix unit where keys and values lie, unless there are hardly any keys."""
