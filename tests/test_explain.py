@@ -1,5 +1,6 @@
 """explain: what a call would do, without doing it. The routes of a device are tested beside its own tests."""
 
+import time
 from dataclasses import replace
 
 import cases
@@ -161,6 +162,26 @@ class TestCpu:
         assert long.route == "tiles_in_place_bf16" and "tiles_bf16" in long.why_not
         assert short.route == "in_place_f32"
         assert "at least 32 keys, got 4 rows and 31 keys" in short.why_not["tiles_in_place_bf16"]
+
+    def test_pages_of_one_slot_are_checked_fast(self, paged_attn, device):
+        """Millions of page numbers, in every layer: to look at them takes no longer than to copy them. (Four times
+        that, for other programs take their share too.)"""
+        q = torch.zeros(64, 1, 8, 128, dtype=torch.bfloat16)
+        cache = torch.zeros(1, 1, 1, 128, dtype=torch.bfloat16).expand(2**21, 1, 1, 128)
+        table = torch.arange(2**21, dtype=torch.int32).view(64, -1)
+        lens = torch.full((64,), table.shape[1], dtype=torch.int32)
+        keywords = {"block_table": table, "cache_seqlens": lens, "causal": True}
+
+        def seconds(work):
+            times = []
+            for _ in range(7):
+                start = time.process_time()
+                work()
+                times.append(time.process_time() - start)
+            return min(times)
+
+        with torch_threads(1):
+            assert seconds(lambda: paged_attn.explain(q, cache, cache, **keywords)) < 4 * seconds(table.clone)
 
     @pytest.mark.parametrize("splits", [1, 3, 7])
     def test_splits_that_were_asked_for(self, paged_attn, device, splits):
