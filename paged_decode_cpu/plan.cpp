@@ -160,6 +160,7 @@ SmallCut cut_small(const Problem& p, const Kernel& kernel, const SeenKeys& seen,
   const int64_t key_cost = p.cache.dtype == DType::kFloat32 ? 2 : 1;
   int64_t shortest = std::numeric_limits<int64_t>::max();
   SmallCut best = {p.kv_heads, false};
+  if (threads == 1) return best;
   for (int64_t heads = p.kv_heads; heads > 0; --heads)
     for (const bool split : {false, true}) {
       int64_t tasks = 0, longest = 0;

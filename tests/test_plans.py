@@ -5,6 +5,7 @@ workspaces stay within bounds. CUDA's: test_cuda_plans.py.
 import itertools
 import math
 import random
+import time
 
 import pytest
 
@@ -198,6 +199,24 @@ def test_cpu_short_calls_take_few_threads(native):
     assert taken == sorted(taken) and taken[:2] == [1, 1] and taken[2] == 4 and taken[-1] == 32
     many = {"batch": 64, "cache_seqlens": [1] * 64, "page_size": 1, "group": 4, "kv_heads": 8, "head_dim": 128}
     assert native.cpu.plan(many, 32)["threads"] > 8, "rows of few keys count too"
+
+
+def test_cpu_plans_one_thread_in_no_time(native):
+    """With one thread there is nothing to choose: many kv_heads take no longer than one, whatever the batch. (Most of
+    these requests have no tokens, so that time goes to the plan alone.)"""
+    batch = 100000
+    call = {"batch": batch, "cache_seqlens": [0] * batch, "head_dim": 1}
+    call |= {"cu_seqlens_q": [0] * batch + [1], "total_q": 1, "page_size": 1}
+
+    def seconds(kv_heads):
+        times = []
+        for _ in range(5):
+            start = time.process_time()
+            native.cpu.plan(call | {"kv_heads": kv_heads}, 1)
+            times.append(time.process_time() - start)
+        return min(times)
+
+    assert seconds(128) < 3 * seconds(1)
 
 
 @pytest.mark.parametrize("q_len", [512, 1024, 2048])
