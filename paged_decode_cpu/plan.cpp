@@ -141,43 +141,66 @@ int64_t useful_threads(const Problem& p, const Products& products, const SeenKey
   return work < team_work ? 1 : pd_min(threads, work / kThreadWork - 1);
 }
 
-// How a call is cut whose keys the caches may hold: into items of `heads` kv_heads, in splits or whole.
+// How a call is cut whose keys the caches may hold: into items of `heads` kv_heads, and those into splits as for so
+// many threads (1: not at all).
 struct SmallCut {
-  int64_t heads;
-  bool split;
+  int64_t heads, threads;
 };
 
-// The splits of an item with `keys` of the `all` keys of a call, where it is one of `items` of its request: the threads
-// that are its share.
-int64_t small_splits(int64_t keys, int64_t all, int64_t items, int64_t threads) {
-  return pd_max(1, pd_min(keys / kFewestSmallKeys, threads * keys / (pd_max(all, 1) * items)));
+// The splits of an item of a small call, and what one of them takes, in keys.
+struct SmallSplits {
+  int64_t splits, task_cost;
+};
+
+// Of up to as many splits as threads are the item's share, those that take the shortest: each one more is read by who
+// merges.
+SmallSplits split_small(const Problem& p, const Kernel& kernel, const SeenKeys& seen, const SmallCut& cut,
+                        int64_t keys) {
+  const int64_t slot_bytes = key_bytes(p, p.kv_heads), items = pd_ceil_div(p.kv_heads, cut.heads);
+  const int64_t key_cost = p.cache.dtype == DType::kFloat32 ? 2 : 1;
+  const int64_t most = pd_min(keys / kFewestSmallKeys, cut.threads * keys / (pd_max(seen.all, 1) * items));
+  SmallSplits best = {};
+  for (int64_t splits = 1; splits <= pd_max(1, most); ++splits) {
+    const int64_t part = splits == 1 ? keys : pd_ceil_div(keys, splits * kSplitAlign) * kSplitAlign;
+    const int64_t percent = cut.heads < p.kv_heads ? kernel.part_of_slot.percent_of(part * slot_bytes) : 0;
+    const int64_t head = part * key_cost * (100 + percent) / 100 + kHeadKeys;
+    const int64_t merge = splits == 1 ? 0 : kMergeKeys + kPartialKeys * cut.heads * splits;
+    const int64_t task_cost = kBeginKeys + cut.heads * head + merge;
+    if (splits == 1 || task_cost < best.task_cost) best = {splits, task_cost};
+  }
+  return best;
 }
 
-// The cut whose longest task, times how many of them a thread may get, is the shortest. Of equal ones that with the
-// most heads, which reads longer pieces.
+// The cut that ends first. Of equal ones that with the most heads, which reads longer pieces.
 SmallCut cut_small(const Problem& p, const Kernel& kernel, const SeenKeys& seen, int64_t threads) {
-  const int64_t slot_bytes = key_bytes(p, p.kv_heads);
-  const int64_t key_cost = p.cache.dtype == DType::kFloat32 ? 2 : 1;
-  int64_t shortest = std::numeric_limits<int64_t>::max();
-  SmallCut best = {p.kv_heads, false};
+  SmallCut best = {p.kv_heads, 1};
   if (threads == 1) return best;
-  for (int64_t heads = p.kv_heads; heads > 0; --heads)
-    for (const bool split : {false, true}) {
-      int64_t tasks = 0, longest = 0;
-      const int64_t items = pd_ceil_div(p.kv_heads, heads);
-      for (const int64_t keys : seen.of_request) {
-        const int64_t splits = split ? small_splits(keys, seen.all, items, threads) : 1;
-        tasks += items * splits;
-        const int64_t merge = splits > 1 ? kMergeKeys + kPartialKeys * heads * splits : 0;
-        const int64_t part = pd_ceil_div(keys, splits);
-        const int64_t percent = heads < p.kv_heads ? kernel.part_of_slot.percent_of(part * slot_bytes) : 0;
-        const int64_t head = part * key_cost * (100 + percent) / 100 + kHeadKeys;
-        longest = pd_max(longest, kBeginKeys + heads * head + merge);
+  int64_t shortest = std::numeric_limits<int64_t>::max();
+  std::vector<SmallSplits> found(p.batch);
+  for (int64_t items = 1; items <= p.kv_heads; ++items) {
+    const int64_t heads = pd_ceil_div(p.kv_heads, items);
+    if (pd_ceil_div(p.kv_heads, heads) < items) continue;
+    for (const SmallCut cut : {SmallCut{heads, 1}, SmallCut{heads, threads}}) {
+      int64_t longest = 0, all = 0;
+      for (int64_t b = 0; b < p.batch; ++b) {
+        found[b] = split_small(p, kernel, seen, cut, seen.of_request[b]);
+        longest = pd_max(longest, found[b].task_cost);
+        all += items * found[b].splits * found[b].task_cost;
       }
-      if (longest * pd_ceil_div(tasks, threads) >= shortest) continue;
-      shortest = longest * pd_ceil_div(tasks, threads);
-      best = {heads, split};
+      // A thread that gets two of the longer tasks ends when both are done; tasks of less than half fill what is left.
+      int64_t long_tasks = 0, shortest_long = longest;
+      for (const SmallSplits& item : found) {
+        if (2 * item.task_cost <= longest) continue;
+        long_tasks += items * item.splits;
+        shortest_long = pd_min(shortest_long, item.task_cost);
+      }
+      const int64_t rounds = pd_ceil_div(long_tasks, threads);
+      const int64_t time = pd_max(pd_max(longest, rounds * shortest_long), pd_ceil_div(all, threads));
+      if (time >= shortest) continue;
+      shortest = time;
+      best = cut;
     }
+  }
   return best;
 }
 
@@ -194,8 +217,8 @@ int64_t most_splits(const Problem& p, int64_t b) {
   return pd_max(1, kRequestPartials / (request_of(p, b).q_len * p.q_heads * (p.head_dim_v + 2)));
 }
 
-int64_t choose_splits(const Problem& p, const Item& item, const SeenKeys& seen, const SmallCut& cut, int64_t task_cost,
-                      int64_t threads) {
+int64_t choose_splits(const Problem& p, const Kernel& kernel, const Item& item, const SeenKeys& seen,
+                      const SmallCut& cut, int64_t task_cost, int64_t threads) {
   const int64_t keys = item.keys.end - item.keys.begin;
   if (p.num_splits > 0 || p.deterministic) {
     // Splits beyond one per kSplitAlign keys would be empty.
@@ -203,8 +226,7 @@ int64_t choose_splits(const Problem& p, const Item& item, const SeenKeys& seen, 
                                             : pd_ceil_div(keys, kDeterministicSplit);
     return pd_max(1, pd_min(splits, most_splits(p, item.batch)));
   }
-  if (item.small && item.rows() * p.kv_heads <= kSharedRows)
-    return cut.split ? small_splits(keys, seen.all, pd_ceil_div(p.kv_heads, cut.heads), threads) : 1;
+  if (item.small && item.rows() * p.kv_heads <= kSharedRows) return split_small(p, kernel, seen, cut, keys).splits;
   const int64_t most = pd_min(keys / kMinSplitKeys, kMaxSplitsPerThread * threads);
   return pd_max(1, pd_min(pd_ceil_div(cost_of(item), pd_max(task_cost, 1)), most));
 }
@@ -270,7 +292,7 @@ Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
     if (falling && work.item.keys.begin < work.item.keys.end) {
       split_falling(work.item, fewest_keys(p, work.item, task_cost), threads, left, plan.splits);
     } else {
-      split_evenly(work.item, choose_splits(p, work.item, seen, cut, task_cost, threads), plan.splits);
+      split_evenly(work.item, choose_splits(p, kernel, work.item, seen, cut, task_cost, threads), plan.splits);
     }
     left -= cost_of(work.item);
     work.num_splits = static_cast<int64_t>(plan.splits.size()) - work.first_split;

@@ -2,6 +2,7 @@
 workspaces stay within bounds. CUDA's: test_cuda_plans.py.
 """
 
+import heapq
 import itertools
 import math
 import random
@@ -125,29 +126,60 @@ def test_cpu_cuts_heads_where_keys_are_few(native):
             assert all(work["heads"] == (0, 8) for work in plan["works"]), "the keys can be cut for all"
 
 
-@pytest.mark.parametrize("kv_heads, batch, keys", [(8, 1, 512), (8, 1, 300), (2, 1, 900), (1, 3, 700), (5, 2, 333)])
-def test_cpu_short_calls_gain_from_every_thread(native, kv_heads, batch, keys):
-    """The longest task of a thread, with what stands beside its keys, never grows with the number of threads, and it is
-    near an equal share, or near what splits cost."""
-    call = {"batch": batch, "cache_seqlens": [keys] * batch, "page_size": keys, "group": 4, "kv_heads": kv_heads}
-    before = math.inf
-    for threads in range(1, 33):
-        plan = native.cpu.plan(call | {"head_dim": 128}, threads)
+def end_of_small_call(native, call, plan):
+    """When the last thread ends, in keys: each takes the longest task that is left."""
+    costs, threads = [], [0] * plan["threads"]
+    for work in plan["works"]:
+        heads, splits = work["heads"][1] - work["heads"][0], work["splits"]
+        beside = native.cpu.begin_keys + heads * native.cpu.head_keys
+        if len(splits) > 1:
+            beside += native.cpu.merge_keys + native.cpu.partial_keys * heads * len(splits)
+        percent = 100 + (call.get("part_of_slot", 0) if heads < call["kv_heads"] else 0)
+        costs += [heads * ((end - begin) * percent // 100) + beside for begin, end in splits]
+    for cost in sorted(costs, reverse=True):
+        heapq.heapreplace(threads, threads[0] + cost)
+    return max(threads)
+
+
+@pytest.mark.parametrize("part_of_slot", [0, 40])
+@pytest.mark.parametrize(
+    "kv_heads, batch, keys",
+    [(8, 1, 512), (8, 1, 300), (2, 1, 900), (1, 3, 700), (5, 2, 333), (1, 1, 2048), (1, 1, 4096), (2, 1, 2048)],
+)
+def test_cpu_short_calls_gain_from_every_thread(native, kv_heads, batch, keys, part_of_slot):
+    """More threads never make a call longer, and what it takes is near an equal share, or near what splits cost."""
+    call = {"batch": batch, "cache_seqlens": [keys] * batch, "page_size": keys, "group": 32, "kv_heads": kv_heads}
+    call |= {"head_dim": 128, "part_of_slot": part_of_slot}
+    before, aligned = math.inf, native.cpu.split_align * kv_heads
+    for threads in range(1, 65):
+        plan = native.cpu.plan(call, threads)
         if plan["threads"] < threads:
             break
-        costs = []
-        for work in plan["works"]:
-            heads, splits = work["heads"][1] - work["heads"][0], work["splits"]
-            beside = native.cpu.begin_keys + heads * native.cpu.head_keys
-            if len(splits) > 1:
-                beside += native.cpu.merge_keys + native.cpu.partial_keys * heads * len(splits)
-            costs += [heads * (end - begin) + beside for begin, end in splits]
-        longest = max(costs) * math.ceil(len(costs) / threads)
-        aligned = native.cpu.split_align * kv_heads
-        assert longest <= before + aligned
-        share = batch * keys * kv_heads / threads
-        assert longest <= 2 * (share + native.cpu.merge_keys + kv_heads * native.cpu.head_keys) + aligned
-        before = min(before, longest)
+        end = end_of_small_call(native, call, plan)
+        assert end <= before
+        share, splits = batch * keys * kv_heads / threads, math.isqrt(native.cpu.partial_keys * keys)
+        assert end <= 2 * (share + native.cpu.merge_keys + kv_heads * native.cpu.head_keys + splits) + aligned
+        before = end
+
+
+def test_cpu_short_calls_cut_the_long_request(native):
+    """A long request beside short ones is shared out, and hardly ever does one more thread make a call longer."""
+    rng, longer = random.Random(10), 0
+    for _ in range(100):
+        lens = [rng.choice((1, rng.randint(1, 100))) for _ in range(rng.randint(1, 7))] + [rng.randint(500, 2000)]
+        call = {"batch": len(lens), "cache_seqlens": lens, "page_size": 2000, "group": 8, "head_dim": 64}
+        call |= {"kv_heads": rng.choice((1, 2, 8)), "part_of_slot": rng.choice((0, 40))}
+        before = alone = end_of_small_call(native, call, native.cpu.plan(call, 1))
+        for threads in range(2, 33):
+            plan = native.cpu.plan(call, threads)
+            if plan["threads"] < threads:
+                break
+            end = end_of_small_call(native, call, plan)
+            assert end <= 1.25 * before
+            assert plan["threads"] < 4 or end < 0.7 * alone
+            longer += end > 1.05 * before
+            before = min(end, before)
+    assert longer <= 10
 
 
 def hide_keys(rng, align, q_len):
