@@ -514,8 +514,8 @@ void attend_tile_dot(const Problem& p, const Item& item, const Scratch<Ops>& s, 
   const auto v_offset = [&](int64_t h) { return (item.kv_head_begin + h) * c.v_stride_head * Ops::kBytes; };
   // Once per head is enough: with its last part.
   const bool asked = rows >= kAskedAgainRows;
-  const auto then_read = [&](const Part& part, const char* const* rows, int64_t offset) {
-    next.again = asked && rows && part.first == parts[num_parts - 1].first ? rows + part.from : nullptr;
+  const auto then_read = [&](const Part& part, const char* const* addresses, int64_t offset) {
+    next.again = asked && addresses && part.first == parts[num_parts - 1].first ? addresses + part.from : nullptr;
     next.again_offset = offset;
   };
   each([&](int64_t h, const Part& part, int64_t row) {

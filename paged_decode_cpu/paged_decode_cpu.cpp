@@ -157,7 +157,7 @@ std::string explain_attention(const Problem& p) {
     few_cost += few ? cost_of(work.item) : 0;
     cost += cost_of(work.item);
     most_rows = pd_max(most_rows, work.item.rows());
-    most_keys = pd_max(most_keys, work.item.keys.end - work.item.keys.begin);
+    most_keys = pd_max(most_keys, work.item.num_keys());
   }
   if (const char* refusal = amx_refusal(); *refusal) e.why_not.emplace_back("tiles_bf16", refusal);
   if (packed_items > 0 && 2 * packed_cost >= cost) {

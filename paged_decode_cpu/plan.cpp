@@ -171,34 +171,40 @@ SmallSplits split_small(const Problem& p, const Kernel& kernel, const SeenKeys& 
   return best;
 }
 
+// When the last thread ends, in keys. `found` has room for every request.
+int64_t end_of_small(const Problem& p, const Kernel& kernel, const SeenKeys& seen, const SmallCut& cut, int64_t threads,
+                     std::vector<SmallSplits>& found) {
+  const int64_t items = pd_ceil_div(p.kv_heads, cut.heads);
+  int64_t longest = 0, all = 0;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    found[b] = split_small(p, kernel, seen, cut, seen.of_request[b]);
+    longest = pd_max(longest, found[b].task_cost);
+    all += items * found[b].splits * found[b].task_cost;
+  }
+  // A thread that gets two of the longer tasks ends when both are done; tasks of less than half fill what is left.
+  int64_t long_tasks = 0, shortest_long = longest;
+  for (const SmallSplits& item : found) {
+    if (2 * item.task_cost <= longest) continue;
+    long_tasks += items * item.splits;
+    shortest_long = pd_min(shortest_long, item.task_cost);
+  }
+  const int64_t rounds = pd_ceil_div(long_tasks, threads);
+  return pd_max(pd_max(longest, rounds * shortest_long), pd_ceil_div(all, threads));
+}
+
 // The cut that ends first. Of equal ones that with the most heads, which reads longer pieces.
 SmallCut cut_small(const Problem& p, const Kernel& kernel, const SeenKeys& seen, int64_t threads) {
   SmallCut best = {p.kv_heads, 1};
   if (threads == 1) return best;
-  int64_t shortest = std::numeric_limits<int64_t>::max();
+  int64_t first_end = std::numeric_limits<int64_t>::max();
   std::vector<SmallSplits> found(p.batch);
   for (int64_t items = 1; items <= p.kv_heads; ++items) {
     const int64_t heads = pd_ceil_div(p.kv_heads, items);
     if (pd_ceil_div(p.kv_heads, heads) < items) continue;
     for (const SmallCut cut : {SmallCut{heads, 1}, SmallCut{heads, threads}}) {
-      int64_t longest = 0, all = 0;
-      for (int64_t b = 0; b < p.batch; ++b) {
-        found[b] = split_small(p, kernel, seen, cut, seen.of_request[b]);
-        longest = pd_max(longest, found[b].task_cost);
-        all += items * found[b].splits * found[b].task_cost;
-      }
-      // A thread that gets two of the longer tasks ends when both are done; tasks of less than half fill what is left.
-      int64_t long_tasks = 0, shortest_long = longest;
-      for (const SmallSplits& item : found) {
-        if (2 * item.task_cost <= longest) continue;
-        long_tasks += items * item.splits;
-        shortest_long = pd_min(shortest_long, item.task_cost);
-      }
-      const int64_t rounds = pd_ceil_div(long_tasks, threads);
-      const int64_t time = pd_max(pd_max(longest, rounds * shortest_long), pd_ceil_div(all, threads));
-      if (time >= shortest) continue;
-      shortest = time;
-      best = cut;
+      const int64_t end = end_of_small(p, kernel, seen, cut, threads, found);
+      if (end < first_end) best = cut;
+      first_end = pd_min(first_end, end);
     }
   }
   return best;
@@ -217,17 +223,15 @@ int64_t most_splits(const Problem& p, int64_t b) {
   return pd_max(1, kRequestPartials / (request_of(p, b).q_len * p.q_heads * (p.head_dim_v + 2)));
 }
 
-int64_t choose_splits(const Problem& p, const Kernel& kernel, const Item& item, const SeenKeys& seen,
-                      const SmallCut& cut, int64_t task_cost, int64_t threads) {
-  const int64_t keys = item.keys.end - item.keys.begin;
-  if (p.num_splits > 0 || p.deterministic) {
-    // Splits beyond one per kSplitAlign keys would be empty.
-    const int64_t splits = p.num_splits > 0 ? pd_min(p.num_splits, pd_ceil_div(keys, kSplitAlign))
-                                            : pd_ceil_div(keys, kDeterministicSplit);
-    return pd_max(1, pd_min(splits, most_splits(p, item.batch)));
-  }
-  if (item.small && item.rows() * p.kv_heads <= kSharedRows) return split_small(p, kernel, seen, cut, keys).splits;
-  const int64_t most = pd_min(keys / kMinSplitKeys, kMaxSplitsPerThread * threads);
+int64_t fixed_splits(const Problem& p, const Item& item) {
+  // Splits beyond one per kSplitAlign keys would be empty.
+  const int64_t splits = p.num_splits > 0 ? pd_min(p.num_splits, pd_ceil_div(item.num_keys(), kSplitAlign))
+                                          : pd_ceil_div(item.num_keys(), kDeterministicSplit);
+  return pd_max(1, pd_min(splits, most_splits(p, item.batch)));
+}
+
+int64_t even_splits(const Item& item, int64_t task_cost, int64_t threads) {
+  const int64_t most = pd_min(item.num_keys() / kMinSplitKeys, kMaxSplitsPerThread * threads);
   return pd_max(1, pd_min(pd_ceil_div(cost_of(item), pd_max(task_cost, 1)), most));
 }
 
@@ -235,6 +239,11 @@ int64_t choose_splits(const Problem& p, const Kernel& kernel, const Item& item, 
 void split_evenly(const Item& item, int64_t num_splits, std::vector<KvRange>& splits) {
   for (int64_t split = 0; split < num_splits; ++split)
     splits.push_back(num_splits == 1 ? item.keys : split_keys(item.keys, split, num_splits, kSplitAlign));
+}
+
+// Keys of the shortest share, where `task_cost` is a thread's share of the call.
+int64_t fewest_keys(const Problem& p, const Item& item, int64_t task_cost) {
+  return pd_max(kLastTaskKeys, pd_min(kLastTaskBytes / key_bytes(p, item.heads()), task_cost / cost_of(item, {0, 1})));
 }
 
 // Shares of the work that is `left` of the call, this item included; the shortest has `fewest` keys or is the item's
@@ -250,9 +259,19 @@ void split_falling(const Item& item, int64_t fewest, int64_t threads, int64_t le
   }
 }
 
-// Keys of the shortest share, where `task_cost` is a thread's share of the call.
-int64_t fewest_keys(const Problem& p, const Item& item, int64_t task_cost) {
-  return pd_max(kLastTaskKeys, pd_min(kLastTaskBytes / key_bytes(p, item.heads()), task_cost / cost_of(item, {0, 1})));
+// How the keys of items are cut. The table in cpu.md says the same in words.
+enum class Cut {
+  kFixed,    // num_splits or deterministic: by the request alone
+  kSmall,    // keys that the processor's caches may hold: SmallCut
+  kFalling,  // few rows and many threads: shorter and shorter
+  kEven,     // the rest, and what of a small call is a prompt
+};
+
+Cut cut_of(const Problem& p, const std::vector<Work>& works, bool small, int64_t threads) {
+  if (p.deterministic || p.num_splits > 0) return Cut::kFixed;
+  if (small) return Cut::kSmall;
+  const auto few_rows = [](const Work& work) { return work.item.rows() <= kFewRows; };
+  return threads >= kManyThreads && std::all_of(works.begin(), works.end(), few_rows) ? Cut::kFalling : Cut::kEven;
 }
 
 int64_t groups_of_merge(int64_t num_splits) {
@@ -269,30 +288,33 @@ Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
   const SeenKeys seen(p);
   plan.threads = threads = useful_threads(p, products, seen, threads);
   const int64_t bytes = seen.all * key_bytes(p, p.kv_heads);
-  const bool small = !p.deterministic && bytes < kResidentBytes;
-  const SmallCut cut = small ? cut_small(p, kernel, seen, threads) : SmallCut{};
-  const int64_t max_heads = small ? cut.heads : most_heads(p, seen, threads);
-  const ItemRows most = rows_of_items(p, products, threads);
   Item like = {};
-  like.small = small;
+  like.small = !p.deterministic && bytes < kResidentBytes;
   like.maybe_cached = bytes < kCachedBytes;
+  const SmallCut small = like.small ? cut_small(p, kernel, seen, threads) : SmallCut{};
+  const int64_t max_heads = like.small ? small.heads : most_heads(p, seen, threads);
+  const ItemRows most = rows_of_items(p, products, threads);
   for (int64_t b = 0; b < p.batch; ++b) add_items(p, most, b, max_heads, like, plan.works);
   int64_t left = 0, whole_heads = 0;
   for (const Work& work : plan.works) left += cost_of(work.item);
   plan.splits.reserve(plan.works.size());
   plan.tasks.reserve(plan.works.size());
-  const auto few_rows = [](const Work& work) { return work.item.rows() <= kFewRows; };
-  const bool falling = threads >= kManyThreads && !small && !p.deterministic && p.num_splits == 0 &&
-                       std::all_of(plan.works.begin(), plan.works.end(), few_rows);
-  const int64_t tasks_per_thread = falling ? 1 : pd_max(1, pd_min(kMaxTasksPerThread, bytes / (threads * kTaskBytes)));
+  const Cut cut = cut_of(p, plan.works, like.small, threads);
+  const int64_t tasks_per_thread =
+      cut == Cut::kFalling ? 1 : pd_max(1, pd_min(kMaxTasksPerThread, bytes / (threads * kTaskBytes)));
   const int64_t task_cost = threads > 1 ? pd_ceil_div(left, threads * tasks_per_thread) : left;
   for (size_t w = 0; w < plan.works.size(); ++w) {
     Work& work = plan.works[w];
+    const Item& item = work.item;
     work.first_split = static_cast<int64_t>(plan.splits.size());
-    if (falling && work.item.keys.begin < work.item.keys.end) {
-      split_falling(work.item, fewest_keys(p, work.item, task_cost), threads, left, plan.splits);
+    if (cut == Cut::kFixed) {
+      split_evenly(item, fixed_splits(p, item), plan.splits);
+    } else if (cut == Cut::kSmall && item.rows() * p.kv_heads <= kSharedRows) {
+      split_evenly(item, split_small(p, kernel, seen, small, item.num_keys()).splits, plan.splits);
+    } else if (cut == Cut::kFalling && item.num_keys() > 0) {
+      split_falling(item, fewest_keys(p, item, task_cost), threads, left, plan.splits);
     } else {
-      split_evenly(work.item, choose_splits(p, kernel, work.item, seen, cut, task_cost, threads), plan.splits);
+      split_evenly(item, even_splits(item, task_cost, threads), plan.splits);
     }
     left -= cost_of(work.item);
     work.num_splits = static_cast<int64_t>(plan.splits.size()) - work.first_split;
