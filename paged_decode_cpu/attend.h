@@ -79,9 +79,13 @@ inline HeadScale head_scale(const Problem& p, int64_t b, int64_t kv_head, float 
 }
 
 inline int64_t nanoseconds() {
+#ifdef __APPLE__
+  return clock_gettime_nsec_np(CLOCK_UPTIME_RAW);  // CLOCK_MONOTONIC counts microseconds there
+#else
   timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
   return int64_t(now.tv_sec) * 1000000000 + now.tv_nsec;
+#endif
 }
 
 // Whether keys lie in the processor's caches, told by how long a few lines take: 90 to 200 ns from there, 300 to 1200
