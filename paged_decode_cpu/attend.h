@@ -79,9 +79,13 @@ inline HeadScale head_scale(const Problem& p, int64_t b, int64_t kv_head, float 
 }
 
 inline int64_t nanoseconds() {
+#ifdef __APPLE__
+  return clock_gettime_nsec_np(CLOCK_UPTIME_RAW);  // CLOCK_MONOTONIC counts microseconds there
+#else
   timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
   return int64_t(now.tv_sec) * 1000000000 + now.tv_nsec;
+#endif
 }
 
 // Whether keys lie in the processor's caches, told by how long a few lines take: 90 to 200 ns from there, 300 to 1200
@@ -514,8 +518,8 @@ void attend_tile_dot(const Problem& p, const Item& item, const Scratch<Ops>& s, 
   const auto v_offset = [&](int64_t h) { return (item.kv_head_begin + h) * c.v_stride_head * Ops::kBytes; };
   // Once per head is enough: with its last part.
   const bool asked = rows >= kAskedAgainRows;
-  const auto then_read = [&](const Part& part, const char* const* rows, int64_t offset) {
-    next.again = asked && rows && part.first == parts[num_parts - 1].first ? rows + part.from : nullptr;
+  const auto then_read = [&](const Part& part, const char* const* addresses, int64_t offset) {
+    next.again = asked && addresses && part.first == parts[num_parts - 1].first ? addresses + part.from : nullptr;
     next.again_offset = offset;
   };
   each([&](int64_t h, const Part& part, int64_t row) {

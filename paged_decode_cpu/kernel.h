@@ -20,6 +20,7 @@ struct Item {
   // Inlined always: a copy compiled for AVX-512 must not serve the other files.
   [[gnu::always_inline]] int64_t heads() const { return kv_head_end - kv_head_begin; }
   [[gnu::always_inline]] int64_t rows() const { return row_end - row_begin; }
+  [[gnu::always_inline]] int64_t num_keys() const { return keys.end - keys.begin; }
 };
 
 // A partial result of every row of an item: acc[width], m, l (spec/state.h), heads outermost.
@@ -49,9 +50,12 @@ struct Products {
   const char* tiles_in_place = nullptr;
   int64_t min_tile_rows = 1, most_tile_rows = 0, min_tile_keys = 0;
 
+  // In place, up to so many rows may be multiplied in another way still.
+  const char* in_place_few = nullptr;
+  int64_t most_few_rows = 0;
+
   [[gnu::always_inline]] bool in_tiles_in_place(const Item& item) const {
-    return item.rows() >= min_tile_rows && item.rows() <= most_tile_rows &&
-           item.keys.end - item.keys.begin >= min_tile_keys;
+    return item.rows() >= min_tile_rows && item.rows() <= most_tile_rows && item.num_keys() >= min_tile_keys;
   }
 };
 

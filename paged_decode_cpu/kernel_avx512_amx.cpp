@@ -42,24 +42,24 @@ int64_t min_tile_rows(const Problem& p) {
 
 bool in_tiles(const Problem& p, const Item& item) { return goes_through_tiles(p) && item.rows() >= min_tile_rows(p); }
 
-bool looked_up(const Problem& p, const Item& item) {
-  return multiplies_bfloat16(p) && dtype_bytes(p.cache.dtype) == 1 &&
-         item.rows() < OpsBf16<DType::kFloat8E4M3>::kMinPackedRows;
-}
+constexpr int64_t kMostLookedUpRows = OpsBf16<DType::kFloat8E4M3>::kMinPackedRows - 1;
+
+bool looks_up(const Problem& p) { return multiplies_bfloat16(p) && dtype_bytes(p.cache.dtype) == 1; }
+bool looked_up(const Problem& p, const Item& item) { return looks_up(p) && item.rows() <= kMostLookedUpRows; }
 
 Products products(const Problem& p) {
   Products products = products_f32(p);
-  if (!multiplies_bfloat16(p) || dtype_bytes(p.cache.dtype) != 1) return products;
-  products.in_place = "in_place_bf16";
-  products.min_packed_rows = OpsBf16<DType::kFloat8E4M3>::kMinPackedRows;
+  if (!looks_up(p)) return products;
+  products.in_place_few = "in_place_bf16";
+  products.most_few_rows = kMostLookedUpRows;
   return products;
 }
 
 Products products_amx(const Problem& p) {
   if (!goes_through_tiles(p)) return products_f32(p);
   using Ops = OpsAmx<DType::kBFloat16, DType::kBFloat16>;
-  Products all = {p.q_dtype == DType::kFloat16 ? "tiles_fp16" : "tiles_bf16", products(p).in_place, min_tile_rows(p),
-                  Ops::kPartRows, kTileBlockRows};
+  Products all = {p.q_dtype == DType::kFloat16 ? "tiles_fp16" : "tiles_bf16",
+                  looks_up(p) ? "in_place_bf16" : "in_place_f32", min_tile_rows(p), Ops::kPartRows, kTileBlockRows};
   all.fewest_rows = kFewestTileRows;
   if (fits_in_place(p)) {
     all.tiles_in_place = "tiles_in_place_bf16";

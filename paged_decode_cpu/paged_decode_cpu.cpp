@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "backend.h"
@@ -26,7 +27,7 @@ int64_t max_splits_of(const Plan& plan) {
 }
 
 // 64-byte aligned memory that a thread keeps from call to call: fresh pages would cost more than
-// the work of a short call.
+// the work of a short call. Null where there is none.
 char* thread_scratch(int64_t bytes) {
   struct Free {
     void operator()(char* p) const { std::free(p); }
@@ -36,10 +37,7 @@ char* thread_scratch(int64_t bytes) {
   if (size < bytes) {
     size = pd_ceil_div(bytes, 4096) * 4096;
     memory.reset(static_cast<char*>(std::aligned_alloc(64, size)));
-    if (!memory) {
-      size = 0;
-      throw std::bad_alloc();
-    }
+    if (!memory) size = 0;
   }
   return memory.get();
 }
@@ -87,6 +85,7 @@ void run_plan(const Problem& p, const Kernel& kernel, const Plan& plan, const Sh
   const int64_t workers = pd_min(plan.threads, static_cast<int64_t>(plan.tasks.size()));
   torch::stable::parallel_for(0, workers, 1, [&](int64_t worker, int64_t) {
     char* scratch = thread_scratch(plan.scratch_bytes);
+    if (!scratch) return;  // the others do its tasks: the calling thread has memory
     // Its own task first: a short call that comes again finds its keys in the cache of this core. Where torch gives a
     // thread several workers, the first does all that is left.
     for (size_t i = worker; i < plan.tasks.size(); i = next_task++) {
@@ -124,11 +123,12 @@ std::string unsupported_reason(const Problem&) { return ""; }
 void run_attention(const Problem& p) {
   const Kernel& kernel = kernel_of_this_cpu();
   check_values(p);
-  // Nothing is written before all places are known and all memory is there but the scratch memory of threads, which is
-  // small: a call that fails changes nothing. The plan reads lengths only, which the append leaves as they are.
+  // Nothing is written before all places are known and all memory is there that the call cannot do without: a call that
+  // fails changes nothing. The plan reads lengths only, which the append leaves as they are.
   const std::vector<TokenWrite> new_tokens = place_tokens(p);
   const Plan plan = make_plan(p, kernel, torch::stable::get_num_threads());
   const Shared shared(plan);
+  if (!plan.tasks.empty() && !thread_scratch(plan.scratch_bytes)) throw std::bad_alloc();
   if (p.append.k) write_tokens(p, kernel, new_tokens);
   clear_spare_tokens(p);
   run_plan(p, kernel, plan, shared);
@@ -144,16 +144,20 @@ std::string explain_attention(const Problem& p) {
   if (p.total_q == 0 || p.q_heads == 0) return e.json();
   const Plan plan = make_plan(p, kernel, torch::stable::get_num_threads());
   const Products products = kernel.products(p);
-  int64_t packed_items = 0, packed_cost = 0, tiles_cost = 0, cost = 0, most_rows = 0, most_keys = 0;
+  int64_t packed_items = 0, few_items = 0, packed_cost = 0, tiles_cost = 0, few_cost = 0, cost = 0;
+  int64_t most_rows = 0, most_keys = 0;
   for (const Work& work : plan.works) {
     const bool tiles = products.in_tiles_in_place(work.item);
     const bool packed = !tiles && work.item.rows() >= products.min_packed_rows;
+    const bool few = !tiles && work.item.rows() <= products.most_few_rows;
     packed_items += packed;
+    few_items += few;
     packed_cost += packed ? cost_of(work.item) : 0;
     tiles_cost += tiles ? cost_of(work.item) : 0;
+    few_cost += few ? cost_of(work.item) : 0;
     cost += cost_of(work.item);
     most_rows = pd_max(most_rows, work.item.rows());
-    most_keys = pd_max(most_keys, work.item.keys.end - work.item.keys.begin);
+    most_keys = pd_max(most_keys, work.item.num_keys());
   }
   if (const char* refusal = amx_refusal(); *refusal) e.why_not.emplace_back("tiles_bf16", refusal);
   if (packed_items > 0 && 2 * packed_cost >= cost) {
@@ -162,7 +166,8 @@ std::string explain_attention(const Problem& p) {
     e.route = products.tiles_in_place;
     e.why_not.emplace_back(products.packed, "few rows read keys and values where they lie");
   } else {
-    e.route = products.in_place;
+    const bool mostly_few = few_items > 0 && 2 * few_cost >= cost - packed_cost - tiles_cost;
+    e.route = mostly_few ? products.in_place_few : products.in_place;
     if (products.tiles_in_place)
       e.why_not.emplace_back(
           products.tiles_in_place,

@@ -67,6 +67,23 @@ int64_t key_bytes(const Problem& p, int64_t heads) {
   return heads * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
 }
 
+// How many keys rows of each request see, and of all together: a window, a chunk or padding hides the others, which
+// then cost nothing.
+struct SeenKeys {
+  std::vector<int64_t> of_request;
+  int64_t all = 0;
+
+  explicit SeenKeys(const Problem& p) {
+    of_request.reserve(p.batch);
+    for (int64_t b = 0; b < p.batch; ++b) {
+      const Request r = request_of(p, b);
+      const KvRange keys = keys_of_tokens(p, r, 0, r.q_len);
+      of_request.push_back(keys.end - keys.begin);
+      all += of_request.back();
+    }
+  }
+};
+
 // The most rows of an item, where the kv_heads share a walk and where they do not.
 struct ItemRows {
   int64_t shared, alone;
@@ -113,73 +130,91 @@ void add_items(const Problem& p, const ItemRows& most, int64_t b, int64_t max_he
     }
 }
 
-int64_t cached_bytes(const Problem& p) {
-  int64_t keys = 0;
-  for (int64_t b = 0; b < p.batch; ++b) keys += request_of(p, b).kv_len;
-  return keys * key_bytes(p, p.kv_heads);
-}
-
 // How many of the threads that there are pay.
-int64_t useful_threads(const Problem& p, const Products& products, int64_t threads) {
+int64_t useful_threads(const Problem& p, const Products& products, const SeenKeys& seen, int64_t threads) {
   const int64_t rows = p.max_q_len * p.group;
   const bool in_tiles = rows >= products.min_tile_rows && rows <= products.most_tile_rows;
   const int64_t team_work = in_tiles ? kTeamWorkInTiles : kTeamWork;
   int64_t work = 0;
-  for (int64_t b = 0; b < p.batch && work < team_work + threads * kThreadWork; ++b) {
-    const Request r = request_of(p, b);
-    const KvRange keys = keys_of_tokens(p, r, 0, r.q_len);
-    work += (keys.end - keys.begin + kRowKeys) * r.q_len * p.q_heads * (p.head_dim + p.head_dim_v);
-  }
+  for (int64_t b = 0; b < p.batch && work < team_work + threads * kThreadWork; ++b)
+    work += (seen.of_request[b] + kRowKeys) * request_of(p, b).q_len * p.q_heads * (p.head_dim + p.head_dim_v);
   return work < team_work ? 1 : pd_min(threads, work / kThreadWork - 1);
 }
 
-// How a call is cut whose keys the caches may hold: into items of `heads` kv_heads, in splits or whole.
+// How a call is cut whose keys the caches may hold: into items of `heads` kv_heads, and those into splits as for so
+// many threads (1: not at all).
 struct SmallCut {
-  int64_t heads;
-  bool split;
-  int64_t all_keys;
+  int64_t heads, threads;
 };
 
-// The splits of an item with `keys` of the `all` keys of a call, where it is one of `items` of its request: the threads
-// that are its share.
-int64_t small_splits(int64_t keys, int64_t all, int64_t items, int64_t threads) {
-  return pd_max(1, pd_min(keys / kFewestSmallKeys, threads * keys / (pd_max(all, 1) * items)));
+// The splits of an item of a small call, and what one of them takes, in keys.
+struct SmallSplits {
+  int64_t splits, task_cost;
+};
+
+// Of up to as many splits as threads are the item's share, those that take the shortest: each one more is read by who
+// merges.
+SmallSplits split_small(const Problem& p, const Kernel& kernel, const SeenKeys& seen, const SmallCut& cut,
+                        int64_t keys) {
+  const int64_t slot_bytes = key_bytes(p, p.kv_heads), items = pd_ceil_div(p.kv_heads, cut.heads);
+  const int64_t key_cost = p.cache.dtype == DType::kFloat32 ? 2 : 1;
+  const int64_t most = pd_min(keys / kFewestSmallKeys, cut.threads * keys / (pd_max(seen.all, 1) * items));
+  SmallSplits best = {};
+  for (int64_t splits = 1; splits <= pd_max(1, most); ++splits) {
+    const int64_t part = splits == 1 ? keys : pd_ceil_div(keys, splits * kSplitAlign) * kSplitAlign;
+    const int64_t percent = cut.heads < p.kv_heads ? kernel.part_of_slot.percent_of(part * slot_bytes) : 0;
+    const int64_t head = part * key_cost * (100 + percent) / 100 + kHeadKeys;
+    const int64_t merge = splits == 1 ? 0 : kMergeKeys + kPartialKeys * cut.heads * splits;
+    const int64_t task_cost = kBeginKeys + cut.heads * head + merge;
+    if (splits == 1 || task_cost < best.task_cost) best = {splits, task_cost};
+  }
+  return best;
 }
 
-// The cut whose longest task, times how many of them a thread may get, is the shortest. Of equal ones that with the
-// most heads, which reads longer pieces.
-SmallCut cut_small(const Problem& p, const Kernel& kernel, int64_t threads) {
-  const int64_t slot_bytes = key_bytes(p, p.kv_heads);
-  const int64_t key_cost = p.cache.dtype == DType::kFloat32 ? 2 : 1;
-  int64_t all = 0, shortest = std::numeric_limits<int64_t>::max();
-  for (int64_t b = 0; b < p.batch; ++b) all += request_of(p, b).kv_len;
-  SmallCut best = {p.kv_heads, false, all};
-  for (int64_t heads = p.kv_heads; heads > 0; --heads)
-    for (const bool split : {false, true}) {
-      int64_t tasks = 0, longest = 0;
-      const int64_t items = pd_ceil_div(p.kv_heads, heads);
-      for (int64_t b = 0; b < p.batch; ++b) {
-        const int64_t keys = request_of(p, b).kv_len, splits = split ? small_splits(keys, all, items, threads) : 1;
-        tasks += items * splits;
-        const int64_t merge = splits > 1 ? kMergeKeys + kPartialKeys * heads * splits : 0;
-        const int64_t part = pd_ceil_div(keys, splits);
-        const int64_t percent = heads < p.kv_heads ? kernel.part_of_slot.percent_of(part * slot_bytes) : 0;
-        const int64_t head = part * key_cost * (100 + percent) / 100 + kHeadKeys;
-        longest = pd_max(longest, kBeginKeys + heads * head + merge);
-      }
-      if (longest * pd_ceil_div(tasks, threads) >= shortest) continue;
-      shortest = longest * pd_ceil_div(tasks, threads);
-      best = {heads, split, all};
+// When the last thread ends, in keys. `found` has room for every request.
+int64_t end_of_small(const Problem& p, const Kernel& kernel, const SeenKeys& seen, const SmallCut& cut, int64_t threads,
+                     std::vector<SmallSplits>& found) {
+  const int64_t items = pd_ceil_div(p.kv_heads, cut.heads);
+  int64_t longest = 0, all = 0;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    found[b] = split_small(p, kernel, seen, cut, seen.of_request[b]);
+    longest = pd_max(longest, found[b].task_cost);
+    all += items * found[b].splits * found[b].task_cost;
+  }
+  // A thread that gets two of the longer tasks ends when both are done; tasks of less than half fill what is left.
+  int64_t long_tasks = 0, shortest_long = longest;
+  for (const SmallSplits& item : found) {
+    if (2 * item.task_cost <= longest) continue;
+    long_tasks += items * item.splits;
+    shortest_long = pd_min(shortest_long, item.task_cost);
+  }
+  const int64_t rounds = pd_ceil_div(long_tasks, threads);
+  return pd_max(pd_max(longest, rounds * shortest_long), pd_ceil_div(all, threads));
+}
+
+// The cut that ends first. Of equal ones that with the most heads, which reads longer pieces.
+SmallCut cut_small(const Problem& p, const Kernel& kernel, const SeenKeys& seen, int64_t threads) {
+  SmallCut best = {p.kv_heads, 1};
+  if (threads == 1) return best;
+  int64_t first_end = std::numeric_limits<int64_t>::max();
+  std::vector<SmallSplits> found(p.batch);
+  for (int64_t items = 1; items <= p.kv_heads; ++items) {
+    const int64_t heads = pd_ceil_div(p.kv_heads, items);
+    if (pd_ceil_div(p.kv_heads, heads) < items) continue;
+    for (const SmallCut cut : {SmallCut{heads, 1}, SmallCut{heads, threads}}) {
+      const int64_t end = end_of_small(p, kernel, seen, cut, threads, found);
+      if (end < first_end) best = cut;
+      first_end = pd_min(first_end, end);
     }
+  }
   return best;
 }
 
 // kv_heads that share a walk: all of them, unless their keys cannot be cut into a task for every thread.
-int64_t most_heads(const Problem& p, int64_t threads) {
+int64_t most_heads(const Problem& p, const SeenKeys& seen, int64_t threads) {
   if (p.deterministic || threads == 1) return p.kv_heads;
   int64_t splits = 0;
-  for (int64_t b = 0; b < p.batch && splits < threads; ++b)
-    splits += pd_max(1, request_of(p, b).kv_len / kMinSplitKeys);
+  for (int64_t b = 0; b < p.batch && splits < threads; ++b) splits += pd_max(1, seen.of_request[b] / kMinSplitKeys);
   return pd_max(1, p.kv_heads / pd_ceil_div(threads, pd_max(1, splits)));
 }
 
@@ -188,17 +223,15 @@ int64_t most_splits(const Problem& p, int64_t b) {
   return pd_max(1, kRequestPartials / (request_of(p, b).q_len * p.q_heads * (p.head_dim_v + 2)));
 }
 
-int64_t choose_splits(const Problem& p, const Item& item, const SmallCut& cut, int64_t task_cost, int64_t threads) {
-  const int64_t keys = item.keys.end - item.keys.begin;
-  if (p.num_splits > 0 || p.deterministic) {
-    // Splits beyond one per kSplitAlign keys would be empty.
-    const int64_t splits = p.num_splits > 0 ? pd_min(p.num_splits, pd_ceil_div(keys, kSplitAlign))
-                                            : pd_ceil_div(keys, kDeterministicSplit);
-    return pd_max(1, pd_min(splits, most_splits(p, item.batch)));
-  }
-  if (item.small && item.rows() * p.kv_heads <= kSharedRows)
-    return cut.split ? small_splits(keys, cut.all_keys, pd_ceil_div(p.kv_heads, cut.heads), threads) : 1;
-  const int64_t most = pd_min(keys / kMinSplitKeys, kMaxSplitsPerThread * threads);
+int64_t fixed_splits(const Problem& p, const Item& item) {
+  // Splits beyond one per kSplitAlign keys would be empty.
+  const int64_t splits = p.num_splits > 0 ? pd_min(p.num_splits, pd_ceil_div(item.num_keys(), kSplitAlign))
+                                          : pd_ceil_div(item.num_keys(), kDeterministicSplit);
+  return pd_max(1, pd_min(splits, most_splits(p, item.batch)));
+}
+
+int64_t even_splits(const Item& item, int64_t task_cost, int64_t threads) {
+  const int64_t most = pd_min(item.num_keys() / kMinSplitKeys, kMaxSplitsPerThread * threads);
   return pd_max(1, pd_min(pd_ceil_div(cost_of(item), pd_max(task_cost, 1)), most));
 }
 
@@ -206,6 +239,11 @@ int64_t choose_splits(const Problem& p, const Item& item, const SmallCut& cut, i
 void split_evenly(const Item& item, int64_t num_splits, std::vector<KvRange>& splits) {
   for (int64_t split = 0; split < num_splits; ++split)
     splits.push_back(num_splits == 1 ? item.keys : split_keys(item.keys, split, num_splits, kSplitAlign));
+}
+
+// Keys of the shortest share, where `task_cost` is a thread's share of the call.
+int64_t fewest_keys(const Problem& p, const Item& item, int64_t task_cost) {
+  return pd_max(kLastTaskKeys, pd_min(kLastTaskBytes / key_bytes(p, item.heads()), task_cost / cost_of(item, {0, 1})));
 }
 
 // Shares of the work that is `left` of the call, this item included; the shortest has `fewest` keys or is the item's
@@ -221,9 +259,19 @@ void split_falling(const Item& item, int64_t fewest, int64_t threads, int64_t le
   }
 }
 
-// Keys of the shortest share, where `task_cost` is a thread's share of the call.
-int64_t fewest_keys(const Problem& p, const Item& item, int64_t task_cost) {
-  return pd_max(kLastTaskKeys, pd_min(kLastTaskBytes / key_bytes(p, item.heads()), task_cost / cost_of(item, {0, 1})));
+// How the keys of items are cut. The table in cpu.md says the same in words.
+enum class Cut {
+  kFixed,    // num_splits or deterministic: by the request alone
+  kSmall,    // keys that the processor's caches may hold: SmallCut
+  kFalling,  // few rows and many threads: shorter and shorter
+  kEven,     // the rest, and what of a small call is a prompt
+};
+
+Cut cut_of(const Problem& p, const std::vector<Work>& works, bool small, int64_t threads) {
+  if (p.deterministic || p.num_splits > 0) return Cut::kFixed;
+  if (small) return Cut::kSmall;
+  const auto few_rows = [](const Work& work) { return work.item.rows() <= kFewRows; };
+  return threads >= kManyThreads && std::all_of(works.begin(), works.end(), few_rows) ? Cut::kFalling : Cut::kEven;
 }
 
 int64_t groups_of_merge(int64_t num_splits) {
@@ -237,32 +285,36 @@ int64_t groups_of_merge(int64_t num_splits) {
 Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
   Plan plan;
   const Products products = kernel.products(p);
-  plan.threads = threads = useful_threads(p, products, threads);
-  const int64_t bytes = cached_bytes(p);
-  const bool small = !p.deterministic && bytes < kResidentBytes;
-  const SmallCut cut = small ? cut_small(p, kernel, threads) : SmallCut{};
-  const int64_t max_heads = small ? cut.heads : most_heads(p, threads);
-  const ItemRows most = rows_of_items(p, products, threads);
+  const SeenKeys seen(p);
+  plan.threads = threads = useful_threads(p, products, seen, threads);
+  const int64_t bytes = seen.all * key_bytes(p, p.kv_heads);
   Item like = {};
-  like.small = small;
+  like.small = !p.deterministic && bytes < kResidentBytes;
   like.maybe_cached = bytes < kCachedBytes;
+  const SmallCut small = like.small ? cut_small(p, kernel, seen, threads) : SmallCut{};
+  const int64_t max_heads = like.small ? small.heads : most_heads(p, seen, threads);
+  const ItemRows most = rows_of_items(p, products, threads);
   for (int64_t b = 0; b < p.batch; ++b) add_items(p, most, b, max_heads, like, plan.works);
   int64_t left = 0, whole_heads = 0;
   for (const Work& work : plan.works) left += cost_of(work.item);
   plan.splits.reserve(plan.works.size());
   plan.tasks.reserve(plan.works.size());
-  const auto few_rows = [](const Work& work) { return work.item.rows() <= kFewRows; };
-  const bool falling = threads >= kManyThreads && !small && !p.deterministic && p.num_splits == 0 &&
-                       std::all_of(plan.works.begin(), plan.works.end(), few_rows);
-  const int64_t tasks_per_thread = falling ? 1 : pd_max(1, pd_min(kMaxTasksPerThread, bytes / (threads * kTaskBytes)));
+  const Cut cut = cut_of(p, plan.works, like.small, threads);
+  const int64_t tasks_per_thread =
+      cut == Cut::kFalling ? 1 : pd_max(1, pd_min(kMaxTasksPerThread, bytes / (threads * kTaskBytes)));
   const int64_t task_cost = threads > 1 ? pd_ceil_div(left, threads * tasks_per_thread) : left;
   for (size_t w = 0; w < plan.works.size(); ++w) {
     Work& work = plan.works[w];
+    const Item& item = work.item;
     work.first_split = static_cast<int64_t>(plan.splits.size());
-    if (falling && work.item.keys.begin < work.item.keys.end) {
-      split_falling(work.item, fewest_keys(p, work.item, task_cost), threads, left, plan.splits);
+    if (cut == Cut::kFixed) {
+      split_evenly(item, fixed_splits(p, item), plan.splits);
+    } else if (cut == Cut::kSmall && item.rows() * p.kv_heads <= kSharedRows) {
+      split_evenly(item, split_small(p, kernel, seen, small, item.num_keys()).splits, plan.splits);
+    } else if (cut == Cut::kFalling && item.num_keys() > 0) {
+      split_falling(item, fewest_keys(p, item, task_cost), threads, left, plan.splits);
     } else {
-      split_evenly(work.item, choose_splits(p, work.item, cut, task_cost, threads), plan.splits);
+      split_evenly(item, even_splits(item, task_cost, threads), plan.splits);
     }
     left -= cost_of(work.item);
     work.num_splits = static_cast<int64_t>(plan.splits.size()) - work.first_split;

@@ -214,7 +214,7 @@ inline f32v times_exp2(f32v p, f32v x) {
 }
 #endif
 
-// 2^x for x <= 0, to about one unit in the last place; 0 below 2^-125, NaN stays NaN.
+// 2^x for x <= 0, to about one unit in the last place; 0 below 2^-125 (2^-126 without AVX-512), NaN stays NaN.
 inline f32v exp2(f32v x) {
 #if defined(__AVX512F__)
   f32v whole = bit_cast<f32v>(_mm512_roundscale_ps(bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));

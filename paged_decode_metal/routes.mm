@@ -26,7 +26,7 @@ int64_t row_tiles_of(const Problem& p, int64_t rows) {
   return p.cu_seqlens_q ? p.total_q * p.group / rows + p.batch : pd_ceil_div(rows_of(p), rows) * p.batch;
 }
 
-// ---- How requests are cut. With `deterministic` that depends on nothing but the cache.
+// ---- How requests are cut. With `deterministic` that depends on nothing of the other requests.
 
 void plan_splits(const Problem& p, int64_t items, Plan* plan) {
   plan->split_rows = pd_min(rows_of(p), kMaxSplitRows);

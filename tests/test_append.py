@@ -1,6 +1,9 @@
 """Writing to the cache: kv_paged_write, the append inside flash_attn_with_kvcache, and that both write the same."""
 
 import functools
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -299,3 +302,44 @@ def test_no_memory_for_partial_results_leaves_the_cache_as_it_was(paged_attn, de
     for after, expected in zip(call.storage, before.storage):
         assert_same_bytes("cache", after, expected)
     judge(*run(paged_attn, call, num_splits=100), call, before)
+
+
+# The memory that a thread works in is found before a byte is written, or the thread leaves its tasks to others. A
+# process of its own: threads keep what they once had.
+REFUSE = """
+import ctypes
+import cases, conftest, kernels, torch
+from compare import assert_same_bytes, run, torch_threads
+
+paged_attn = kernels.get_kernel(conftest.KERNEL, version=1, backend="cpu", trust_remote_code=True)
+refuse = ctypes.CDLL(None).refuse_scratch
+nobody, everybody, others = range(3)
+case = cases.Case(batch=4, kv_len=3000, append=1, q_heads=16, kv_heads=4, head_dim=128)
+with torch_threads(4):
+    before, call = cases.build(case), cases.build(case)
+    refuse(everybody)
+    try:
+        run(paged_attn, call, num_splits=5)
+        raise SystemExit("expected MemoryError")
+    except MemoryError:
+        pass
+    for after, expected in zip(call.storage, before.storage):
+        assert_same_bytes("cache", after, expected)
+    refuse(others)
+    alone = run(paged_attn, call, num_splits=5)
+    refuse(nobody)
+    for a, b in zip(alone, run(paged_attn, before, num_splits=5)):
+        assert_same_bytes("result", a, b)
+"""
+
+
+def test_no_memory_for_threads(paged_attn, device, tmp_path):
+    if device != "cpu" or sys.platform != "linux" or "asan" in os.environ.get("LD_PRELOAD", ""):
+        pytest.skip("the allocator of Linux's processes is replaced")
+    if not shutil.which("g++"):
+        pytest.skip("needs g++")
+    library = tmp_path / "no_memory.so"
+    source = Path(__file__).resolve().parent / "native" / "no_memory.cpp"
+    subprocess.run(["g++", "-O1", "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
+    environment = os.environ | {"LD_PRELOAD": str(library), "PYTHONPATH": str(source.parent.parent)}
+    subprocess.run([sys.executable, "-c", REFUSE], env=environment, check=True)

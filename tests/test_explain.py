@@ -1,5 +1,6 @@
 """explain: what a call would do, without doing it. The routes of a device are tested beside its own tests."""
 
+import time
 from dataclasses import replace
 
 import cases
@@ -110,6 +111,14 @@ def test_functions_that_do_not_attend_are_refused(paged_attn, device):
         assert_same_bytes("cache", a, b)
 
 
+# Over 8-bit caches, bfloat16 queries: up to how many rows which route.
+ROUTES_OF_8_BIT_CACHES = {
+    "avx512_amx": {7: "in_place_bf16", 40: "tiles_bf16"},
+    "avx512_intel": {15: "in_place_bf16", 23: "in_place_f32", 40: "packed_f32"},
+    "avx512_bf16": {15: "in_place_bf16", 40: "packed_bf16"},
+}
+
+
 class TestCpu:
     """The products of the CPU: from some number of rows on, keys and values are laid out first."""
 
@@ -132,6 +141,18 @@ class TestCpu:
         assert few.plan["packed_items"] == 0
         assert many.plan["packed_items"] == many.plan["items"] == 4
 
+    @pytest.mark.every_isa
+    def test_products_of_8_bit_caches(self, paged_attn, device):
+        routes = ROUTES_OF_8_BIT_CACHES.get(paged_attn.cpu_isa().split()[0], {})
+        first = 1
+        for last, route in routes.items():
+            for rows in (first, last):
+                case = Case(batch=1, kv_len=600, q_heads=rows, kv_heads=1, kv_dtype="float8_e4m3fn", dtype="bfloat16")
+                explained = explain(paged_attn, cases.build(case))
+                assert explained.route == route
+                assert explained.plan["packed_items"] == (0 if route.startswith("in_place") else 1)
+            first = last + 1
+
     def test_few_rows_in_tiles(self, paged_attn, device):
         """Decode with a group takes the matrix unit where keys and values lie, unless there are hardly any keys."""
         if paged_attn.cpu_isa() != "avx512_amx":
@@ -141,6 +162,26 @@ class TestCpu:
         assert long.route == "tiles_in_place_bf16" and "tiles_bf16" in long.why_not
         assert short.route == "in_place_f32"
         assert "at least 32 keys, got 4 rows and 31 keys" in short.why_not["tiles_in_place_bf16"]
+
+    def test_pages_of_one_slot_are_checked_fast(self, paged_attn, device):
+        """Millions of page numbers, in every layer: to look at them takes no longer than to copy them. (Four times
+        that, for other programs take their share too.)"""
+        q = torch.zeros(64, 1, 8, 128, dtype=torch.bfloat16)
+        cache = torch.zeros(1, 1, 1, 128, dtype=torch.bfloat16).expand(2**21, 1, 1, 128)
+        table = torch.arange(2**21, dtype=torch.int32).view(64, -1)
+        lens = torch.full((64,), table.shape[1], dtype=torch.int32)
+        keywords = {"block_table": table, "cache_seqlens": lens, "causal": True}
+
+        def seconds(work):
+            times = []
+            for _ in range(7):
+                start = time.process_time()
+                work()
+                times.append(time.process_time() - start)
+            return min(times)
+
+        with torch_threads(1):
+            assert seconds(lambda: paged_attn.explain(q, cache, cache, **keywords)) < 4 * seconds(table.clone)
 
     @pytest.mark.parametrize("splits", [1, 3, 7])
     def test_splits_that_were_asked_for(self, paged_attn, device, splits):

@@ -2,9 +2,11 @@
 workspaces stay within bounds. CUDA's: test_cuda_plans.py.
 """
 
+import heapq
 import itertools
 import math
 import random
+import time
 
 import pytest
 
@@ -124,29 +126,99 @@ def test_cpu_cuts_heads_where_keys_are_few(native):
             assert all(work["heads"] == (0, 8) for work in plan["works"]), "the keys can be cut for all"
 
 
-@pytest.mark.parametrize("kv_heads, batch, keys", [(8, 1, 512), (8, 1, 300), (2, 1, 900), (1, 3, 700), (5, 2, 333)])
-def test_cpu_short_calls_gain_from_every_thread(native, kv_heads, batch, keys):
-    """The longest task of a thread, with what stands beside its keys, never grows with the number of threads, and it is
-    near an equal share, or near what splits cost."""
-    call = {"batch": batch, "cache_seqlens": [keys] * batch, "page_size": keys, "group": 4, "kv_heads": kv_heads}
-    before = math.inf
-    for threads in range(1, 33):
-        plan = native.cpu.plan(call | {"head_dim": 128}, threads)
+def end_of_small_call(native, call, plan):
+    """When the last thread ends, in keys: each takes the longest task that is left."""
+    costs, threads = [], [0] * plan["threads"]
+    for work in plan["works"]:
+        heads, splits = work["heads"][1] - work["heads"][0], work["splits"]
+        beside = native.cpu.begin_keys + heads * native.cpu.head_keys
+        if len(splits) > 1:
+            beside += native.cpu.merge_keys + native.cpu.partial_keys * heads * len(splits)
+        percent = 100 + (call.get("part_of_slot", 0) if heads < call["kv_heads"] else 0)
+        costs += [heads * ((end - begin) * percent // 100) + beside for begin, end in splits]
+    for cost in sorted(costs, reverse=True):
+        heapq.heapreplace(threads, threads[0] + cost)
+    return max(threads)
+
+
+@pytest.mark.parametrize("part_of_slot", [0, 40])
+@pytest.mark.parametrize(
+    "kv_heads, batch, keys",
+    [(8, 1, 512), (8, 1, 300), (2, 1, 900), (1, 3, 700), (5, 2, 333), (1, 1, 2048), (1, 1, 4096), (2, 1, 2048)],
+)
+def test_cpu_short_calls_gain_from_every_thread(native, kv_heads, batch, keys, part_of_slot):
+    """More threads never make a call longer, and what it takes is near an equal share, or near what splits cost."""
+    call = {"batch": batch, "cache_seqlens": [keys] * batch, "page_size": keys, "group": 32, "kv_heads": kv_heads}
+    call |= {"head_dim": 128, "part_of_slot": part_of_slot}
+    before, aligned = math.inf, native.cpu.split_align * kv_heads
+    for threads in range(1, 65):
+        plan = native.cpu.plan(call, threads)
         if plan["threads"] < threads:
             break
-        costs = []
+        end = end_of_small_call(native, call, plan)
+        assert end <= before
+        share, splits = batch * keys * kv_heads / threads, math.isqrt(native.cpu.partial_keys * keys)
+        assert end <= 2 * (share + native.cpu.merge_keys + kv_heads * native.cpu.head_keys + splits) + aligned
+        before = end
+
+
+def test_cpu_short_calls_cut_the_long_request(native):
+    """A long request beside short ones is shared out, and hardly ever does one more thread make a call longer."""
+    rng, longer = random.Random(10), 0
+    for _ in range(100):
+        lens = [rng.choice((1, rng.randint(1, 100))) for _ in range(rng.randint(1, 7))] + [rng.randint(500, 2000)]
+        call = {"batch": len(lens), "cache_seqlens": lens, "page_size": 2000, "group": 8, "head_dim": 64}
+        call |= {"kv_heads": rng.choice((1, 2, 8)), "part_of_slot": rng.choice((0, 40))}
+        before = alone = end_of_small_call(native, call, native.cpu.plan(call, 1))
+        for threads in range(2, 33):
+            plan = native.cpu.plan(call, threads)
+            if plan["threads"] < threads:
+                break
+            end = end_of_small_call(native, call, plan)
+            assert end <= 1.25 * before
+            assert plan["threads"] < 4 or end < 0.7 * alone
+            longer += end > 1.05 * before
+            before = min(end, before)
+    assert longer <= 10
+
+
+def hide_keys(rng, align, q_len):
+    """What hides the first keys of a request from all of its rows: arguments, padding, and how many are hidden and are
+    there in all. The hidden ones are a multiple of `align`, so that the others are cut as in a cache of their own."""
+    kind = rng.choice(("window", "chunk", "leftpad"))
+    hidden, seen = rng.choice((0, 1, 40, 6000)) * align, q_len + rng.randint(1, rng.choice((100, 2000)))
+    options, padding = {"window_right": 0}, {}
+    if kind == "window":
+        options["window_left"] = seen - q_len
+    elif kind == "chunk":  # all rows lie in one
+        chunk = options["attention_chunk"] = align * (1 + seen // align)
+        hidden = hidden // chunk * chunk
+    else:
+        padding["cache_leftpad"] = [hidden]
+    return options, padding, hidden, hidden + seen
+
+
+def test_cpu_plans_for_the_keys_that_rows_see(native):
+    """Keys that a window, a chunk or padding hides from all rows cost nothing: the plan is that of a cache without
+    them."""
+    rng = random.Random(9)
+    for _ in range(1000):
+        q_len, threads = rng.choice((1, 1, 1, 3, 40)), rng.choice((1, 2, 8, 32))
+        call = {"group": rng.choice((1, 4, 8)), "kv_heads": rng.choice((1, 2, 8)), "head_dim": rng.choice((64, 128))}
+        call |= {"max_q_len": q_len, "page_size": 2**20}
+        options, padding, hidden, keys = hide_keys(rng, native.cpu.split_align, q_len)
+        plan = native.cpu.plan(call | options | padding | {"cache_seqlens": [keys]}, threads)
+        alone = native.cpu.plan(call | options | {"cache_seqlens": [keys - hidden]}, threads)
         for work in plan["works"]:
-            heads, splits = work["heads"][1] - work["heads"][0], work["splits"]
-            beside = native.cpu.begin_keys + heads * native.cpu.head_keys
-            if len(splits) > 1:
-                beside += native.cpu.merge_keys + native.cpu.partial_keys * heads * len(splits)
-            costs += [heads * (end - begin) + beside for begin, end in splits]
-        longest = max(costs) * math.ceil(len(costs) / threads)
-        aligned = native.cpu.split_align * kv_heads
-        assert longest <= before + aligned
-        share = batch * keys * kv_heads / threads
-        assert longest <= 2 * (share + native.cpu.merge_keys + kv_heads * native.cpu.head_keys) + aligned
-        before = min(before, longest)
+            work["splits"] = [(begin - hidden, end - hidden) for begin, end in work["splits"]]
+        assert plan == alone, (call, options, padding, threads)
+
+
+def test_cpu_shares_out_a_window(native):
+    """The sliding layers of gpt-oss: a window of 128 keys takes the threads that 128 keys take."""
+    call = {"group": 8, "kv_heads": 8, "cache_seqlens": [100000], "page_size": 100000}
+    plan = native.cpu.plan(call | {"window_left": 127, "window_right": 0}, 8)
+    assert len(plan["tasks"]) == plan["threads"] == 8
 
 
 def test_cpu_short_calls_take_few_threads(native):
@@ -159,6 +231,24 @@ def test_cpu_short_calls_take_few_threads(native):
     assert taken == sorted(taken) and taken[:2] == [1, 1] and taken[2] == 4 and taken[-1] == 32
     many = {"batch": 64, "cache_seqlens": [1] * 64, "page_size": 1, "group": 4, "kv_heads": 8, "head_dim": 128}
     assert native.cpu.plan(many, 32)["threads"] > 8, "rows of few keys count too"
+
+
+def test_cpu_plans_one_thread_in_no_time(native):
+    """With one thread there is nothing to choose: many kv_heads take no longer than one, whatever the batch. (Most of
+    these requests have no tokens, so that time goes to the plan alone.)"""
+    batch = 100000
+    call = {"batch": batch, "cache_seqlens": [0] * batch, "head_dim": 1}
+    call |= {"cu_seqlens_q": [0] * batch + [1], "total_q": 1, "page_size": 1}
+
+    def seconds(kv_heads):
+        times = []
+        for _ in range(5):
+            start = time.process_time()
+            native.cpu.plan(call | {"kv_heads": kv_heads}, 1)
+            times.append(time.process_time() - start)
+        return min(times)
+
+    assert seconds(128) < 3 * seconds(1)
 
 
 @pytest.mark.parametrize("q_len", [512, 1024, 2048])

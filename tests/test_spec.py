@@ -168,3 +168,28 @@ def test_bad_values(spec, name):
     change, match = BAD[name]
     with pytest.raises(RuntimeError, match=match):
         spec.check_values(GOOD | change)
+
+
+def test_pages_are_checked_where_rows_see_them(spec):
+    """The first bad number among the pages of visible keys is reported; all others may be anything."""
+    rng = random.Random(8)
+    for _ in range(500):
+        page_size, num_pages = rng.choice((1, 3, 16)), rng.choice((1, 9, 2**31 - 1, 2**31, 2**40))
+        kv_len, window = rng.randint(1, 300), rng.randint(0, 100)
+        pages = -(-kv_len // page_size)
+        wrong = [value for value in (-1, -(2**31), num_pages, 2**31 - 1) if not 0 <= value < min(num_pages, 2**31)]
+        wrong = [value for value in wrong if value < 2**31]
+        table = [rng.choice((0, min(num_pages, 2**31) - 1)) for _ in range(pages)]
+        bad = sorted(rng.sample(range(pages), min(pages, rng.randint(0, 2))))
+        for page in bad:
+            table[page] = rng.choice(wrong)
+        call = {
+            "page_size": page_size, "num_pages": num_pages, "max_pages": pages, "block_table": table,
+            "cache_seqlens": [kv_len], "window_left": window, "window_right": 0, "table_rows": 1,
+        }  # fmt: skip
+        seen = [page for page in bad if (page + 1) * page_size > max(0, kv_len - 1 - window)]
+        if not seen:
+            spec.check_values(call)
+            continue
+        with pytest.raises(RuntimeError, match=f", got {table[seen[0]]} for batch entry 0, page {seen[0]}$"):
+            spec.check_values(call)

@@ -1,5 +1,5 @@
-// The CPU's plan for Python, with an instruction set that does nothing. The file of the planner is compiled here, for
-// its constants.
+// The CPU's plan for Python, with an instruction set that does nothing; part_of_slot is its percentage. The file of the
+// planner is compiled here, for its constants.
 #include "module.h"
 
 #include "../../paged_decode_cpu/plan.cpp"
@@ -28,7 +28,9 @@ void bind_cpu(py::module_& m) {
   m.def("plan", [](const py::dict& d, int64_t threads) {
     Made made;
     fill(made, d);
-    const Plan plan = make_plan(made.p, kNoKernel, threads);
+    Kernel kernel = kNoKernel;
+    kernel.part_of_slot.percent = number(d, "part_of_slot", 0);
+    const Plan plan = make_plan(made.p, kernel, threads);
     py::list works;
     for (const Work& work : plan.works) {
       py::list splits;
