@@ -206,6 +206,69 @@ def test_a_static_cache_without_any_mask(make_model, paged_cache):
         close(logits(model, ids[:, tokens], past_key_values=cache), whole[:, tokens])
 
 
+LONGER_MASKS = pytest.mark.parametrize("behind", [0, 1])
+
+
+def longer_mask(ids, behind, left=3, columns=24):
+    """A mask with columns for tokens that are yet to come. Row 0 is padded on the left."""
+    mask = torch.ones(len(ids), columns, dtype=torch.int64, device=ids.device)
+    mask[:, ids.shape[1] :] = behind
+    mask[0, :left] = 0
+    return mask
+
+
+@LONGER_MASKS
+@pytest.mark.parametrize("kind, config", [MODELS["llama"], MODELS["gemma 3, both kinds of layers"]])
+@pytest.mark.parametrize("cache", ["dynamic", "static", "full static", "paged"])
+@pytest.mark.parametrize("left", [0, 3])
+def test_a_mask_longer_than_the_text(make_model, paged_cache, kind, config, cache, behind, left):
+    """Its columns are positions."""
+    model = make_model(kind, **config)
+    ids = text(model, [20, 20])["input_ids"]
+
+    def whole():
+        caches = {
+            "dynamic": lambda: transformers.DynamicCache(config=model.config),
+            "static": lambda: static_cache(model),
+            "full static": lambda: transformers.StaticCache(config=model.config, max_cache_len=24),
+            "paged": lambda: paged_cache(model),
+        }
+        own = caches[cache if model.config._attn_implementation == "paged_attn" else "dynamic"]()
+        results = []
+        for tokens in (slice(0, 10), slice(10, 11), slice(11, 17), slice(17, 18)):
+            mask = longer_mask(ids[:, : tokens.stop], behind, left)
+            results.append(logits(model, ids[:, tokens], attention_mask=mask, past_key_values=own))
+        return torch.cat(results, 1)[:, left:]
+
+    model.set_attn_implementation("eager")
+    eager = whole()
+    paged_cache(model)
+    close(whole(), eager)
+
+
+@LONGER_MASKS
+def test_a_mask_longer_than_the_text_in_a_graph(make_model, paged_cache, device, behind):
+    """Where the count of a static cache is not read, it is an error."""
+    if device != "cpu":
+        pytest.skip("elsewhere the check ends the process, or there is no compiler")
+    model = make_model()
+    ids = text(model, [11, 11])["input_ids"]
+    paged_cache(model)
+    cache = static_cache(model)
+    eager = logits(model, ids, attention_mask=longer_mask(ids, behind, columns=11), past_key_values=static_cache(model))
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    first, last = ids[:, :10], ids[:, 10:]
+    logits(model, first, attention_mask=longer_mask(first, behind, columns=10), past_key_values=cache)
+    with torch.no_grad():
+        ours = compiled(last, attention_mask=longer_mask(ids, behind, columns=11), past_key_values=cache).logits
+    close(ours, eager[:, -1:])
+    refused = pytest.raises(RuntimeError, match="attention_mask: expected no column for later tokens in a compiled")
+    # torch leaves the grad mode of a compiled no_grad behind where an error ends the graph.
+    with torch.set_grad_enabled(torch.is_grad_enabled()), torch.no_grad(), refused:
+        compiled(last, attention_mask=longer_mask(ids, behind, columns=20), past_key_values=cache)
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("lengths", [[17, 17], [5, 18]], ids=["equal", "padded"])
 def test_autocast(make_model, paged_cache, device, lengths):
     """Rotated queries and keys become float32 there, values do not."""

@@ -80,7 +80,22 @@ def make_mask(
             stored = int(q_offset + q_length - kv_offset)  # a static cache counts in a tensor: the host waits for it
             if stored < kv_length:
                 attention_mask = torch.ones(batch_size, stored, dtype=torch.bool, device=device)
+        elif attention_mask.shape[1] > q_length:
+            attention_mask = _columns_so_far(attention_mask, q_offset + q_length)
+    if attention_mask is not None:
+        attention_mask = attention_mask[:, : kv_offset + kv_length]
     return flash_attention_mask(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask)
+
+
+def _columns_so_far(mask, tokens):
+    """The columns of a mask are positions. It may have some for tokens that are yet to come."""
+    if not isinstance(tokens, torch.Tensor):
+        return mask[:, :tokens]
+    if not torch.compiler.is_compiling():
+        return mask[:, : int(tokens)]  # of a static cache: the host waits
+    words = "attention_mask: expected no column for later tokens in a compiled model with a static cache, got some"
+    torch._assert_async((tokens >= mask.shape[1]).all(), words)
+    return mask
 
 
 def _refuse_chunks(config, local_size, keys):
