@@ -728,6 +728,83 @@ def test_image_tokens_that_see_each_other(device, paged_cache, paged, emulated):
     assert generate(model, texts, cache()) == tokens
 
 
+def random_weights(model):
+    """Attention that shows in the result. Models of speech have other initial weights than SIZES asks for."""
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.2)
+    return model.eval()
+
+
+ENCODER_SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def moonshine_streaming():
+    from transformers.models.moonshine_streaming import modeling_moonshine_streaming as models
+
+    windows = {"num_key_value_heads": 4, "sliding_windows": [[4, 2], [3, 3]]}
+    return models.MoonshineStreamingEncoder(models.MoonshineStreamingEncoderConfig(**(ENCODER_SIZES | windows)))
+
+
+def t5gemma2():
+    from transformers.models.t5gemma2 import configuration_t5gemma2, modeling_t5gemma2
+
+    texts = ENCODER_SIZES | {"vocab_size": 300, "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16}
+    texts |= {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "dropout_rate": 0.0}
+    images = ENCODER_SIZES | {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    config = configuration_t5gemma2.T5Gemma2EncoderConfig(text_config=texts, vision_config=images)
+    config.text_config.attention_dropout = config.text_config.dropout_rate = 0.0
+    return modeling_t5gemma2.T5Gemma2TextEncoder(config.text_config, eoi_token_index=299)
+
+
+def encoded(model, ids, **options):
+    with torch.no_grad():
+        return model(ids, **options).last_hidden_state
+
+
+@pytest.mark.parametrize("left", [0, 5])
+def test_an_encoder_with_a_window_of_its_own(device, paged_attn, left, emulated):
+    """T5Gemma 2 has another limit on either side."""
+    model = random_weights(t5gemma2()).to(device)
+    ids = text(model, [40, 40 - left])["input_ids"]
+    mask = (ids > 0).long()
+    model.set_attn_implementation("eager")
+    eager = encoded(model, ids, attention_mask=mask)
+    paged_attn.integrations.register_attention()
+    model.set_attn_implementation("paged_attn")
+    close(encoded(model, ids, attention_mask=mask)[mask > 0], eager[mask > 0])
+
+
+def test_an_encoder_with_windows_of_its_layers(device, paged_attn, emulated):
+    if emulated:
+        pytest.skip("the emulated device has no convolutions")
+    model = random_weights(moonshine_streaming()).to(device)
+    sound = torch.randn(1, 80 * 160, generator=torch.Generator().manual_seed(6)).to(device)
+    options = {"attention_mask": torch.ones_like(sound, dtype=torch.int64)}
+    model.set_attn_implementation("eager")
+    eager = encoded(model, sound, **options)
+    paged_attn.integrations.register_attention()
+    model.set_attn_implementation("paged_attn")
+    close(encoded(model, sound, **options), eager)
+
+
+def test_an_encoder_that_limits_keys_otherwise(device, paged_attn):
+    """Chains of a protein. One chain is no limit."""
+    model = random_weights(transformers.EsmcModel(transformers.EsmcConfig(**ENCODER_SIZES))).to(device)
+    ids = torch.arange(4, 24, device=device)[None]
+    chains = (torch.arange(20, device=device) >= 10).long()[None]
+    model.set_attn_implementation("eager")
+    eager = encoded(model, ids, sequence_id=torch.zeros_like(chains))
+    paged_attn.integrations.register_attention()
+    model.set_attn_implementation("paged_attn")
+    close(encoded(model, ids, sequence_id=torch.zeros_like(chains)), eager)
+    between = torch.tensor([[0] * 8 + [1] * 4 + [0] * 8], device=device)
+    for sequence_id in (chains, between):
+        with pytest.raises(ValueError, match="mask_function: expected tokens that see all keys or a window of them"):
+            encoded(model, ids, sequence_id=sequence_id)
+
+
 # ---- Masks, packed sequences, and what models pass beside
 
 

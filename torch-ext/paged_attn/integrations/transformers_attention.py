@@ -6,9 +6,10 @@ What comes in, and how it is computed:
     no mask                              the tensors as they are
     a mask with padding on the left      the tensors as they are, from the first key that exists
     a mask with other padding, or holes  packed: the tokens that exist, one row after the other
+    a window in an encoder's mask        the mask brings it along (`paged_window`); it counts, not `sliding_window`
     several sequences in one row         packed already, by `cu_seq_lens_q` and `cu_seq_lens_k` or by `position_ids`
 
-The last two mean what they mean in transformers' own flash attention.
+Other padding and several sequences mean what they mean in transformers' own flash attention.
 """
 
 from __future__ import annotations
@@ -66,14 +67,17 @@ def make_mask(
     Without a mask all keys are meant that were stored. A static cache has empty slots behind them. generate() drops a
     mask without padding, and gives the decoder beside an encoder none.
 
-    What a mask says beyond padding and windows does not reach `attend`, and is refused here.
+    What a mask says beyond padding reaches `attend` as a window. What is no window is refused here.
     """
     from transformers.masking_utils import flash_attention_mask
 
     _refuse_chunks(config, local_size, kv_length + kv_offset)
+    window = None
     # Only masks of encoders and of cross-attention have this keyword. No cache stores their keys.
-    of_encoder = "allow_is_bidirectional_skip" in others
-    if not of_encoder:
+    if "allow_is_bidirectional_skip" in others:
+        if not others["allow_is_bidirectional_skip"]:
+            window = _window_of(mask_function, batch_size, q_offset, q_length, kv_offset, kv_length, device)
+    else:
         if not allow_is_causal_skip and q_length > 1:
             _refuse_later_keys(mask_function, batch_size, q_length, q_offset, device)
         if attention_mask is None:
@@ -84,7 +88,61 @@ def make_mask(
             attention_mask = _columns_so_far(attention_mask, q_offset + q_length)
     if attention_mask is not None:
         attention_mask = attention_mask[:, : kv_offset + kv_length]
-    return flash_attention_mask(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask)
+    mask = flash_attention_mask(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask)
+    if window is None:
+        return mask
+    # None could not bring the window along.
+    carrier = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device) if mask is None else mask
+    carrier.paged_window, carrier.paged_has_padding = window, mask is not None
+    return carrier
+
+
+class _Seen:
+    """What `mask_function` lets the queries of a pass see of its keys, all counted from the first key."""
+
+    def __init__(self, mask_function, batch_size, queries: range, keys: range, device):
+        self.mask_function, self.queries, self.keys = mask_function, queries, keys
+        self.rows = torch.arange(batch_size, device=device)[:, None]
+        self.device = device
+
+    def __call__(self, query, key):
+        """Of pairs of positions: (batch, pairs)."""
+        seen = self.mask_function(self.rows, torch.zeros_like(self.rows), query, key)
+        return seen.expand(len(self.rows), len(query))
+
+    def window(self):
+        """(left, right) as `window_size`, by the last query and the first one; -1 where it sees all there."""
+        first, last = self.queries[0], self.queries[-1]
+        return self._limit(last, range(self.keys[0], last)), self._limit(first, range(first + 1, self.keys[-1] + 1))
+
+    def _limit(self, query, side):
+        keys = torch.arange(side.start, side.stop, device=self.device)
+        seen = self(torch.full_like(keys, query), keys)[0]
+        return -1 if seen.all() else int(seen.sum())
+
+    def is_window(self, left, right):
+        """A tensor. Asks for a few rows, which show gaps, and diagonals, which show rows with other limits."""
+        queries, keys = (torch.arange(x.start, x.stop, device=self.device) for x in (self.queries, self.keys))
+        pairs = [(torch.full_like(keys, self.queries[i]), keys) for i in (0, len(queries) // 2, -1)]
+        pairs += [(queries, queries + distance) for distance in {0, -1, 1, -left, -left - 1, right, right + 1}]
+        query, key = (torch.cat(side) for side in zip(*pairs, strict=True))
+        key = key.clamp(self.keys[0], self.keys[-1])
+        distance = key - query
+        expected = ((left < 0) | (distance >= -left)) & ((right < 0) | (distance <= right))
+        return (self(query, key) == expected).all()
+
+
+def _window_of(mask_function, batch_size, q_offset, q_length, kv_offset, kv_length, device):
+    """What _Seen finds. Where it is no window, or the kernel would count it from elsewhere, it is refused."""
+    queries, keys = range(int(q_offset), int(q_offset) + q_length), range(kv_offset, kv_offset + kv_length)
+    seen = _Seen(mask_function, batch_size, queries, keys, device)
+    left, right = window = seen.window()
+    is_counted_from_the_end = window == (-1, -1) or seen.queries[-1] == seen.keys[-1]
+    if not (is_counted_from_the_end and seen.is_window(left, right)):
+        raise ValueError(
+            "mask_function: expected tokens that see all keys or a window of them, the same for every token, got others"
+        )
+    return window
 
 
 def _columns_so_far(mask, tokens):
@@ -142,12 +200,18 @@ def attend(
         if attention_mask is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None:
             _check_lengths(query, attention_mask, cu_seq_lens_q, cu_seq_lens_k)
         causal = module.is_causal if is_causal is None else is_causal
-        window = -1 if sliding_window is None else sliding_window - 1
+        window = getattr(attention_mask, "paged_window", None)
+        if window is None:
+            left = -1 if sliding_window is None else sliding_window - 1
+            window = left, 0 if causal else left
+        else:
+            causal = window[1] == 0
+            attention_mask = attention_mask if attention_mask.paged_has_padding else None
         query = query.transpose(1, 2)
         options = {
             "softmax_scale": scaling,
             "causal": causal,
-            "window_size": (window, 0 if causal else window),
+            "window_size": window,
             "softcap": softcap or 0.0,
             "s_aux": s_aux,
         }
