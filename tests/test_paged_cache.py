@@ -789,6 +789,74 @@ def test_an_encoder_with_windows_of_its_layers(device, paged_attn, emulated):
     close(encoded(model, sound, **options), eager)
 
 
+def t5gemma():
+    texts = ENCODER_SIZES | {"vocab_size": 300, "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16}
+    texts |= {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    config = transformers.T5GemmaConfig(encoder=texts, decoder=texts, is_encoder_decoder=False)
+    return transformers.T5GemmaEncoderModel(config)
+
+
+def modernbert():
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
+    sizes = ENCODER_SIZES | {"vocab_size": 300, "local_attention": 8, "num_hidden_layers": 3}
+    return transformers.ModernBertModel(transformers.ModernBertConfig(**sizes, **tokens, global_attn_every_n_layers=3))
+
+
+@pytest.mark.parametrize("make", [t5gemma, modernbert])
+@pytest.mark.parametrize("left", [None, 0, 5])
+def test_windows_to_both_sides(device, paged_attn, make, left):
+    """Of eager attention: ModernBert gives its flash attention one more than its mask says, T5Gemma does not."""
+    model = random_weights(make()).to(device)
+    ids = text(model, [20, 20 - (left or 0)])["input_ids"]
+    exists = ids > 0
+    mask = None if left is None else exists.long()
+    model.set_attn_implementation("eager")
+    eager = encoded(model, ids, attention_mask=mask)
+    paged_attn.integrations.register_attention()
+    model.set_attn_implementation("paged_attn")
+    close(encoded(model, ids, attention_mask=mask)[exists], eager[exists])
+
+
+@pytest.mark.parametrize("make, fullgraph", [(t5gemma, False), (modernbert, True)])
+def test_windows_to_both_sides_in_a_graph(device, paged_attn, make, fullgraph, emulated):
+    if emulated:
+        pytest.skip("no compiler for the emulated device")
+    model = random_weights(make()).to(device)
+    ids = text(model, [20])["input_ids"]
+    model.set_attn_implementation("eager")
+    eager = encoded(model, ids)
+    paged_attn.integrations.register_attention()
+    model.set_attn_implementation("paged_attn")
+    close(encoded(torch.compile(model, fullgraph=fullgraph, backend="eager"), ids), eager)
+    torch.compiler.reset()
+
+
+def test_windows_to_both_sides_of_packed_sequences(device, paged_attn):
+    model = random_weights(modernbert()).to(device)
+    parts = [torch.arange(5, 16, device=device)[None], torch.arange(30, 39, device=device)[None]]
+    model.set_attn_implementation("eager")
+    alone = torch.cat([encoded(model, part) for part in parts], 1)
+    cu = torch.tensor([0, 11, 20], dtype=torch.int32, device=device)
+    positions = torch.cat([torch.arange(11), torch.arange(9)]).to(device)[None]
+    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 11, "max_length_k": 11}
+    paged_attn.integrations.register_attention()
+    model.set_attn_implementation("paged_attn")
+    close(encoded(model, torch.cat(parts, 1), position_ids=positions, **lengths), alone)
+
+
+@pytest.mark.parametrize("lengths", [[17, 17], [5, 18]], ids=["equal", "padded"])
+def test_a_decoder_made_to_see_both_sides(make_model, paged_attn, lengths):
+    model = make_model("Mistral", sliding_window=4)
+    model.config.is_causal = False
+    inputs = text(model, lengths)
+    exists = inputs["attention_mask"] > 0
+    model.set_attn_implementation("eager")
+    eager = logits(model, **inputs, use_cache=False)
+    paged_attn.integrations.register_attention()
+    model.set_attn_implementation("paged_attn")
+    close(logits(model, **inputs, use_cache=False)[exists], eager[exists])
+
+
 def test_an_encoder_that_limits_keys_otherwise(device, paged_attn):
     """Chains of a protein. One chain is no limit."""
     model = random_weights(transformers.EsmcModel(transformers.EsmcConfig(**ENCODER_SIZES))).to(device)
@@ -1023,6 +1091,9 @@ def test_keywords_that_do_not_fit_together(attend):
         attend(torch.ones(1, 6))
     with pytest.raises(ValueError, match=r"dropout: expected 0\.0 .*, got 0\.5"):
         attend(dropout=0.5)
+    with pytest.raises(ValueError, match="sliding_window: expected a mask .*, got only sliding_window=5"):
+        attend(is_causal=False, sliding_window=5)
+    close(attend(is_causal=False, sliding_window=6), attend(is_causal=False))
 
 
 def test_position_bias_of_a_model(device, paged_cache):

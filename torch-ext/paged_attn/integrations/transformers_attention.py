@@ -77,6 +77,9 @@ def make_mask(
     if "allow_is_bidirectional_skip" in others:
         if not others["allow_is_bidirectional_skip"]:
             window = _window_of(mask_function, batch_size, q_offset, q_length, kv_offset, kv_length, device)
+        elif local_size is not None:
+            # transformers' own function, of positions alone: nothing waits for the device.
+            window = _window_of(mask_function, 1, q_offset, q_length, kv_offset, kv_length, "cpu", local_size)
     else:
         if not allow_is_causal_skip and q_length > 1:
             _refuse_later_keys(mask_function, batch_size, q_length, q_offset, device)
@@ -132,10 +135,15 @@ class _Seen:
         return (self(query, key) == expected).all()
 
 
-def _window_of(mask_function, batch_size, q_offset, q_length, kv_offset, kv_length, device):
-    """What _Seen finds. Where it is no window, or the kernel would count it from elsewhere, it is refused."""
+def _window_of(mask_function, batch_size, q_offset, q_length, kv_offset, kv_length, device, of_compiled=None):
+    """What _Seen finds. Where it is no window, or the kernel would count it from elsewhere, it is refused. A compiled
+    model cannot look: there both sides are `of_compiled`."""
     queries, keys = range(int(q_offset), int(q_offset) + q_length), range(kv_offset, kv_offset + kv_length)
     seen = _Seen(mask_function, batch_size, queries, keys, device)
+    if of_compiled is not None and torch.compiler.is_compiling():
+        words = "mask_function: expected windows of sliding_window keys on either side in a compiled model, got others"
+        torch._assert_async(seen.is_window(of_compiled, of_compiled), words)
+        return of_compiled, of_compiled
     left, right = window = seen.window()
     is_counted_from_the_end = window == (-1, -1) or seen.queries[-1] == seen.keys[-1]
     if not (is_counted_from_the_end and seen.is_window(left, right)):
@@ -197,16 +205,15 @@ def attend(
             raise ValueError(f"dropout: expected 0.0 (forward only, for inference), got {dropout}")
         for name in _NOT_SUPPORTED.intersection(others):
             refuse(name, others[name])
-        if attention_mask is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-            _check_lengths(query, attention_mask, cu_seq_lens_q, cu_seq_lens_k)
         causal = module.is_causal if is_causal is None else is_causal
         window = getattr(attention_mask, "paged_window", None)
         if window is None:
-            left = -1 if sliding_window is None else sliding_window - 1
-            window = left, 0 if causal else left
+            window = _window_of_layer(sliding_window, causal, query, key)
         else:
             causal = window[1] == 0
             attention_mask = attention_mask if attention_mask.paged_has_padding else None
+        if attention_mask is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+            _check_lengths(query, attention_mask, cu_seq_lens_q, cu_seq_lens_k)
         query = query.transpose(1, 2)
         options = {
             "softmax_scale": scaling,
@@ -245,6 +252,18 @@ def attend(
             layer.cache.undo()
         raise
     return out, None
+
+
+def _window_of_layer(sliding_window, causal, query, key):
+    """Models mean different numbers of keys by it where tokens see to both sides. Their masks tell."""
+    if sliding_window is None:
+        return -1, 0 if causal else -1
+    if not causal and query.shape[2] > 1 and key.shape[2] > sliding_window:
+        raise ValueError(
+            "sliding_window: expected a mask that says how far tokens see to both sides (transformers makes it), got "
+            f"only sliding_window={sliding_window}"
+        )
+    return sliding_window - 1, 0 if causal else sliding_window - 1
 
 
 def _layer_of(module, key, value):
