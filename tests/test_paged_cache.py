@@ -720,7 +720,7 @@ def test_image_tokens_that_see_each_other(device, paged_cache, paged, emulated):
         own = paged_cache(model)
         return own if paged else transformers.DynamicCache()
 
-    with pytest.raises(ValueError, match="mask_function: expected tokens that see none after them, got some that do"):
+    with pytest.raises(ValueError, match=r"mask_function: expected tokens .* got others \(of an image"):
         generate(model, inputs | {"pixel_values": pixels}, cache())
     # Without an image the same model is served.
     texts = inputs | {"input_ids": ids.clamp(max=200), "token_type_ids": torch.zeros_like(ids)}
@@ -764,7 +764,7 @@ def encoded(model, ids, **options):
 
 
 @pytest.mark.parametrize("left", [0, 5])
-def test_an_encoder_with_a_window_of_its_own(device, paged_attn, left, emulated):
+def test_an_encoder_with_a_window_of_its_own(device, paged_attn, left):
     """T5Gemma 2 has another limit on either side."""
     model = random_weights(t5gemma2()).to(device)
     ids = text(model, [40, 40 - left])["input_ids"]
@@ -855,6 +855,45 @@ def test_a_decoder_made_to_see_both_sides(make_model, paged_attn, lengths):
     paged_attn.integrations.register_attention()
     model.set_attn_implementation("paged_attn")
     close(logits(model, **inputs, use_cache=False)[exists], eager[exists])
+
+
+@pytest.mark.parametrize("lengths", [[17, 17], [5, 18]], ids=["equal", "padded"])
+def test_a_model_of_embeddings(device, paged_attn, lengths):
+    """EmbeddingGemma: all tokens see each other, in layers with windows the near ones, said by a function beside the
+    causal mask."""
+    kind, config = MODELS["gemma 3, both kinds of layers"]
+    model = small_models.make(transformers, device, kind, **config, use_bidirectional_attention=True)
+    inputs = text(model, lengths)
+    exists = inputs["attention_mask"] > 0
+    model.set_attn_implementation("eager")
+    eager = logits(model, **inputs)
+    cache = paged_attn.integrations.PagedCache(model)
+    close(logits(model, **inputs)[exists], eager[exists])
+    with pytest.raises(ValueError, match="is_causal: expected True with a PagedCache, got False from Gemma3Attention"):
+        logits(model, **inputs, past_key_values=cache)
+
+
+def test_a_function_beside_the_causal_mask(make_model, paged_cache):
+    """A window is served, anything else refused."""
+    from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function, sliding_window_overlay
+
+    model = make_model()
+    ids = text(model, [12, 12])["input_ids"]
+    embeddings = model.get_input_embeddings()(ids)
+
+    rotation = model.model.rotary_emb(embeddings, torch.arange(12, device=model.device)[None])
+
+    def results(function):
+        mask = create_causal_mask(model.config, embeddings, None, None, and_mask_function=function)
+        with torch.no_grad():
+            return model.model.layers[0].self_attn(embeddings, rotation, mask)[0]
+
+    model.set_attn_implementation("eager")
+    eager = results(sliding_window_overlay(5))
+    paged_cache(model)
+    close(results(sliding_window_overlay(5)), eager)
+    with pytest.raises(ValueError, match="mask_function: expected tokens that see all keys or a window of them"):
+        results(packed_sequence_mask_function(torch.arange(12, device=ids.device).expand(2, -1) // 6))
 
 
 def test_an_encoder_that_limits_keys_otherwise(device, paged_attn):
@@ -1091,7 +1130,7 @@ def test_keywords_that_do_not_fit_together(attend):
         attend(torch.ones(1, 6))
     with pytest.raises(ValueError, match=r"dropout: expected 0\.0 .*, got 0\.5"):
         attend(dropout=0.5)
-    with pytest.raises(ValueError, match="sliding_window: expected a mask .*, got only sliding_window=5"):
+    with pytest.raises(ValueError, match=r"sliding_window: expected a mask .*, got only sliding_window=5"):
         attend(is_causal=False, sliding_window=5)
     close(attend(is_causal=False, sliding_window=6), attend(is_causal=False))
 

@@ -60,14 +60,15 @@ def register_attention() -> None:
 
 def make_mask(
     batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, *, attention_mask=None, config=None,
-    local_size=None, allow_is_causal_skip=True, device="cpu", **others,
+    local_size=None, allow_is_causal_skip=True, use_vmap=False, device="cpu", **others,
 ):  # fmt: skip
     """transformers' interface of masks: which keys exist, (batch, keys), or None, all of them.
 
     Without a mask all keys are meant that were stored. A static cache has empty slots behind them. generate() drops a
     mask without padding, and gives the decoder beside an encoder none.
 
-    What a mask says beyond padding reaches `attend` as a window. What is no window is refused here.
+    What a mask says beyond padding reaches `attend` as a window. What is no window is refused here. Functions that a
+    model or a caller adds to its masks come with `use_vmap`.
     """
     from transformers.masking_utils import flash_attention_mask
 
@@ -81,8 +82,10 @@ def make_mask(
             # transformers' own function, of positions alone: nothing waits for the device.
             window = _window_of(mask_function, 1, q_offset, q_length, kv_offset, kv_length, "cpu", local_size)
     else:
-        if not allow_is_causal_skip and q_length > 1:
-            _refuse_later_keys(mask_function, batch_size, q_length, q_offset, device)
+        may_see_later = not allow_is_causal_skip and q_length > 1
+        if use_vmap or (may_see_later and _sees_next(mask_function, batch_size, q_length, q_offset, device)):
+            stored = int(q_offset + q_length - kv_offset)
+            window = _window_of(mask_function, batch_size, q_offset, q_length, kv_offset, stored, device)
         if attention_mask is None:
             stored = int(q_offset + q_length - kv_offset)  # a static cache counts in a tensor: the host waits for it
             if stored < kv_length:
@@ -148,7 +151,8 @@ def _window_of(mask_function, batch_size, q_offset, q_length, kv_offset, kv_leng
     is_counted_from_the_end = window == (-1, -1) or seen.queries[-1] == seen.keys[-1]
     if not (is_counted_from_the_end and seen.is_window(left, right)):
         raise ValueError(
-            "mask_function: expected tokens that see all keys or a window of them, the same for every token, got others"
+            "mask_function: expected tokens that see all keys or a window of them, the same for every token, got "
+            "others (of an image, a chunk, a chain)"
         )
     return window
 
@@ -171,12 +175,11 @@ def _refuse_chunks(config, local_size, keys):
         raise ValueError(f"attention_chunk_size: expected at least {keys}, a chunk for all keys, got {local_size}")
 
 
-def _refuse_later_keys(mask_function, batch_size, q_length, q_offset, device):
-    """Tokens that see later ones, such as those of an image in Gemma 3, see the next one."""
+def _sees_next(mask_function, batch_size, q_length, q_offset, device):
+    """Whether a token sees the one after it, as those of an image in Gemma 3 do."""
     row = torch.arange(batch_size, device=device)[:, None]
     position = torch.arange(q_length - 1, device=device) + q_offset
-    if mask_function(row, torch.zeros_like(row), position, position + 1).any():
-        raise ValueError("mask_function: expected tokens that see none after them, got some that do (of an image)")
+    return mask_function(row, torch.zeros_like(row), position, position + 1).any()
 
 
 def attend(
