@@ -999,6 +999,25 @@ def test_packed_sequences(make_model, paged_cache):
     close(ours, logits(model, ids, position_ids=later, use_cache=False))
 
 
+def test_packed_sequences_in_several_rows(make_model, paged_cache):
+    model = make_model()
+    ids = text(model, [12, 12])["input_ids"]
+    positions = torch.tensor([[*range(5), *range(7)], [*range(3), *range(9)]], device=model.device)
+    model.set_attn_implementation("eager")
+    eager = logits(model, ids, position_ids=positions, use_cache=False)
+    cache = paged_cache(model)
+    close(logits(model, ids, position_ids=positions, use_cache=False), eager)
+    # The same positions in every row, and rows that are no packing beside one that is.
+    mixed = torch.stack([positions[0], torch.arange(12, device=model.device)])
+    for some in (positions[:1], mixed):
+        ours = logits(model, ids, position_ids=some, use_cache=False)
+        model.set_attn_implementation("eager")
+        close(ours, logits(model, ids, position_ids=some, use_cache=False))
+        model.set_attn_implementation("paged_attn")
+    with pytest.raises(ValueError, match="position_ids: expected one sequence a row with a PagedCache"):
+        logits(model, ids, position_ids=positions, past_key_values=cache)
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_positions_changed_in_place(make_model, paged_cache, inference):
     """What was seen of a tensor in one pass does not stand for the next."""

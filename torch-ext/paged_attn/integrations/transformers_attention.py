@@ -393,24 +393,26 @@ def padding_of(mask) -> Padding:
 
 
 def _packing_of(module, query, position_ids):
-    """cu_seqlens of sequences that stand in one row one after the other, as transformers' flash attention finds them:
-    each begins at the lowest position. None: the row is one sequence."""
+    """cu_seqlens of sequences that stand in one row one after the other: as transformers' flash attention finds them in
+    a single row, each begins at the lowest position of its row. None: every row is one sequence."""
     batch, tokens = query.shape[:2]
-    if position_ids is None or batch != 1 or tokens == 1 or position_ids.shape != (1, tokens):
+    if position_ids is None or tokens == 1 or position_ids.shape not in ((1, tokens), (batch, tokens)):
         return None
-    return _once(position_ids, "paged_packing", _starts, layer=getattr(module, "layer_idx", 0))
+    layer = getattr(module, "layer_idx", 0)
+    return _once(position_ids, f"paged_packing_{batch}", lambda positions: _starts(positions, batch), layer=layer)
 
 
-def _starts(position_ids):
-    positions = position_ids[0]
+def _starts(position_ids, batch):
+    begins = position_ids == position_ids.amin(-1, keepdim=True)
     if torch.compiler.is_compiling():
         words = "position_ids: expected one sequence a row in a compiled model, got several"
-        torch._assert_async((positions[1:] > positions.min()).all(), words)
+        torch._assert_async(~begins[:, 1:].any(), words)
         return None
-    later = (positions[1:] == positions.min()).nonzero().flatten() + 1
-    if len(later) == 0:
+    if not begins[:, 1:].any():
         return None
-    return torch.nn.functional.pad(torch.cat([later, later.new_tensor([len(positions)])]), (1, 0)).int()
+    begins[:, 0] = True
+    starts = begins.expand(batch, -1).flatten().nonzero().flatten()
+    return torch.nn.functional.pad(starts, (0, 1), value=batch * begins.shape[1]).int()
 
 
 def _once(tensor, name, make, layer=None):
