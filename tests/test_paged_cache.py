@@ -367,6 +367,27 @@ def test_errors_name_what_was_expected(make_model, paged_cache):
         cache.crop(2)
 
 
+@pytest.mark.parametrize("settings", [{}, {"num_pages": 20, "max_length": 80}], ids=["growing", "fixed"])
+@pytest.mark.parametrize("rest", ["continued", "reset", "forked"])
+def test_a_cache_outlives_inference_mode(make_model, paged_cache, settings, rest):
+    """It is filled there, and written elsewhere."""
+    model = make_model()
+    inputs = text(model, [17])
+    tokens = expected(model, inputs)
+    cache = paged_cache(model, page_size=8, **settings)
+    with torch.inference_mode():
+        logits(model, inputs["input_ids"][:, :-1], past_key_values=cache)
+        if rest == "reset":
+            cache.reset()
+    if rest == "forked":
+        cache.batch_repeat_interleave(2)
+        inputs, tokens = {name: x.repeat(2, 1) for name, x in inputs.items()}, tokens * 2
+    assert generate(model, inputs, cache) == tokens
+    cache.crop(-NEW_TOKENS)
+    with torch.inference_mode():
+        assert generate(model, inputs, cache) == tokens
+
+
 def test_a_deep_copy_is_of_the_same_model(make_model, paged_cache):
     """It holds the same tokens, in pages of its own, and sees when the model's attention is another one."""
     model, inputs = make_model(), text(make_model(), [12, 12])

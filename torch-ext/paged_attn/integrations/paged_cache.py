@@ -33,6 +33,10 @@ from .transformers_attention import ATTENTION, announce, padding_of, register_at
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
+# What is made under torch.inference_mode() can be written only there. A cache outlives it.
+_usable_everywhere = torch.inference_mode(False)
+
+
 class OutOfPages(RuntimeError):
     pass
 
@@ -149,6 +153,7 @@ class LayerOfPages:
     def lazy_initialization(self, key_states, value_states) -> None:
         self._grow(key_states, value_states)
 
+    @_usable_everywhere
     def _grow(self, key_states, value_states):
         keys, values = empty_paged_cache(
             len(self.cache.pages.owners),
@@ -298,6 +303,7 @@ class CacheOfPages:
         self._finish_pass()
         self.pending = None
 
+    @_usable_everywhere
     def extend(self, batch, tokens, device):
         """A pass: pages, table and lengths for the next tokens of every row."""
         length = self._finish_pass()
