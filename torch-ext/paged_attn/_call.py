@@ -259,14 +259,14 @@ def _refuse_types(types, given):
         value = given[name]
         is_tensor = isinstance(value, torch.Tensor)
         if name == "cache_seqlens":
-            is_length = isinstance(value, INTS) and not isinstance(value, bool) and _fits(value, 32)
+            is_length = isinstance(value, INTS) and not isinstance(value, bool) and fits(value, 32)
             if not (value is None or is_tensor or is_length):
                 raise ValueError(f"{name}: expected a tensor, an int of 32 bits or None, got {form_of(value)}")
         elif kind == "Tensor" and not is_tensor:
             raise ValueError(f"{name}: expected a tensor, got {form_of(value)}")
         elif kind == "Optional[Tensor]" and not (value is None or is_tensor):
             raise ValueError(f"{name}: expected a tensor or None, got {form_of(value)}")
-        elif kind == "int" and not _fits(value, 64):
+        elif kind == "int" and not fits(value, 64):
             raise ValueError(f"{name}: expected an int of 64 bits, got {form_of(value)}")
         elif kind == "float" and not hasattr(value, "__float__"):
             raise ValueError(f"{name}: expected a number, got {form_of(value)}")
@@ -279,7 +279,7 @@ def _refuse_types(types, given):
         )
 
 
-def _fits(value, bits):
+def fits(value, bits):
     try:
         return -(2 ** (bits - 1)) <= index(value) < 2 ** (bits - 1)
     except TypeError:
@@ -291,7 +291,7 @@ def _is_window(window_size):
         left, right = window_size
     except (TypeError, ValueError):
         return False
-    return all(size is None or _fits(size, 64) for size in (left, right))
+    return all(size is None or fits(size, 64) for size in (left, right))
 
 
 def form_of(value):
