@@ -303,10 +303,12 @@ def test_tokens_are_taken_back(make_model, paged_cache, number):
             torch.testing.assert_close(again, whole[kept:], rtol=1e-4, atol=1e-4)
 
 
-def test_too_few_pages(make_model, paged_cache):
+def test_too_few_pages(make_model, paged_attn, paged_cache):
     model = make_model()
     cache = paged_cache(model, page_size=4, num_pages=6)
-    with pytest.raises(RuntimeError, match=r"num_pages: expected at least 8 for 2 rows of 16 tokens, got 6"):
+    with pytest.raises(
+        paged_attn.integrations.OutOfPages, match=r"^num_pages: expected at least 8 for 2 rows of 16 tokens, got 6"
+    ):
         generate(model, text(model, [9, 9]), cache)
     assert cache.pages.used == 6 and cache.get_seq_length() == 12
 
