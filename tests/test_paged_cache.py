@@ -2,6 +2,7 @@
 function that it sets, with other caches."""
 
 import copy
+import logging
 import pickle
 
 import pytest
@@ -1175,6 +1176,25 @@ def test_keywords_that_do_not_fit_together(attend):
     with pytest.raises(ValueError, match=r"sliding_window: expected a mask .*, got only sliding_window=5"):
         attend(is_causal=False, sliding_window=5)
     close(attend(is_causal=False, sliding_window=6), attend(is_causal=False))
+
+
+def test_attentions_are_not_given(make_model, paged_cache):
+    """Which is said once, as transformers' flash attention says it."""
+    model = make_model()
+    paged_cache(model)
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("transformers.integrations.paged_attn")
+    logger.addHandler(handler)
+    logging.Logger.warning_once.cache_clear()
+    try:
+        for _ in range(2):
+            with torch.no_grad():
+                model(torch.tensor([[5, 6, 7]], device=model.device), output_attentions=True)
+    finally:
+        logger.removeHandler(handler)
+    assert len(said) == 1 and said[0].startswith("`paged_attn` attention does not support `output_attentions=True`.")
 
 
 def test_position_bias_of_a_model(device, paged_cache):

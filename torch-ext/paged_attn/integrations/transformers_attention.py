@@ -208,6 +208,8 @@ def attend(
             raise ValueError(f"dropout: expected 0.0 (forward only, for inference), got {dropout}")
         for name in _NOT_SUPPORTED.intersection(others):
             refuse(name, others[name])
+        if others.get("output_attentions"):
+            _warn_of_attentions()
         causal = module.is_causal if is_causal is None else is_causal
         window = getattr(attention_mask, "paged_window", None)
         if window is None:
@@ -255,6 +257,16 @@ def attend(
             layer.cache.undo()
         raise
     return out, None
+
+
+def _warn_of_attentions():
+    """In the words of transformers' other attention functions, which have none to give either."""
+    from transformers.utils import logging
+
+    logging.get_logger(f"transformers.integrations.{ATTENTION}").warning_once(
+        f"`{ATTENTION}` attention does not support `output_attentions=True`. Please set your attention to `eager` if "
+        "you want any of these features."
+    )
 
 
 def _window_of_layer(sliding_window, causal, query, key):
