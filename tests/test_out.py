@@ -151,23 +151,36 @@ def test_values_that_are_a_part_of_the_keys(paged_attn, device, dtype, place):
 
 
 @LATENT_DTYPES
-@pytest.mark.parametrize("way", ["other values", "other place", "one cache", "pages", "values first"])
+@pytest.mark.parametrize("way", ["other values", "other place", "one cache", "heads", "values first"])
 def test_keys_and_values_in_one_memory(paged_attn, device, dtype, way):
     """Whatever is written last would stay."""
     k = torch.randn(2, 3, 1, 48, device=device)
     memory = torch.zeros(3, 8, 1, 64, device=device).to(dtype)
-    whole = memory[..., :48]
+    whole, heads = memory[..., :48], memory.view(2, 4, 3, 64)[..., :48]
     v, k_cache, v_cache = {
         "other values": (k[..., :32].clone(), whole[:2], whole[:2, ..., :32]),
         "other place": (k[..., :32], whole[:2], whole[:2, ..., 16:]),
         "one cache": (torch.randn_like(k), whole[:2], whole[:2]),
-        "pages": (k[..., :32], whole[:2], whole[1:, ..., :32]),
+        "heads": (k.expand(-1, -1, 2, -1), heads[:, :, :2], heads[:, :, 1:]),
         "values first": (k[..., 16:], memory[:2, ..., 16:], memory[:2, ..., 8:40]),
     }[way]
-    for call in appends(paged_attn, k, v, k_cache, v_cache):
+    for call in appends(paged_attn, k.expand_as(v) if way == "heads" else k, v, k_cache, v_cache):
         with pytest.raises(RuntimeError, match=r"^v_cache: expected memory of its own, got memory of k_cache$"):
             call()
     assert not memory.view(torch.uint8).any()
+
+
+def test_keys_and_values_in_pages_by_turns(paged_attn, device):
+    """The caches lie in each other, the pages of a table do not: so transformers' continuous batching has them."""
+    pool, apart = torch.zeros(5, 8, 2, 48, device=device), torch.zeros(2, 2, 8, 2, 48, device=device)
+    k, v = torch.randn(2, 2, 3, 2, 48, device=device)
+    q = torch.randn(2, 3, 2, 48, device=device)
+    table = torch.tensor([[0], [2]], dtype=torch.int32, device=device)
+    ours = paged_attn.flash_attn_with_kvcache(q, pool[:-1], pool[1:], k, v, cache_seqlens=1, block_table=table)
+    assert torch.equal(ours, paged_attn.flash_attn_with_kvcache(q, *apart, k, v, cache_seqlens=1))
+    assert torch.equal(pool[[0, 2]], apart[0]) and torch.equal(pool[[1, 3]], apart[1])
+    paged_attn.kv_paged_write(v, k, pool[:-1], pool[1:], table, 1)
+    assert torch.equal(pool[[0, 2], 1:4], v) and torch.equal(pool[[1, 3], 1:4], k)
 
 
 def test_latents_of_which_one_is_changed(paged_attn, device):

@@ -205,6 +205,12 @@ bool values_are_keys(const Problem& p, const Rows& k_cache, const Rows& v_cache,
                       scales(c.v_descale, c.v_descale_stride_batch, c.v_descale_stride_head), DType::kFloat32) == 0;
 }
 
+// The rows of the first slot; those of other slots lie the same way.
+Rows first_token(Rows rows) {
+  if (!rows.empty()) rows.size[0] = rows.size[1] = 1;
+  return rows;
+}
+
 // Calls read(name, rows) for every tensor of a call that is given, but for the caches. tokens: the sizes of q.
 template <typename Read>
 void each_input(const Problem& p, const int64_t (&tokens)[3], const Read& read) {
@@ -273,8 +279,10 @@ void check_memory(const Problem& p) {
     refuse_shared("k_cache", k_cache, name, input);
     refuse_shared("v_cache", v_cache, name, input);
   });
+  // The caches of a pool may lie in each other where the table never leads both to one page (transformers' continuous
+  // batching has its keys and values in pages by turns). The key and the value of one token may not.
   if (writes && !values_are_keys(p, k_cache, v_cache, new_keys(p), new_values(p)))
-    refuse_shared("v_cache", v_cache, "k_cache", k_cache);
+    refuse_shared("v_cache", first_token(v_cache), "k_cache", first_token(k_cache));
   refuse_shared("out", out, "k_cache", k_cache);
   refuse_shared("out", out, "v_cache", v_cache);
 }
