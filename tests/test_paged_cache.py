@@ -920,6 +920,16 @@ def test_a_function_beside_the_causal_mask(make_model, paged_cache):
         results(packed_sequence_mask_function(torch.arange(12, device=ids.device).expand(2, -1) // 6))
 
 
+def test_a_mask_that_limits_nothing_is_none(make_model, paged_cache):
+    """Also where transformers is told to make one: models join it to others, as they do with flash attention."""
+    from transformers.masking_utils import create_bidirectional_mask
+
+    model = make_model()
+    paged_cache(model)
+    states = torch.zeros(2, 12, 64, device=model.device)
+    assert create_bidirectional_mask(model.config, states, None, allow_is_bidirectional_skip=False) is None
+
+
 def test_an_encoder_that_limits_keys_otherwise(device, paged_attn):
     """Chains of a protein. One chain is no limit."""
     model = random_weights(transformers.EsmcModel(transformers.EsmcConfig(**ENCODER_SIZES))).to(device)

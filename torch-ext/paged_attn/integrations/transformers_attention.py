@@ -76,7 +76,7 @@ def make_mask(
     window = None
     # Only masks of encoders and of cross-attention have this keyword. No cache stores their keys.
     if "allow_is_bidirectional_skip" in others:
-        if not others["allow_is_bidirectional_skip"]:
+        if use_vmap:
             window = _window_of(mask_function, batch_size, q_offset, q_length, kv_offset, kv_length, device)
         elif local_size is not None:
             # transformers' own function, of positions alone: nothing waits for the device.
