@@ -21,6 +21,7 @@ void merge_row(const MergeProblem& p, int64_t token, int64_t head, std::vector<f
   for (int64_t part = 0; part < p.num_parts; ++part) {
     const State state = state_of(part);
     const float weight = state.l * pd_rescale(state.m, all.m);
+    if (weight == 0.0f) continue;  // its values may be anything
     for (int64_t d = 0; d < p.head_dim; ++d) sums[d] += weight * static_cast<float>(values[part * p.part_stride + d]);
   }
   T* out = static_cast<T*>(p.out) + token * p.out_stride_token + head * p.out_stride_head;

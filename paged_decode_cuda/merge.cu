@@ -17,6 +17,9 @@ constexpr int kPartsAtOnce = 4, kValues = 4;  // of a row, that a lane loads bef
 // The share of a part in the union. Two parts without keys have the same lse, -inf, and no difference.
 __device__ float weight_of(float lse, float largest) { return lse == largest ? 1.0f : __expf(lse - largest); }
 
+// Whether the values of a part count. Where they do not, they may be anything.
+__device__ bool counts(float lse, float largest) { return lse != -INFINITY && weight_of(lse, largest) != 0; }
+
 template <typename T>
 __global__ void __launch_bounds__(32 * kMergeWarps) merge_kernel(const MergeProblem p) {
   wait_for_predecessor();
@@ -50,7 +53,8 @@ __global__ void __launch_bounds__(32 * kMergeWarps) merge_kernel(const MergeProb
       for (int j = 0; j < kPartsAtOnce; ++j) {
         if (first + j >= p.num_parts) continue;
 #pragma unroll
-        for (int i = 0; i < kValues; ++i) sums[i] += weight_of(lses[j], largest) * values[j][i];
+        for (int i = 0; i < kValues; ++i)
+          sums[i] += weight_of(lses[j], largest) * (counts(lses[j], largest) ? values[j][i] : 0);
       }
     }
 #pragma unroll

@@ -63,17 +63,19 @@ template <int kValues>
 struct Union {
   float m = -INFINITY, l = 0.f, values[kValues] = {};
 
-  // A part without keys has lse -inf, and two of them no difference.
+  // A part without keys has lse -inf, and two of them no difference. The values of one without weight may be anything.
   template <typename T>
   PD_MEMBER void add(float lse, uint2 payload) {
     const float top = fmaxf(m, lse);
     const float old_share = m == top ? 1.f : __expf(m - top), share = lse == top ? 1.f : __expf(lse - top);
+    const bool counts = lse != -INFINITY && share != 0;
     T part[kValues];
     memcpy(part, &payload, sizeof(part));
     m = top;
     l = l * old_share + share;
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) values[i] = values[i] * old_share + share * static_cast<float>(part[i]);
+    for (int i = 0; i < kValues; ++i)
+      values[i] = values[i] * old_share + share * (counts ? static_cast<float>(part[i]) : 0);
   }
 };
 

@@ -43,7 +43,9 @@ struct PartStates {
     float x = 0.f;
     for (int part = 0; part < p.count; ++part) {
       const State state = state_of(part);
-      x += load_float(values, out_type, source + part * p.values.outer + dim) * state.l * pd_rescale(state.m, m);
+      const float weight = state.l * pd_rescale(state.m, m);
+      if (weight == 0.f) continue;  // its values may be anything
+      x += load_float(values, out_type, source + part * p.values.outer + dim) * weight;
     }
     store_float(out, out_type, target + dim, x * normalizer);
   }

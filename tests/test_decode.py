@@ -3,6 +3,7 @@
 import errno
 import mmap
 import platform
+import re
 import sys
 from pathlib import Path
 
@@ -186,6 +187,35 @@ def test_last_dim_of_queries_may_be_strided_or_is_refused(paged_attn, device, co
         assert not contiguous and "q: " in str(error)
     else:
         assert_same_bits(result, expected)
+
+
+@pytest.mark.parametrize("name, value, message", [
+    ("num_pages", -64, "num_pages: expected an int of at least 0, got -64"),
+    ("page_size", 16.0, "page_size: expected an int of at least 0, got 16.0"),
+    ("head_dim", None, "head_dim: expected an int of at least 0, got None"),
+    ("head_dim_v", "64", "head_dim_v: expected an int of at least 0, got '64'"),
+    ("kv_heads", 1 << 63, "kv_heads: expected an int of at least 0, got 9223372036854775808"),
+    ("dtype", "bfloat16", "dtype: expected one of torch, such as torch.bfloat16, got 'bfloat16'"),
+    ("dtype", float, "dtype: expected one of torch, such as torch.bfloat16, got a value of type type"),
+])  # fmt: skip
+def test_what_is_no_paged_cache(paged_attn, device, name, value, message):
+    sizes = {"num_pages": 700, "page_size": 16, "kv_heads": 2, "head_dim": 64, "dtype": torch.float32, "device": device}
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        paged_attn.empty_paged_cache(**(sizes | {name: value}))
+
+
+def test_a_paged_cache_beyond_memory(paged_attn, device):
+    if device != "cpu" or sys.platform != "linux":
+        pytest.skip("only there the memory is not torch's")
+    for num_pages in (1 << 34, 1 << 44):
+        with pytest.raises(MemoryError, match=r"^num_pages: expected a cache that memory holds, got one of \d+ bytes"):
+            paged_attn.empty_paged_cache(num_pages, 1 << 10, 8, 128, dtype=torch.bfloat16)
+
+
+def test_a_paged_cache_of_numbers_of_numpy(paged_attn, device):
+    sizes = map(pytest.importorskip("numpy").int64, (700, 16, 2, 64))
+    k_cache, v_cache = paged_attn.empty_paged_cache(*sizes, dtype=torch.float32, device=device)
+    assert k_cache.shape == v_cache.shape == (700, 16, 2, 64)
 
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 96)])

@@ -9,7 +9,7 @@ import cases
 import pytest
 import torch
 from cases import Case
-from compare import assert_result, assert_same_bytes, check, judge, run, with_tensor_lengths
+from compare import assert_result, assert_same_bits, assert_same_bytes, check, judge, run, with_tensor_lengths
 
 DTYPES = ["bfloat16", "float16", "float32"]
 
@@ -510,3 +510,66 @@ def test_what_an_idle_entry_has_does_not_matter(paged_attn, device, paged, posit
     torch.testing.assert_close(out[[0, 2]], out_alone, rtol=1e-5, atol=1e-5)  # cut in other ways
     torch.testing.assert_close(lse[[0, 2]], lse_alone, rtol=1e-5, atol=1e-5)
     assert all(torch.equal(a, b) for a, b in zip(written, written_alone))
+
+
+EVERY_VECTOR = Case(
+    batch=3, lens=(20, 0, 33), q_len=2, append=2, causal=True, alibi="heads", sink="float32", leftpad=True,
+    batch_idx=True, rotary_dim=32, rotary_seqlens=True,
+)  # fmt: skip
+PACKED_VECTORS = Case(batch=3, lens=(20, 0, 33), q_len=4, varlen_q=True, append=3, append_varlen=True, causal=True)
+VECTORS = {
+    "cache_seqlens": EVERY_VECTOR, "cache_batch_idx": EVERY_VECTOR, "cache_leftpad": EVERY_VECTOR,
+    "rotary_seqlens": EVERY_VECTOR, "alibi_slopes": EVERY_VECTOR, "s_aux": EVERY_VECTOR,
+    "cu_seqlens_q": PACKED_VECTORS, "cu_seqlens_k_new": PACKED_VECTORS,
+}  # fmt: skip
+
+
+def with_gaps(x):
+    """The same numbers, the last dimension with a stride of 2 and other numbers between."""
+    return torch.stack([x, torch.full_like(x, 7)], -1)[..., 0]
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_vectors_with_gaps(paged_attn, device, name):
+    """As flash-attn takes them: a column of a table, say."""
+    given = with_gaps(cases.build(VECTORS[name]).to(device).kwargs[name])
+    assert not given.is_contiguous()
+    check(paged_attn, VECTORS[name], device, **{name: given})
+
+
+def test_slopes_of_requests_with_gaps(paged_attn, device):
+    call = cases.build(Case(batch=3, lens=(20, 5, 33), alibi="batch")).to(device)
+    slopes = call.kwargs["alibi_slopes"]
+    assert_same_bits(run(paged_attn, call, alibi_slopes=with_gaps(slopes)), run(paged_attn, call))
+
+
+def test_expanded_vectors(paged_attn, device):
+    """One number for all."""
+    call = cases.build(Case(batch=3, lens=(20, 20, 20), alibi="heads", sink="float32")).to(device)
+    one = {"cache_seqlens": torch.tensor([20], dtype=torch.int32), "alibi_slopes": torch.tensor([0.5])}
+    one["s_aux"] = torch.tensor([1.5])
+    expanded = {n: x.to(device).expand(len(call.kwargs[n])) for n, x in one.items()}
+    contiguous = {n: x.contiguous() for n, x in expanded.items()}
+    assert_same_bits(run(paged_attn, call, **expanded), run(paged_attn, call, **contiguous))
+    k_cache, v_cache = call.caches()
+    for arguments in (expanded, contiguous):
+        assert paged_attn.explain(k_cache=k_cache, v_cache=v_cache, **(call.kwargs | arguments)).route
+
+
+def test_packed_keys_by_vectors_with_gaps(paged_attn, device):
+    q, k, v = torch.randn(3, 9, 2, 16, device=device)
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32, device=device)
+    used = torch.tensor([3, 5], dtype=torch.int32, device=device)
+    wanted = paged_attn.flash_attn_varlen_func(q, k, v, cu, cu, seqused_k=used)
+    gaps = [with_gaps(x) for x in (cu, cu, used)]
+    assert torch.equal(paged_attn.flash_attn_varlen_func(q, k, v, *gaps[:2], seqused_k=gaps[2]), wanted)
+
+
+def test_writes_by_vectors_with_gaps(paged_attn, device):
+    k, v = torch.randn(2, 2, 3, 2, 16, device=device)
+    caches = torch.zeros(4, 4, 8, 2, 16, device=device)
+    table = torch.tensor([[0], [2]], dtype=torch.int32, device=device)
+    paged_attn.kv_paged_write(k, v, *caches[:2], table, torch.tensor([4], dtype=torch.int32, device=device).expand(2))
+    slots = torch.tensor([[4, 5, 6], [20, 21, 22]], device=device)
+    paged_attn.kv_paged_write(k, v, *caches[2:], slot_mapping=with_gaps(slots.flatten())[None].expand(1, 6)[0])
+    assert torch.equal(caches[:2], caches[2:]) and caches.any()

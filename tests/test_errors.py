@@ -1105,6 +1105,24 @@ def test_bounds_that_are_no_numbers(paged_attn, device):
     run(paged_attn, call, max_seqlen_q=np.int64(4))
 
 
+def test_lengths_of_numpy(paged_attn, device):
+    np = pytest.importorskip("numpy")
+    q, k, v = torch.randn(3, 2, 1, 2, 8, device=device)
+    caches = torch.zeros(4, 2, 4, 2, 8, device=device)
+    table = torch.arange(2, dtype=torch.int32, device=device)[:, None]
+    results = []
+    for caches_of_one, length in ((caches[:2], np.int64(2)), (caches[2:], 2)):
+        paged_attn.kv_paged_write(k, v, *caches_of_one, table, length)
+        results.append(paged_attn.flash_attn_with_kvcache(q, *caches_of_one, k, v, cache_seqlens=length + 1))
+        paged_attn.kv_paged_write(k[0], v[0], *caches_of_one, table, length, slot_mapping=torch.tensor([0]).to(device))
+    assert torch.equal(*results) and torch.equal(caches[:2], caches[2:]) and caches.any()
+    for wrong in (np.bool_(True), np.float32(2), np.array([1, 2])):
+        with pytest.raises(
+            ValueError, match=r"^cache_seqlens: expected a tensor, an int of 32 bits or None, got a value"
+        ):
+            paged_attn.flash_attn_with_kvcache(q, *caches[:2], cache_seqlens=wrong)
+
+
 def test_a_bool_is_no_length(paged_attn, device):
     q, cache = torch.zeros(1, 1, 2, 8, device=device), torch.zeros(1, 4, 2, 8, device=device)
     table = torch.zeros(1, 1, dtype=torch.int32, device=device)

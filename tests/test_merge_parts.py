@@ -14,7 +14,8 @@ def merge_parts(paged_attn, device):
 
 
 def draw(shape, dtype, device):
-    """Parts as ranks send them, each row with its lse behind it; some tokens have no key in a part, one has none."""
+    """Parts as ranks send them, each row with its lse behind it; some tokens have no key in a part, one has none.
+    Nobody has written values there."""
     parts, tokens, heads, head_dim = shape
     torch.manual_seed(0)
     unit = 16 // dtype.itemsize
@@ -23,8 +24,10 @@ def draw(shape, dtype, device):
     lse = message.view(torch.float32)[..., -1]
     lse.copy_(torch.randn(parts, tokens, heads) * 4)
     if tokens > 2:
-        message[0, 1, :, :head_dim], lse[0, 1] = 0, -torch.inf
-        message[:, 2, :, :head_dim], lse[:, 2] = 0, -torch.inf
+        message[0, 1, :, :head_dim], lse[0, 1] = torch.nan, -torch.inf
+        message[:, 2, :, :head_dim], lse[:, 2] = torch.nan, -torch.inf
+    if tokens > 3:
+        message[1, 3, :, :head_dim], lse[1, 3] = torch.nan, -1000
     message = message.to(device)
     return message[..., :head_dim], message.view(torch.float32)[..., -1:]
 
@@ -37,7 +40,7 @@ def test_against_float64(merge_parts, device, shape, dtype):
     merged_lse = torch.full(shape[1:-1], torch.nan, device=device)
     merge_parts(parts, lse, out, merged_lse)
     shares = lse.double().softmax(0).nan_to_num(0.0)
-    expected = (parts.double() * shares).sum(0)
+    expected = (parts.double().nan_to_num(0.0) * shares).sum(0)
     torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     torch.testing.assert_close(merged_lse.double(), lse[..., 0].double().logsumexp(0), rtol=1e-6, atol=5e-6)
     again = torch.empty_like(out)
@@ -58,7 +61,7 @@ def test_strided_result_and_nothing_to_do(merge_parts, device):
 def test_an_infinite_lse_stands_alone(merge_parts, device):
     """An infinite sink leaves nothing for the keys of any part."""
     parts, lse = draw((3, 4, 6, 32), torch.float32, device)
-    lse[1] = torch.inf
+    parts[1], lse[1] = torch.randn(4, 6, 32, device=device), torch.inf
     out, merged_lse = torch.empty(4, 6, 32, device=device), torch.empty(4, 6, device=device)
     merge_parts(parts, lse, out, merged_lse)
     assert torch.equal(out, parts[1]) and (merged_lse == torch.inf).all()

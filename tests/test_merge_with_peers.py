@@ -90,12 +90,12 @@ class Ranks:
 
     def draw(self, tokens, heads, generator):
         """Parts with their lse, as attention returns it, and results filled with NaN. Some tokens have no key in a
-        part, one has none in any."""
+        part, one has none in any: nobody has written values there."""
         parts = torch.randn(self.count, tokens, HEADS, self.head_dim, generator=generator).to(self.dtype)
         lse = torch.randn(self.count, HEADS, tokens, generator=generator).transpose(1, 2) * 4
         if tokens > 2:
-            parts[0, 1], lse[0, 1] = 0, -torch.inf
-            parts[:, 2], lse[:, 2] = 0, -torch.inf
+            parts[0, 1], lse[0, 1] = torch.nan, -torch.inf
+            parts[:, 2], lse[:, 2] = torch.nan, -torch.inf
         own = HEADS if heads == "all" else HEADS // self.count
         outs = torch.full((self.count, tokens, own, self.head_dim), torch.nan, dtype=self.dtype)
         return *(x.to(self.device) for x in (parts, lse, outs)), torch.full(outs.shape[:-1], torch.nan).to(self.device)
@@ -141,7 +141,7 @@ class Ranks:
 
 
 def check(rank, parts, lse, out, merged_lse):
-    expected = (parts.double() * lse.double().softmax(0).nan_to_num(0.0).unsqueeze(-1)).sum(0)
+    expected = (parts.double().nan_to_num(0.0) * lse.double().softmax(0).nan_to_num(0.0).unsqueeze(-1)).sum(0)
     mine = slice(None) if out.shape[1] == HEADS else slice(rank * out.shape[1], (rank + 1) * out.shape[1])
     tolerance = TOLERANCE[parts.dtype]
     torch.testing.assert_close(out.double(), expected[:, mine], rtol=tolerance, atol=tolerance)

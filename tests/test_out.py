@@ -1,6 +1,7 @@
 """What is written, out and a cache that tokens are appended to, may be any memory of its own: also rows between those
 of an input, but no element of one."""
 
+import contextlib
 import math
 import random
 
@@ -116,6 +117,90 @@ def test_tables_in_the_memory_of_a_write(paged_attn, device, name, written):
     with pytest.raises(RuntimeError, match=f"^{written}: expected memory of its own, got memory of {name}$"):
         paged_attn.kv_paged_write(**a)
     assert torch.equal(a[written].view(torch.uint8), before)
+
+
+def appends(paged_attn, k, v, k_cache, v_cache, **options):
+    """Both functions that write, as calls."""
+    batch, tokens, _, head_dim = k.shape
+    table = torch.arange(batch, dtype=torch.int32, device=k.device)[:, None]
+    q = torch.ones(batch, tokens, 2, head_dim, device=k.device)
+    yield lambda: paged_attn.kv_paged_write(k, v, k_cache, v_cache, table, 1, **options)
+    yield lambda: paged_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=1, **options)
+
+
+LATENT_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=["float32", "e4m3"])
+
+
+@LATENT_DTYPES
+@pytest.mark.parametrize("place", [0, 16], ids=["beginning", "end"])
+def test_values_that_are_a_part_of_the_keys(paged_attn, device, dtype, place):
+    """Latents: what is written twice is the same."""
+    k = torch.randn(2, 3, 1, 48, device=device)
+    part = slice(place, place + 32)
+    wanted = [torch.zeros(2, 8, 1, n, device=device).to(dtype) for n in (48, 32)]
+    cache = torch.zeros(2, 8, 1, 48, device=device).to(dtype)
+    for apart, shared in zip(
+        appends(paged_attn, k, k[..., part], *wanted),
+        appends(paged_attn, k, k[..., part], cache, cache[..., part]),
+        strict=True,
+    ):
+        cache.view(torch.uint8).zero_()
+        results = apart(), shared()
+        assert results[0] is None or torch.equal(*results)
+        assert torch.equal(cache.view(torch.uint8), wanted[0].view(torch.uint8))
+
+
+@LATENT_DTYPES
+@pytest.mark.parametrize("way", ["other values", "other place", "one cache", "heads", "values first"])
+def test_keys_and_values_in_one_memory(paged_attn, device, dtype, way):
+    """Whatever is written last would stay."""
+    k = torch.randn(2, 3, 1, 48, device=device)
+    memory = torch.zeros(3, 8, 1, 64, device=device).to(dtype)
+    whole, heads = memory[..., :48], memory.view(2, 4, 3, 64)[..., :48]
+    v, k_cache, v_cache = {
+        "other values": (k[..., :32].clone(), whole[:2], whole[:2, ..., :32]),
+        "other place": (k[..., :32], whole[:2], whole[:2, ..., 16:]),
+        "one cache": (torch.randn_like(k), whole[:2], whole[:2]),
+        "heads": (k.expand(-1, -1, 2, -1), heads[:, :, :2], heads[:, :, 1:]),
+        "values first": (k[..., 16:], memory[:2, ..., 16:], memory[:2, ..., 8:40]),
+    }[way]
+    for call in appends(paged_attn, k.expand_as(v) if way == "heads" else k, v, k_cache, v_cache):
+        with pytest.raises(RuntimeError, match=r"^v_cache: expected memory of its own, got memory of k_cache$"):
+            call()
+    assert not memory.view(torch.uint8).any()
+
+
+def test_keys_and_values_in_pages_by_turns(paged_attn, device):
+    """The caches lie in each other, the pages of a table do not: so transformers' continuous batching has them."""
+    pool, apart = torch.zeros(5, 8, 2, 48, device=device), torch.zeros(2, 2, 8, 2, 48, device=device)
+    k, v = torch.randn(2, 2, 3, 2, 48, device=device)
+    q = torch.randn(2, 3, 2, 48, device=device)
+    table = torch.tensor([[0], [2]], dtype=torch.int32, device=device)
+    ours = paged_attn.flash_attn_with_kvcache(q, pool[:-1], pool[1:], k, v, cache_seqlens=1, block_table=table)
+    assert torch.equal(ours, paged_attn.flash_attn_with_kvcache(q, *apart, k, v, cache_seqlens=1))
+    assert torch.equal(pool[[0, 2]], apart[0]) and torch.equal(pool[[1, 3]], apart[1])
+    paged_attn.kv_paged_write(v, k, pool[:-1], pool[1:], table, 1)
+    assert torch.equal(pool[[0, 2], 1:4], v) and torch.equal(pool[[1, 3], 1:4], k)
+
+
+def test_latents_of_which_one_is_changed(paged_attn, device):
+    """By a rotation, or by scales of its own."""
+    k = torch.randn(2, 3, 1, 48, device=device)
+    own = pytest.raises(RuntimeError, match=r"^v_cache: expected memory of its own, got memory of k_cache$")
+    cache = torch.zeros(2, 8, 1, 48, device=device)
+    tables = dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(16, 8, device=device))
+    for place, is_refused in ((16, False), (15, True), (0, True)):
+        part = slice(place, place + 32)
+        _, rotated = appends(paged_attn, k, k[..., part], cache, cache[..., part], **tables)
+        with own if is_refused else contextlib.nullcontext():
+            rotated()
+    eighth = cache.to(torch.float8_e4m3fn)
+    scale = torch.full((1, 1), 0.5, device=device)
+    one = {"k_descale": scale, "v_descale": scale}
+    for options, is_refused in ((one, False), (one | {"v_descale": scale.clone()}, True), ({"k_descale": scale}, True)):
+        for call in appends(paged_attn, k, k[..., :32], eighth, eighth[..., :32], **options):
+            with own if is_refused else contextlib.nullcontext():
+                call()
 
 
 def test_tokens_of_the_cache_itself(paged_attn, device):

@@ -342,3 +342,17 @@ def test_explain_from_the_command_line(device, tmp_path, emulated):
     assert "1 x 1 of 300 tokens" in run.stdout and "<svg" in picture.read_text()
     run = subprocess.run([*command, "--q-len", "100"], capture_output=True, text=True)
     assert run.returncode == 2 and "--kv-len: expected at least q_len = 100, got 64" in run.stderr
+
+
+def test_functions_say_what_they_raise(paged_attn):
+    pytest.importorskip("transformers")  # which PagedCache needs
+    parallel = paged_attn.integrations.context_parallel
+    functions = [getattr(paged_attn, name) for name in paged_attn.__all__]
+    functions += [getattr(paged_attn.fa3, name) for name in paged_attn.fa3.__all__]
+    functions += [parallel.attention, parallel.start, parallel.finish, parallel.next_owner]
+    functions += [paged_attn.integrations.PagedCache]
+    for function in functions:
+        if not inspect.ismodule(function):
+            assert "Raises:" in function.__doc__, function
+    for function in (*(getattr(paged_attn.fa3, name) for name in paged_attn.fa3.__all__), parallel.finish):
+        assert "Args:" in function.__doc__ and "Returns:" in function.__doc__, function

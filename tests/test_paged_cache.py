@@ -2,6 +2,7 @@
 function that it sets, with other caches."""
 
 import copy
+import logging
 import pickle
 
 import pytest
@@ -206,6 +207,69 @@ def test_a_static_cache_without_any_mask(make_model, paged_cache):
         close(logits(model, ids[:, tokens], past_key_values=cache), whole[:, tokens])
 
 
+LONGER_MASKS = pytest.mark.parametrize("behind", [0, 1])
+
+
+def longer_mask(ids, behind, left=3, columns=24):
+    """A mask with columns for tokens that are yet to come. Row 0 is padded on the left."""
+    mask = torch.ones(len(ids), columns, dtype=torch.int64, device=ids.device)
+    mask[:, ids.shape[1] :] = behind
+    mask[0, :left] = 0
+    return mask
+
+
+@LONGER_MASKS
+@pytest.mark.parametrize("kind, config", [MODELS["llama"], MODELS["gemma 3, both kinds of layers"]])
+@pytest.mark.parametrize("cache", ["dynamic", "static", "full static", "paged"])
+@pytest.mark.parametrize("left", [0, 3])
+def test_a_mask_longer_than_the_text(make_model, paged_cache, kind, config, cache, behind, left):
+    """Its columns are positions."""
+    model = make_model(kind, **config)
+    ids = text(model, [20, 20])["input_ids"]
+
+    def whole():
+        caches = {
+            "dynamic": lambda: transformers.DynamicCache(config=model.config),
+            "static": lambda: static_cache(model),
+            "full static": lambda: transformers.StaticCache(config=model.config, max_cache_len=24),
+            "paged": lambda: paged_cache(model),
+        }
+        own = caches[cache if model.config._attn_implementation == "paged_attn" else "dynamic"]()
+        results = []
+        for tokens in (slice(0, 10), slice(10, 11), slice(11, 17), slice(17, 18)):
+            mask = longer_mask(ids[:, : tokens.stop], behind, left)
+            results.append(logits(model, ids[:, tokens], attention_mask=mask, past_key_values=own))
+        return torch.cat(results, 1)[:, left:]
+
+    model.set_attn_implementation("eager")
+    eager = whole()
+    paged_cache(model)
+    close(whole(), eager)
+
+
+@LONGER_MASKS
+def test_a_mask_longer_than_the_text_in_a_graph(make_model, paged_cache, device, behind):
+    """Where the count of a static cache is not read, it is an error."""
+    if device != "cpu":
+        pytest.skip("elsewhere the check ends the process, or there is no compiler")
+    model = make_model()
+    ids = text(model, [11, 11])["input_ids"]
+    paged_cache(model)
+    cache = static_cache(model)
+    eager = logits(model, ids, attention_mask=longer_mask(ids, behind, columns=11), past_key_values=static_cache(model))
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    first, last = ids[:, :10], ids[:, 10:]
+    logits(model, first, attention_mask=longer_mask(first, behind, columns=10), past_key_values=cache)
+    with torch.no_grad():
+        ours = compiled(last, attention_mask=longer_mask(ids, behind, columns=11), past_key_values=cache).logits
+    close(ours, eager[:, -1:])
+    refused = pytest.raises(RuntimeError, match="attention_mask: expected no column for later tokens in a compiled")
+    # torch leaves the grad mode of a compiled no_grad behind where an error ends the graph.
+    with torch.set_grad_enabled(torch.is_grad_enabled()), torch.no_grad(), refused:
+        compiled(last, attention_mask=longer_mask(ids, behind, columns=20), past_key_values=cache)
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("lengths", [[17, 17], [5, 18]], ids=["equal", "padded"])
 def test_autocast(make_model, paged_cache, device, lengths):
     """Rotated queries and keys become float32 there, values do not."""
@@ -240,10 +304,12 @@ def test_tokens_are_taken_back(make_model, paged_cache, number):
             torch.testing.assert_close(again, whole[kept:], rtol=1e-4, atol=1e-4)
 
 
-def test_too_few_pages(make_model, paged_cache):
+def test_too_few_pages(make_model, paged_attn, paged_cache):
     model = make_model()
     cache = paged_cache(model, page_size=4, num_pages=6)
-    with pytest.raises(RuntimeError, match=r"num_pages: expected at least 8 for 2 rows of 16 tokens, got 6"):
+    with pytest.raises(
+        paged_attn.integrations.OutOfPages, match=r"^num_pages: expected at least 8 for 2 rows of 16 tokens, got 6"
+    ):
         generate(model, text(model, [9, 9]), cache)
     assert cache.pages.used == 6 and cache.get_seq_length() == 12
 
@@ -302,6 +368,27 @@ def test_errors_name_what_was_expected(make_model, paged_cache):
         generate(model, inputs, cache)
     with pytest.raises(ValueError, match="tokens_to_remove: expected 0 or less, got 2"):
         cache.crop(2)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_pages": 20, "max_length": 80}], ids=["growing", "fixed"])
+@pytest.mark.parametrize("rest", ["continued", "reset", "forked"])
+def test_a_cache_outlives_inference_mode(make_model, paged_cache, settings, rest):
+    """It is filled there, and written elsewhere."""
+    model = make_model()
+    inputs = text(model, [17])
+    tokens = expected(model, inputs)
+    cache = paged_cache(model, page_size=8, **settings)
+    with torch.inference_mode():
+        logits(model, inputs["input_ids"][:, :-1], past_key_values=cache)
+        if rest == "reset":
+            cache.reset()
+    if rest == "forked":
+        cache.batch_repeat_interleave(2)
+        inputs, tokens = {name: x.repeat(2, 1) for name, x in inputs.items()}, tokens * 2
+    assert generate(model, inputs, cache) == tokens
+    cache.crop(-NEW_TOKENS)
+    with torch.inference_mode():
+        assert generate(model, inputs, cache) == tokens
 
 
 def test_a_deep_copy_is_of_the_same_model(make_model, paged_cache):
@@ -657,12 +744,206 @@ def test_image_tokens_that_see_each_other(device, paged_cache, paged, emulated):
         own = paged_cache(model)
         return own if paged else transformers.DynamicCache()
 
-    with pytest.raises(ValueError, match="mask_function: expected tokens that see none after them, got some that do"):
+    with pytest.raises(ValueError, match=r"mask_function: expected tokens .* got others \(of an image"):
         generate(model, inputs | {"pixel_values": pixels}, cache())
     # Without an image the same model is served.
     texts = inputs | {"input_ids": ids.clamp(max=200), "token_type_ids": torch.zeros_like(ids)}
     tokens = expected(model, texts)
     assert generate(model, texts, cache()) == tokens
+
+
+def random_weights(model):
+    """Attention that shows in the result. Models of speech have other initial weights than SIZES asks for."""
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.2)
+    return model.eval()
+
+
+ENCODER_SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def moonshine_streaming():
+    from transformers.models.moonshine_streaming import modeling_moonshine_streaming as models
+
+    windows = {"num_key_value_heads": 4, "sliding_windows": [[4, 2], [3, 3]]}
+    return models.MoonshineStreamingEncoder(models.MoonshineStreamingEncoderConfig(**(ENCODER_SIZES | windows)))
+
+
+def t5gemma2():
+    from transformers.models.t5gemma2 import configuration_t5gemma2, modeling_t5gemma2
+
+    texts = ENCODER_SIZES | {"vocab_size": 300, "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16}
+    texts |= {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "dropout_rate": 0.0}
+    images = ENCODER_SIZES | {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    config = configuration_t5gemma2.T5Gemma2EncoderConfig(text_config=texts, vision_config=images)
+    config.text_config.attention_dropout = config.text_config.dropout_rate = 0.0
+    return modeling_t5gemma2.T5Gemma2TextEncoder(config.text_config, eoi_token_index=299)
+
+
+def encoded(model, ids, **options):
+    with torch.no_grad():
+        return model(ids, **options).last_hidden_state
+
+
+@pytest.mark.parametrize("left", [0, 5])
+def test_an_encoder_with_a_window_of_its_own(device, paged_attn, left):
+    """T5Gemma 2 has another limit on either side."""
+    model = random_weights(t5gemma2()).to(device)
+    ids = text(model, [40, 40 - left])["input_ids"]
+    mask = (ids > 0).long()
+    model.set_attn_implementation("eager")
+    eager = encoded(model, ids, attention_mask=mask)
+    paged_attn.integrations.register_attention()
+    model.set_attn_implementation("paged_attn")
+    close(encoded(model, ids, attention_mask=mask)[mask > 0], eager[mask > 0])
+
+
+def test_an_encoder_with_windows_of_its_layers(device, paged_attn, emulated):
+    if emulated:
+        pytest.skip("the emulated device has no convolutions")
+    model = random_weights(moonshine_streaming()).to(device)
+    sound = torch.randn(1, 80 * 160, generator=torch.Generator().manual_seed(6)).to(device)
+    options = {"attention_mask": torch.ones_like(sound, dtype=torch.int64)}
+    model.set_attn_implementation("eager")
+    eager = encoded(model, sound, **options)
+    paged_attn.integrations.register_attention()
+    model.set_attn_implementation("paged_attn")
+    close(encoded(model, sound, **options), eager)
+
+
+def t5gemma():
+    texts = ENCODER_SIZES | {"vocab_size": 300, "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16}
+    texts |= {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    config = transformers.T5GemmaConfig(encoder=texts, decoder=texts, is_encoder_decoder=False)
+    return transformers.T5GemmaEncoderModel(config)
+
+
+def modernbert():
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
+    sizes = ENCODER_SIZES | {"vocab_size": 300, "local_attention": 8, "num_hidden_layers": 3}
+    return transformers.ModernBertModel(transformers.ModernBertConfig(**sizes, **tokens, global_attn_every_n_layers=3))
+
+
+@pytest.mark.parametrize("make", [t5gemma, modernbert])
+@pytest.mark.parametrize("left", [None, 0, 5])
+def test_windows_to_both_sides(device, paged_attn, make, left):
+    """Of eager attention: ModernBert gives its flash attention one more than its mask says, T5Gemma does not."""
+    model = random_weights(make()).to(device)
+    ids = text(model, [20, 20 - (left or 0)])["input_ids"]
+    exists = ids > 0
+    mask = None if left is None else exists.long()
+    model.set_attn_implementation("eager")
+    eager = encoded(model, ids, attention_mask=mask)
+    paged_attn.integrations.register_attention()
+    model.set_attn_implementation("paged_attn")
+    close(encoded(model, ids, attention_mask=mask)[exists], eager[exists])
+
+
+@pytest.mark.parametrize("make, fullgraph", [(t5gemma, False), (modernbert, True)])
+def test_windows_to_both_sides_in_a_graph(device, paged_attn, make, fullgraph, emulated):
+    if emulated:
+        pytest.skip("no compiler for the emulated device")
+    model = random_weights(make()).to(device)
+    ids = text(model, [20])["input_ids"]
+    model.set_attn_implementation("eager")
+    eager = encoded(model, ids)
+    paged_attn.integrations.register_attention()
+    model.set_attn_implementation("paged_attn")
+    close(encoded(torch.compile(model, fullgraph=fullgraph, backend="eager"), ids), eager)
+    torch.compiler.reset()
+
+
+def test_windows_to_both_sides_of_packed_sequences(device, paged_attn):
+    model = random_weights(modernbert()).to(device)
+    parts = [torch.arange(5, 16, device=device)[None], torch.arange(30, 39, device=device)[None]]
+    model.set_attn_implementation("eager")
+    alone = torch.cat([encoded(model, part) for part in parts], 1)
+    cu = torch.tensor([0, 11, 20], dtype=torch.int32, device=device)
+    positions = torch.cat([torch.arange(11), torch.arange(9)]).to(device)[None]
+    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 11, "max_length_k": 11}
+    paged_attn.integrations.register_attention()
+    model.set_attn_implementation("paged_attn")
+    close(encoded(model, torch.cat(parts, 1), position_ids=positions, **lengths), alone)
+
+
+@pytest.mark.parametrize("lengths", [[17, 17], [5, 18]], ids=["equal", "padded"])
+def test_a_decoder_made_to_see_both_sides(make_model, paged_attn, lengths):
+    model = make_model("Mistral", sliding_window=4)
+    model.config.is_causal = False
+    inputs = text(model, lengths)
+    exists = inputs["attention_mask"] > 0
+    model.set_attn_implementation("eager")
+    eager = logits(model, **inputs, use_cache=False)
+    paged_attn.integrations.register_attention()
+    model.set_attn_implementation("paged_attn")
+    close(logits(model, **inputs, use_cache=False)[exists], eager[exists])
+
+
+@pytest.mark.parametrize("lengths", [[17, 17], [5, 18]], ids=["equal", "padded"])
+def test_a_model_of_embeddings(device, paged_attn, lengths):
+    """EmbeddingGemma: all tokens see each other, in layers with windows the near ones, said by a function beside the
+    causal mask."""
+    kind, config = MODELS["gemma 3, both kinds of layers"]
+    model = small_models.make(transformers, device, kind, **config, use_bidirectional_attention=True)
+    inputs = text(model, lengths)
+    exists = inputs["attention_mask"] > 0
+    model.set_attn_implementation("eager")
+    eager = logits(model, **inputs)
+    cache = paged_attn.integrations.PagedCache(model)
+    close(logits(model, **inputs)[exists], eager[exists])
+    with pytest.raises(ValueError, match="is_causal: expected True with a PagedCache, got False from Gemma3Attention"):
+        logits(model, **inputs, past_key_values=cache)
+
+
+def test_a_function_beside_the_causal_mask(make_model, paged_cache):
+    """A window is served, anything else refused."""
+    from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function, sliding_window_overlay
+
+    model = make_model()
+    ids = text(model, [12, 12])["input_ids"]
+    embeddings = model.get_input_embeddings()(ids)
+
+    rotation = model.model.rotary_emb(embeddings, torch.arange(12, device=model.device)[None])
+
+    def results(function):
+        mask = create_causal_mask(model.config, embeddings, None, None, and_mask_function=function)
+        with torch.no_grad():
+            return model.model.layers[0].self_attn(embeddings, rotation, mask)[0]
+
+    model.set_attn_implementation("eager")
+    eager = results(sliding_window_overlay(5))
+    paged_cache(model)
+    close(results(sliding_window_overlay(5)), eager)
+    with pytest.raises(ValueError, match="mask_function: expected tokens that see all keys or a window of them"):
+        results(packed_sequence_mask_function(torch.arange(12, device=ids.device).expand(2, -1) // 6))
+
+
+def test_a_mask_that_limits_nothing_is_none(make_model, paged_cache):
+    """Also where transformers is told to make one: models join it to others, as they do with flash attention."""
+    from transformers.masking_utils import create_bidirectional_mask
+
+    model = make_model()
+    paged_cache(model)
+    states = torch.zeros(2, 12, 64, device=model.device)
+    assert create_bidirectional_mask(model.config, states, None, allow_is_bidirectional_skip=False) is None
+
+
+def test_an_encoder_that_limits_keys_otherwise(device, paged_attn):
+    """Chains of a protein. One chain is no limit."""
+    model = random_weights(transformers.EsmcModel(transformers.EsmcConfig(**ENCODER_SIZES))).to(device)
+    ids = torch.arange(4, 24, device=device)[None]
+    chains = (torch.arange(20, device=device) >= 10).long()[None]
+    model.set_attn_implementation("eager")
+    eager = encoded(model, ids, sequence_id=torch.zeros_like(chains))
+    paged_attn.integrations.register_attention()
+    model.set_attn_implementation("paged_attn")
+    close(encoded(model, ids, sequence_id=torch.zeros_like(chains)), eager)
+    between = torch.tensor([[0] * 8 + [1] * 4 + [0] * 8], device=device)
+    for sequence_id in (chains, between):
+        with pytest.raises(ValueError, match="mask_function: expected tokens that see all keys or a window of them"):
+            encoded(model, ids, sequence_id=sequence_id)
 
 
 # ---- Masks, packed sequences, and what models pass beside
@@ -750,6 +1031,25 @@ def test_packed_sequences(make_model, paged_cache):
     close(logits(model, ids, position_ids=later, past_key_values=cache), ours)
     model.set_attn_implementation("eager")
     close(ours, logits(model, ids, position_ids=later, use_cache=False))
+
+
+def test_packed_sequences_in_several_rows(make_model, paged_cache):
+    model = make_model()
+    ids = text(model, [12, 12])["input_ids"]
+    positions = torch.tensor([[*range(5), *range(7)], [*range(3), *range(9)]], device=model.device)
+    model.set_attn_implementation("eager")
+    eager = logits(model, ids, position_ids=positions, use_cache=False)
+    cache = paged_cache(model)
+    close(logits(model, ids, position_ids=positions, use_cache=False), eager)
+    # The same positions in every row, and rows that are no packing beside one that is.
+    mixed = torch.stack([positions[0], torch.arange(12, device=model.device)])
+    for some in (positions[:1], mixed):
+        ours = logits(model, ids, position_ids=some, use_cache=False)
+        model.set_attn_implementation("eager")
+        close(ours, logits(model, ids, position_ids=some, use_cache=False))
+        model.set_attn_implementation("paged_attn")
+    with pytest.raises(ValueError, match="position_ids: expected one sequence a row with a PagedCache"):
+        logits(model, ids, position_ids=positions, past_key_values=cache)
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -883,6 +1183,28 @@ def test_keywords_that_do_not_fit_together(attend):
         attend(torch.ones(1, 6))
     with pytest.raises(ValueError, match=r"dropout: expected 0\.0 .*, got 0\.5"):
         attend(dropout=0.5)
+    with pytest.raises(ValueError, match=r"sliding_window: expected a mask .*, got only sliding_window=5"):
+        attend(is_causal=False, sliding_window=5)
+    close(attend(is_causal=False, sliding_window=6), attend(is_causal=False))
+
+
+def test_attentions_are_not_given(make_model, paged_cache):
+    """Which is said once, as transformers' flash attention says it."""
+    model = make_model()
+    paged_cache(model)
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("transformers.integrations.paged_attn")
+    logger.addHandler(handler)
+    logging.Logger.warning_once.cache_clear()
+    try:
+        for _ in range(2):
+            with torch.no_grad():
+                model(torch.tensor([[5, 6, 7]], device=model.device), output_attentions=True)
+    finally:
+        logger.removeHandler(handler)
+    assert len(said) == 1 and said[0].startswith("`paged_attn` attention does not support `output_attentions=True`.")
 
 
 def test_position_bias_of_a_model(device, paged_cache):

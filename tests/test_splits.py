@@ -183,6 +183,19 @@ def test_merge_of_nothing_is_nothing(paged_attn, device):
     assert_same_bits(paged_attn.merge_attn_states(out, lse, *some), some)
 
 
+def test_values_of_a_part_without_weight(paged_attn, device):
+    """Nobody may have written them."""
+    some = torch.randn(2, 3, 4, 64, device=device), torch.randn(2, 4, 3, device=device)
+    values = torch.full((2, 3, 4, 64), torch.nan, device=device)
+    nothing, little = ((values, torch.full((2, 4, 3), x, device=device)) for x in (-torch.inf, -1000.0))
+    for part in (nothing, little):
+        assert_same_bits(paged_attn.merge_attn_states(*some, *part), some)
+        assert_same_bits(paged_attn.merge_attn_states(*part, *some), some)
+    assert_same_bits(paged_attn.merge_attn_states(*nothing, *nothing), (torch.zeros_like(values), nothing[1]))
+    # A part that counts keeps its NaN.
+    assert paged_attn.merge_attn_states(values, some[1], *some)[0].isnan().all()
+
+
 def test_merge_into_given_tensors(paged_attn, device):
     """Also into the tensors of one of the parts, as engines do."""
     a, b = ((torch.randn(5, 4, 64, device=device), torch.randn(4, 5, device=device)) for _ in range(2))

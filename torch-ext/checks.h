@@ -79,7 +79,13 @@ inline void check_device(const Tensor& t, const char* name, const Like& like) {
     fail(std::string(name) + ": expected a tensor on the device of " + like.name + ", got one on another device");
 }
 
-// Checks dtype, shape, a contiguous last dimension and the device. A stride-0 dimension is fine.
+// Whether the elements of the last dimension lie apart: then no row can be read at once.
+inline bool has_gaps(const Tensor& t) {
+  const int64_t dims = t.dim();
+  return dims > 0 && t.size(dims - 1) > 1 && t.stride(dims - 1) != 1 && t.numel() > 0;
+}
+
+// Checks dtype, shape, a contiguous last dimension and the device. Other dimensions may have any stride, 0 too.
 inline void check(const Tensor& t, const char* name, std::initializer_list<ScalarType> dtypes,
                   std::initializer_list<Dim*> shape, const Like& like) {
   bool ok = false;
@@ -103,7 +109,7 @@ inline void check(const Tensor& t, const char* name, std::initializer_list<Scala
       expected += (dim == shape.begin() ? "" : ", ") + (*dim)->describe();
     fail(std::string(name) + ": expected " + expected + "], got " + shape_str(t));
   }
-  if (t.dim() > 0 && t.numel() > 0 && t.size(t.dim() - 1) > 1 && t.stride(t.dim() - 1) != 1)
+  if (has_gaps(t))
     fail(std::string(name) + ": expected a contiguous last dimension (stride 1), got stride " +
          str(t.stride(t.dim() - 1)));
   check_device(t, name, like);

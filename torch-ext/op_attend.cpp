@@ -228,10 +228,16 @@ Problem problem_of(const AttendArguments& a) {
   return p;
 }
 
+ContiguousVectors contiguous_vectors(AttendArguments& a) {
+  return ContiguousVectors({&a.cache_seqlens, &a.cu_seqlens_q, &a.cu_seqlens_k, &a.cu_seqlens_k_new, &a.cache_batch_idx,
+                            &a.cache_leftpad, &a.alibi_slopes, &a.sinks, &a.rotary_seqlens});
+}
+
 }  // namespace
 
-void flash_attn_with_kvcache(const AttendArguments& a) {
+void flash_attn_with_kvcache(AttendArguments& a) {
   const OnDeviceOf guard(*a.q);
+  const ContiguousVectors vectors = contiguous_vectors(a);
   const Problem p = problem_of(a);
   if (p.q_heads > 0) {
     run_attention(p);
@@ -240,8 +246,9 @@ void flash_attn_with_kvcache(const AttendArguments& a) {
   }
 }
 
-std::string explain_flash_attn_with_kvcache(const AttendArguments& a) {
+std::string explain_flash_attn_with_kvcache(AttendArguments& a) {
   const OnDeviceOf guard(*a.q);
+  const ContiguousVectors vectors = contiguous_vectors(a);
   return explain_attention(problem_of(a));
 }
 

@@ -165,6 +165,52 @@ void check_rows_apart(const char* name, const Rows& rows) {
   }
 }
 
+Rows new_rows(const Problem& p, const Optional<const void>& data, int64_t width, int64_t batch, int64_t token,
+              int64_t head) {
+  const Append& n = p.append;
+  return rows_at(data.data, n.dtype, width, {n.cu_seqlens_k_new ? 1 : p.batch, n.seqlen_new, p.kv_heads},
+                 {batch, token, head});
+}
+
+Rows new_keys(const Problem& p) {
+  const Append& n = p.append;
+  return new_rows(p, n.k, p.head_dim, n.k_stride_batch, n.k_stride_token, n.k_stride_head);
+}
+
+Rows new_values(const Problem& p) {
+  const Append& n = p.append;
+  return new_rows(p, n.v, p.head_dim_v, n.v_stride_batch, n.v_stride_token, n.v_stride_head);
+}
+
+// Where rows begin within those of another tensor, in elements, if each is a piece of its row there; else -1.
+int64_t place_within(const Rows& whole, const Rows& piece, DType dtype) {
+  const int64_t place = piece.begin - whole.begin;
+  const bool fits = piece.buffer == whole.buffer && place >= 0 && place + piece.row_bytes <= whole.row_bytes;
+  return fits && same_strides(whole, piece) ? place / dtype_bytes(dtype) : -1;
+}
+
+// Whether an append writes each number of v_cache twice, the same both times: what v_cache is of k_cache, v is of k,
+// and nothing is done to one of them alone (rotation, a scale). So it is where the values are the beginning of the
+// latents.
+bool values_are_keys(const Problem& p, const Rows& k_cache, const Rows& v_cache, const Rows& k, const Rows& v) {
+  const Cache& c = p.cache;
+  const int64_t place = place_within(k_cache, v_cache, c.dtype);
+  if (place < 0 || place != place_within(k, v, p.append.dtype)) return false;
+  if (p.rotary.cos && place < p.rotary.rotary_dim) return false;
+  if (dtype_bytes(c.dtype) > 1 || dtype_bytes(p.append.dtype) == 1) return true;  // no scale
+  const auto scales = [&](const auto& table, int64_t batch, int64_t head) {
+    return rows_at(table.data, DType::kFloat32, 1, {1, p.batch, p.kv_heads}, {0, batch, head});
+  };
+  return place_within(scales(c.k_descale, c.k_descale_stride_batch, c.k_descale_stride_head),
+                      scales(c.v_descale, c.v_descale_stride_batch, c.v_descale_stride_head), DType::kFloat32) == 0;
+}
+
+// The rows of the first slot; those of other slots lie the same way.
+Rows first_token(Rows rows) {
+  if (!rows.empty()) rows.size[0] = rows.size[1] = 1;
+  return rows;
+}
+
 // Calls read(name, rows) for every tensor of a call that is given, but for the caches. tokens: the sizes of q.
 template <typename Read>
 void each_input(const Problem& p, const int64_t (&tokens)[3], const Read& read) {
@@ -172,12 +218,9 @@ void each_input(const Problem& p, const int64_t (&tokens)[3], const Read& read) 
   if (p.qv)
     read("qv",
          rows_at(p.qv.data, p.q_dtype, p.head_dim_v, tokens, {p.qv_stride_batch, p.qv_stride_token, p.qv_stride_head}));
-  if (const Append& n = p.append; n.k) {
-    const int64_t new_tokens[] = {n.cu_seqlens_k_new ? 1 : p.batch, n.seqlen_new, p.kv_heads};
-    read("k",
-         rows_at(n.k.data, n.dtype, p.head_dim, new_tokens, {n.k_stride_batch, n.k_stride_token, n.k_stride_head}));
-    read("v",
-         rows_at(n.v.data, n.dtype, p.head_dim_v, new_tokens, {n.v_stride_batch, n.v_stride_token, n.v_stride_head}));
+  if (p.append.k) {
+    read("k", new_keys(p));
+    read("v", new_values(p));
   }
   // Tables of numbers of 4 bytes (of slot_mapping: 8), and of the rotation.
   const auto read_table = [&](const char* name, const auto& table, int64_t rows, int64_t stride, int64_t width,
@@ -236,6 +279,10 @@ void check_memory(const Problem& p) {
     refuse_shared("k_cache", k_cache, name, input);
     refuse_shared("v_cache", v_cache, name, input);
   });
+  // The caches of a pool may lie in each other where the table never leads both to one page (transformers' continuous
+  // batching has its keys and values in pages by turns). The key and the value of one token may not.
+  if (writes && !values_are_keys(p, k_cache, v_cache, new_keys(p), new_values(p)))
+    refuse_shared("v_cache", first_token(v_cache), "k_cache", first_token(k_cache));
   refuse_shared("out", out, "k_cache", k_cache);
   refuse_shared("out", out, "v_cache", v_cache);
 }

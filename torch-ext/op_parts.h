@@ -5,6 +5,8 @@
 #include <torch/csrc/stable/accelerator.h>
 #endif
 
+#include <torch/csrc/stable/ops.h>
+
 #include "arguments.h"
 #include "checks.h"
 #include "spec/problem.h"
@@ -52,6 +54,22 @@ template <typename T>
 Optional<const T> if_given(const Tensor* t) {
   return t ? given<const T>(*t) : Optional<const T>{};
 }
+
+// Small vectors may be of any strides, as for flash-attn: a slice, or one number expanded. It keeps the copies that
+// replace them as long as the call lasts.
+class ContiguousVectors {
+  std::vector<Tensor> copies_;
+
+ public:
+  explicit ContiguousVectors(std::initializer_list<const Tensor**> vectors) {
+    for (const Tensor** vector : vectors) {
+      if (!*vector || !has_gaps(**vector)) continue;
+      if (copies_.empty()) copies_.reserve(vectors.size());  // so that none of them moves
+      copies_.push_back(torch::stable::contiguous(**vector));
+      *vector = &copies_.back();
+    }
+  }
+};
 
 // The sizes that several tensors share.
 struct Sizes {

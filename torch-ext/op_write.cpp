@@ -45,8 +45,9 @@ void check_positions(const WriteArguments& a, const Like& like, Sizes& s, Proble
 
 }  // namespace
 
-void kv_paged_write(const WriteArguments& a) {
+void kv_paged_write(WriteArguments& a) {
   const OnDeviceOf guard(*a.k);
+  const ContiguousVectors vectors({&a.cache_seqlens, &a.cu_seqlens_k_new, &a.slot_mapping});
   const Like like(*a.k, "k");
   Sizes s;
   Problem p = {};

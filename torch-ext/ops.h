@@ -7,14 +7,16 @@
 
 namespace paged_attn {
 
+// An operator replaces small vectors of its arguments (lengths, slopes) by contiguous copies where they have gaps.
+
 // Attention of q to a paged, contiguous (no block_table) or ragged (cu_seqlens_k) cache into `out` and `lse`. With k
 // and v these are written into the cache first.
-void flash_attn_with_kvcache(const AttendArguments& arguments);
+void flash_attn_with_kvcache(AttendArguments& arguments);
 
 // How the same call would run; nothing does. See explain_attention in backend.h.
-std::string explain_flash_attn_with_kvcache(const AttendArguments& arguments);
+std::string explain_flash_attn_with_kvcache(AttendArguments& arguments);
 
-void kv_paged_write(const WriteArguments& arguments);
+void kv_paged_write(WriteArguments& arguments);
 
 // out and lse of the union of keys, from those of its parts.
 void merge_parts(const MergeArguments& arguments);

@@ -88,10 +88,10 @@ def run(
         if not is_cache and v_shape[0] > q_shape[0]:
             raise ValueError(f"k_cache: expected batch = {q_shape[0]} (from q), got {form_of(k_cache)}")
         head_dim, head_dim_v = q_shape[-1], v_shape[-1]
-        if isinstance(cache_seqlens, INTS) and not isinstance(cache_seqlens, bool):
+        if cache_seqlens is not None and not isinstance(cache_seqlens, torch.Tensor) and is_int(cache_seqlens):
             cu_seqlens_q = None if features is None else features[_CU_SEQLENS_Q]
             batch = q_shape[0] if cu_seqlens_q is None else batch_of("cu_seqlens_q", cu_seqlens_q)
-            cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+            cache_seqlens = lengths_of(cache_seqlens, batch, q.device)
         if softmax_scale is None:
             # A head_dim of 0 has no scale. The operator refuses it by name.
             softmax_scale = ((head_dim if qv is None else head_dim + head_dim_v) or 1) ** -0.5
@@ -144,6 +144,19 @@ def run(
         given |= {name: x for name, x in filled.items() if x is not None}
         given |= {} if features is None else dict(zip(FEATURES, features))
         raise reworded(clearer(error, _TYPES, given), names) from None
+
+
+def is_int(value):
+    """An int, of torch.export or of NumPy too. A bool or a tensor is none."""
+    if isinstance(value, (bool, torch.Tensor)):
+        return False
+    return isinstance(value, INTS) or fits(value, 64)
+
+
+def lengths_of(length, batch, device):
+    """The same length for every request."""
+    length = length if isinstance(length, INTS) else index(length)
+    return torch.full((batch,), length, dtype=torch.int32, device=device)
 
 
 def result_dtype(q_dtype):
@@ -259,14 +272,14 @@ def _refuse_types(types, given):
         value = given[name]
         is_tensor = isinstance(value, torch.Tensor)
         if name == "cache_seqlens":
-            is_length = isinstance(value, INTS) and not isinstance(value, bool) and _fits(value, 32)
+            is_length = is_int(value) and fits(value, 32)
             if not (value is None or is_tensor or is_length):
                 raise ValueError(f"{name}: expected a tensor, an int of 32 bits or None, got {form_of(value)}")
         elif kind == "Tensor" and not is_tensor:
             raise ValueError(f"{name}: expected a tensor, got {form_of(value)}")
         elif kind == "Optional[Tensor]" and not (value is None or is_tensor):
             raise ValueError(f"{name}: expected a tensor or None, got {form_of(value)}")
-        elif kind == "int" and not _fits(value, 64):
+        elif kind == "int" and not fits(value, 64):
             raise ValueError(f"{name}: expected an int of 64 bits, got {form_of(value)}")
         elif kind == "float" and not hasattr(value, "__float__"):
             raise ValueError(f"{name}: expected a number, got {form_of(value)}")
@@ -279,7 +292,7 @@ def _refuse_types(types, given):
         )
 
 
-def _fits(value, bits):
+def fits(value, bits):
     try:
         return -(2 ** (bits - 1)) <= index(value) < 2 ** (bits - 1)
     except TypeError:
@@ -291,7 +304,7 @@ def _is_window(window_size):
         left, right = window_size
     except (TypeError, ValueError):
         return False
-    return all(size is None or _fits(size, 64) for size in (left, right))
+    return all(size is None or fits(size, 64) for size in (left, right))
 
 
 def form_of(value):

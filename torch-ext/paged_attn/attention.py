@@ -317,6 +317,9 @@ def get_scheduler_metadata(
 
     A call of this package plans by itself (on a GPU the thread blocks do, from the lengths). So there is nothing to
     prepare: no argument changes anything, and the result is an empty int32 tensor on the device of `cache_seqlens`.
+
+    Raises:
+        ValueError: cache_seqlens is no tensor.
     """
     if not isinstance(cache_seqlens, torch.Tensor):
         raise ValueError(f"cache_seqlens: expected int32 [batch], got {form_of(cache_seqlens)}")

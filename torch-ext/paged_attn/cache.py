@@ -9,9 +9,12 @@ import mmap
 import os
 import platform
 import sys
+from operator import index
 
 import torch
 from torch._guards import active_fake_mode
+
+from ._call import fits, form_of
 
 _HUGE_PAGE = 2 << 20
 
@@ -44,15 +47,24 @@ def empty_paged_cache(
             whoever writes to it first. For one process on all nodes of a machine.
 
     Raises:
-        ValueError: interleave for another device or another system than Linux, or Linux refuses it.
+        ValueError: a size that is no int of at least 0, a dtype that is none of torch's; interleave for another device
+            or another system than Linux, or Linux refuses it.
+        MemoryError: Linux has no memory for it. Elsewhere torch raises its own error.
     """
+    sizes = {"num_pages": num_pages, "page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
+    sizes["head_dim_v"] = head_dim if head_dim_v is None else head_dim_v
+    for name, size in sizes.items():
+        if not fits(size, 64) or index(size) < 0:
+            raise ValueError(f"{name}: expected an int of at least 0, got {form_of(size)}")
+        sizes[name] = index(size)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype: expected one of torch, such as torch.bfloat16, got {form_of(dtype)}")
     device = torch.get_default_device() if device is None else torch.device(device)
     if interleave and (device.type != "cpu" or sys.platform != "linux" or platform.machine() not in _CALLS):
         given = f"{device.type} on {sys.platform} {platform.machine()}"
         raise ValueError(f"interleave: expected a cache on the CPU under Linux (x86_64, aarch64), got {given}")
-    shape_k = (num_pages, page_size, kv_heads, head_dim)
-    shape_v = (num_pages, page_size, kv_heads, head_dim if head_dim_v is None else head_dim_v)
-    return _empty(shape_k, dtype, device, interleave), _empty(shape_v, dtype, device, interleave)
+    *shape, head_dim_v = sizes.values()
+    return _empty(shape, dtype, device, interleave), _empty((*shape[:3], head_dim_v), dtype, device, interleave)
 
 
 def _empty(shape, dtype, device, interleave):
@@ -60,7 +72,10 @@ def _empty(shape, dtype, device, interleave):
     huge = size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
     if device.type != "cpu" or not (huge or interleave) or size == 0 or active_fake_mode() is not None:
         return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"num_pages: expected a cache that memory holds, got one of {size} bytes ({error})") from None
     if huge:
         with contextlib.suppress(OSError):  # a kernel built without them
             memory.madvise(mmap.MADV_HUGEPAGE)

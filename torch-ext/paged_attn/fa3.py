@@ -74,10 +74,27 @@ def flash_attn_with_kvcache(
     ver: int | None = None,
     **others,
 ):
-    """`paged_attn.flash_attn_with_kvcache` in FlashAttention 3's order.
+    """`paged_attn.flash_attn_with_kvcache` in FlashAttention 3's order. It has no `alibi_slopes`.
 
-    Without `k` and `v`, `cu_seqlens_k_new` and `rotary_seqlens` ask for nothing. With `only_qv`, or a q of head_dim 0,
-    the score is qv . v alone (multi-head latent attention without a rotary part); k_cache may be None then.
+    Args:
+        q: (batch, seqlen_q, q_heads, head_dim), or (total_q, q_heads, head_dim) with `cu_seqlens_q`; None with
+            `only_qv`.
+        k_cache, v_cache: (num_pages, page_size, kv_heads, head_dim / head_dim_v) with `page_table`, else
+            (batch_cache, seqlen_cache, kv_heads, ...).
+        k, v: (batch, seqlen_new, kv_heads, head_dim / head_dim_v), or (total_new, ...) with `cu_seqlens_k_new`:
+            appended at `cache_seqlens`. Without them `cu_seqlens_k_new` and `rotary_seqlens` ask for nothing.
+        page_table, sinks: also under the names `block_table` and `s_aux`.
+        only_qv: the score is qv . v alone (multi-head latent attention without a rotary part), as it is with a q of
+            head_dim 0; k_cache may be None then, and nothing is appended.
+        The others: as in `paged_attn.flash_attn_with_kvcache`.
+
+    Returns:
+        out (batch, seqlen_q, q_heads, head_dim_v) or (total_q, q_heads, head_dim_v); with `return_softmax_lse` also the
+        lse, float32 (batch, q_heads, seqlen_q) or (q_heads, total_q).
+
+    Raises:
+        ValueError, RuntimeError: an argument does not fit. Nothing has been written then.
+        TypeError: a keyword that no kernel of this kind has.
     """
     if others:
         refuse_others("flash_attn_with_kvcache", others)
@@ -135,7 +152,22 @@ def flash_attn_func(
     out: torch.Tensor | None = None,
     **others,
 ):
-    """`paged_attn.flash_attn_func` in FlashAttention 3's order."""
+    """`paged_attn.flash_attn_func` in FlashAttention 3's order. It has no `alibi_slopes` and no dropout.
+
+    Args:
+        q: (batch, seqlen_q, q_heads, head_dim); None with `only_qv`.
+        k, v: (batch, seqlen_k, kv_heads, head_dim / head_dim_v).
+        sinks: also under the name `s_aux`.
+        only_qv: the score is qv . v alone, as it is with a q of head_dim 0; k may be None then.
+        The others: as in `paged_attn.flash_attn_with_kvcache`.
+
+    Returns:
+        out (batch, seqlen_q, q_heads, head_dim_v); with `return_softmax_lse` or `return_attn_probs` also the lse,
+        float32 (batch, q_heads, seqlen_q).
+
+    Raises:
+        ValueError, RuntimeError, TypeError: as `flash_attn_with_kvcache`.
+    """
     if others:
         refuse_others("flash_attn_func", others)
     if s_aux is not None:
@@ -195,10 +227,27 @@ def flash_attn_varlen_func(
     out: torch.Tensor | None = None,
     **others,
 ):
-    """`paged_attn.flash_attn_varlen_func` in FlashAttention 3's order.
+    """`paged_attn.flash_attn_varlen_func` in FlashAttention 3's order. It has no `alibi_slopes` and no dropout.
 
-    Without `cu_seqlens_q` and `cu_seqlens_k`, q, k and v are (batch, seqlen, heads, head_dim), as FlashAttention 3 has
-    it.
+    Args:
+        q: (total_q, q_heads, head_dim), packed by `cu_seqlens_q`; None with `only_qv`.
+        k, v: (total_k, kv_heads, head_dim / head_dim_v), packed by `cu_seqlens_k`; with `page_table` pages
+            (num_pages, page_size, kv_heads, ...), whose lengths `cu_seqlens_k` or `seqused_k` tell.
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,). Without both, q, k and v are (batch, seqlen, heads, head_dim),
+            as FlashAttention 3 has it.
+        max_seqlen_q, max_seqlen_k: hints: upper bounds; they never change a result.
+        seqused_q: None; there is nothing of it.
+        seqused_k: int32 (batch,): how many keys of each request count, from its first.
+        page_table, sinks: also under the names `block_table` and `s_aux`.
+        only_qv: the score is qv . v alone, as it is with a q of head_dim 0; k may be None then.
+        The others: as in `paged_attn.flash_attn_with_kvcache`.
+
+    Returns:
+        out (total_q, q_heads, head_dim_v), or (batch, seqlen_q, ...); with `return_softmax_lse` or
+        `return_attn_probs` also the lse, float32 (q_heads, total_q), or (batch, q_heads, seqlen_q).
+
+    Raises:
+        ValueError, RuntimeError, TypeError: as `flash_attn_with_kvcache`.
     """
     if others or seqused_q is not None:
         refuse_others("flash_attn_varlen_func", others | {"seqused_q": seqused_q})
@@ -251,7 +300,10 @@ def merge_state_v2(
         v_merged, s_merged: written where they are given; they may be v_a and s_a.
 
     Returns:
-        (v_merged, s_merged).
+        (v_merged, s_merged), of the shapes of v_a and s_a, in v_a's dtype and float32.
+
+    Raises:
+        ValueError: an argument does not fit. Nothing has been written then.
     """
     names = ("v_a", "s_a", "v_b", "s_b", "v_merged", "s_merged")
     check_all(names, (v_a, s_a, v_b, s_b), (v_merged, s_merged))
@@ -295,7 +347,17 @@ def get_scheduler_metadata(
     num_heads_q: int | None = None,
     num_heads_kv: int | None = None,
 ) -> torch.Tensor:
-    """`paged_attn.get_scheduler_metadata` in FlashAttention 3's order, by SGLang's names or FlashAttention 3's."""
+    """`paged_attn.get_scheduler_metadata` in FlashAttention 3's order, by SGLang's names or FlashAttention 3's.
+
+    Args:
+        cache_seqlens: int32 (batch,), whose device the result has. No other argument is looked at.
+
+    Returns:
+        An empty int32 tensor.
+
+    Raises:
+        ValueError: cache_seqlens is no tensor, or an argument was given under both of its names.
+    """
     num_heads = one_of("num_heads", num_heads, "num_heads_q", num_heads_q)
     num_heads_k = one_of("num_heads_k", num_heads_k, "num_heads_kv", num_heads_kv)
     return attention.get_scheduler_metadata(

@@ -57,11 +57,15 @@ def merge_checked(out_a, lse_a, out_b, lse_b, out, lse):
     weight_a = torch.where(lse_a == larger, 1.0, torch.exp(lse_a - larger))
     weight_b = torch.where(lse_b == larger, 1.0, torch.exp(lse_b - larger))
     total = weight_a + weight_b
-    share_a = (weight_a / total).transpose(-1, -2).unsqueeze(-1)
-    share_b = (weight_b / total).transpose(-1, -2).unsqueeze(-1)
-    merged = (out_a.float() * share_a + out_b.float() * share_b).to(out_a.dtype)
+    merged = (_scaled(out_a, lse_a, weight_a / total) + _scaled(out_b, lse_b, weight_b / total)).to(out_a.dtype)
     merged_lse = larger + torch.log(total)
     return merged if out is None else out.copy_(merged), merged_lse if lse is None else lse.copy_(merged_lse)
+
+
+def _scaled(out, lse, share):
+    """Values of a part that has no share in the result may be anything, as those of one without keys."""
+    share, none = (x.transpose(-1, -2).unsqueeze(-1) for x in (share, (share == 0) | (lse == -torch.inf)))
+    return (out.float() * share).masked_fill_(none, 0.0)
 
 
 def check_all(names, parts, targets):

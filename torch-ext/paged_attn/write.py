@@ -6,7 +6,18 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from ._call import FAILURES, INTS, batch_of, check_int32, clearer, count_writes, refuse_grad, refuse_negations, types_of
+from ._call import (
+    FAILURES,
+    batch_of,
+    check_int32,
+    clearer,
+    count_writes,
+    is_int,
+    lengths_of,
+    refuse_grad,
+    refuse_negations,
+    types_of,
+)
 from ._ops import ops
 
 _write = ops.kv_paged_write.default
@@ -56,9 +67,9 @@ def kv_paged_write(
         if k.dim() < 3:
             raise ValueError(f"k: expected a tensor of 3 or 4 dimensions, got shape {tuple(k.shape)}")
         if slot_mapping is None:
-            if isinstance(cache_seqlens, INTS) and not isinstance(cache_seqlens, bool):
+            if is_int(cache_seqlens):
                 batch = k.shape[0] if cu_seqlens_k_new is None else batch_of("cu_seqlens_k_new", cu_seqlens_k_new)
-                cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=k.device)
+                cache_seqlens = lengths_of(cache_seqlens, batch, k.device)
         else:
             if slot_mapping.dtype == torch.int32:
                 slot_mapping = slot_mapping.long()
@@ -94,5 +105,5 @@ def _check_positions(k, block_table, cache_seqlens, cu_seqlens_k_new):
     size = "batch" if batch is None else f"batch = {batch} (from {origin})"
     if block_table is not None:
         check_int32("block_table", block_table, f"{size}, max_pages", (batch, None), "k", k)
-    if cache_seqlens is not None and not isinstance(cache_seqlens, INTS):
+    if cache_seqlens is not None and not is_int(cache_seqlens):
         check_int32("cache_seqlens", cache_seqlens, size, (batch,), "k", k)

@@ -2,6 +2,7 @@
 
 transformers_block_tables   block tables in transformers' continuous batching, on any device
 PagedCache                  pages for transformers' generate(); needs transformers
+OutOfPages                  what it raises when its pool has no page left
 register_attention          the attention function "paged_attn" for transformers' own caches
 context_parallel            one cache on several ranks of torch.distributed
 """
@@ -13,10 +14,12 @@ from .block_tables import (
     enable_transformers_block_tables,
     transformers_block_tables,
 )
+from .paged_cache import OutOfPages
 from .transformers_attention import register_attention
 
 __all__ = [
     "KNOWN_TRANSFORMERS",
+    "OutOfPages",
     "PagedCache",
     "context_parallel",
     "disable_transformers_block_tables",

@@ -82,7 +82,10 @@ def attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *ar
     of `start`, and `return_softmax_lse`.
 
     Returns:
-        out, or (out, lse) with `return_softmax_lse`. With heads="all" they are bitwise the same on every rank.
+        What `finish` returns.
+
+    Raises:
+        ValueError, RuntimeError: as `start`.
     """
     return_softmax_lse = keywords.pop("return_softmax_lse", False)
     return finish(start(q, k_cache, v_cache, *arguments, **keywords), return_softmax_lse)
@@ -127,6 +130,7 @@ def start(
     Raises:
         ValueError: an argument that depends on where a key stands in the context (windows, ALiBi, rotary tables, ...),
             or does not fit.
+        RuntimeError: as `flash_attn_with_kvcache`, or the exchange failed.
     """
     for name in _NEED_POSITIONS:
         value = others.pop(name, None)
@@ -176,7 +180,21 @@ def start(
 
 
 def finish(exchange: Exchange | PeerExchange, return_softmax_lse: bool = False):
-    """The results of all ranks as one, in the same order everywhere, so that every rank gets the same bits."""
+    """Waits for the results of all ranks and merges them, in the same order everywhere: ranks get the same bits.
+
+    Args:
+        exchange: what `start` returned, once.
+        return_softmax_lse: return (out, lse).
+
+    Returns:
+        out (batch, seqlen_q, heads, head_dim_v), or (total_q, heads, head_dim_v) with `cu_seqlens_q`, in q's dtype
+        (bfloat16 for an 8-bit q); with `return_softmax_lse` also the lse, float32 (batch, heads, seqlen_q) or
+        (heads, total_q). `heads` are all q_heads, the same on every rank. With heads="own" of `start` rank r of n has
+        the q_heads / n from r * q_heads / n on.
+
+    Raises:
+        RuntimeError: the exchange failed.
+    """
     peers = isinstance(exchange, PeerExchange)
     like = exchange.out[..., : exchange.heads, :] if peers else exchange.received[0, ..., : exchange.head_dim_v]
     merged = like.new_empty(like.shape)

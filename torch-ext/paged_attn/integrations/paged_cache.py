@@ -33,8 +33,12 @@ from .transformers_attention import ATTENTION, announce, padding_of, register_at
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
+# What is made under torch.inference_mode() can be written only there. A cache outlives it.
+_usable_everywhere = torch.inference_mode(False)
+
+
 class OutOfPages(RuntimeError):
-    pass
+    """A PagedCache with `num_pages` has no free page left. The pass that needed one is taken back."""
 
 
 class Pages:
@@ -149,6 +153,7 @@ class LayerOfPages:
     def lazy_initialization(self, key_states, value_states) -> None:
         self._grow(key_states, value_states)
 
+    @_usable_everywhere
     def _grow(self, key_states, value_states):
         keys, values = empty_paged_cache(
             len(self.cache.pages.owners),
@@ -298,6 +303,7 @@ class CacheOfPages:
         self._finish_pass()
         self.pending = None
 
+    @_usable_everywhere
     def extend(self, batch, tokens, device):
         """A pass: pages, table and lengths for the next tokens of every row."""
         length = self._finish_pass()
@@ -409,6 +415,14 @@ def paged_cache_class():
             num_pages: pages of the pool; None lets the pool grow, by a quarter at least.
             max_length: tokens of a row at most. With it and `num_pages` every tensor keeps its place and shape.
             dtype: of the cache; None: the model's.
+
+        Raises:
+            ValueError: a size is no integer of at least 1, or the model has layers of another kind, or attention that
+                cannot be replaced. In a pass of the model: what pages cannot hold (docs/transformers.md), or a text
+                longer than `max_length`.
+            OutOfPages: in a pass: `num_pages` are too few. It can be imported from `integrations`.
+
+        An error in a pass takes the whole pass back: the cache holds what it held before.
         """
 
         layer_class = PagedLayer

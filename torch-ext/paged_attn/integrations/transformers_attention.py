@@ -6,9 +6,10 @@ What comes in, and how it is computed:
     no mask                              the tensors as they are
     a mask with padding on the left      the tensors as they are, from the first key that exists
     a mask with other padding, or holes  packed: the tokens that exist, one row after the other
+    a window in an encoder's mask        the mask brings it along (`paged_window`); it counts, not `sliding_window`
     several sequences in one row         packed already, by `cu_seq_lens_q` and `cu_seq_lens_k` or by `position_ids`
 
-The last two mean what they mean in transformers' own flash attention.
+Other padding and several sequences mean what they mean in transformers' own flash attention.
 """
 
 from __future__ import annotations
@@ -59,28 +60,112 @@ def register_attention() -> None:
 
 def make_mask(
     batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, *, attention_mask=None, config=None,
-    local_size=None, allow_is_causal_skip=True, device="cpu", **others,
+    local_size=None, allow_is_causal_skip=True, use_vmap=False, device="cpu", **others,
 ):  # fmt: skip
     """transformers' interface of masks: which keys exist, (batch, keys), or None, all of them.
 
     Without a mask all keys are meant that were stored. A static cache has empty slots behind them. generate() drops a
     mask without padding, and gives the decoder beside an encoder none.
 
-    What a mask says beyond padding and windows does not reach `attend`, and is refused here.
+    What a mask says beyond padding reaches `attend` as a window. What is no window is refused here. Functions that a
+    model or a caller adds to its masks come with `use_vmap`.
     """
     from transformers.masking_utils import flash_attention_mask
 
     _refuse_chunks(config, local_size, kv_length + kv_offset)
+    window = None
     # Only masks of encoders and of cross-attention have this keyword. No cache stores their keys.
-    of_encoder = "allow_is_bidirectional_skip" in others
-    if not of_encoder:
-        if not allow_is_causal_skip and q_length > 1:
-            _refuse_later_keys(mask_function, batch_size, q_length, q_offset, device)
+    if "allow_is_bidirectional_skip" in others:
+        if use_vmap:
+            window = _window_of(mask_function, batch_size, q_offset, q_length, kv_offset, kv_length, device)
+        elif local_size is not None:
+            # transformers' own function, of positions alone: nothing waits for the device.
+            window = _window_of(mask_function, 1, q_offset, q_length, kv_offset, kv_length, "cpu", local_size)
+    else:
+        may_see_later = not allow_is_causal_skip and q_length > 1
+        if use_vmap or (may_see_later and _sees_next(mask_function, batch_size, q_length, q_offset, device)):
+            stored = int(q_offset + q_length - kv_offset)
+            window = _window_of(mask_function, batch_size, q_offset, q_length, kv_offset, stored, device)
         if attention_mask is None:
             stored = int(q_offset + q_length - kv_offset)  # a static cache counts in a tensor: the host waits for it
             if stored < kv_length:
                 attention_mask = torch.ones(batch_size, stored, dtype=torch.bool, device=device)
-    return flash_attention_mask(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask)
+        elif attention_mask.shape[1] > q_length:
+            attention_mask = _columns_so_far(attention_mask, q_offset + q_length)
+    if attention_mask is not None:
+        attention_mask = attention_mask[:, : kv_offset + kv_length]
+    mask = flash_attention_mask(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask)
+    if window is None:
+        return mask
+    # None could not bring the window along.
+    carrier = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device) if mask is None else mask
+    carrier.paged_window, carrier.paged_has_padding = window, mask is not None
+    return carrier
+
+
+class _Seen:
+    """What `mask_function` lets the queries of a pass see of its keys, all counted from the first key."""
+
+    def __init__(self, mask_function, batch_size, queries: range, keys: range, device):
+        self.mask_function, self.queries, self.keys = mask_function, queries, keys
+        self.rows = torch.arange(batch_size, device=device)[:, None]
+        self.device = device
+
+    def __call__(self, query, key):
+        """Of pairs of positions: (batch, pairs)."""
+        seen = self.mask_function(self.rows, torch.zeros_like(self.rows), query, key)
+        return seen.expand(len(self.rows), len(query))
+
+    def window(self):
+        """(left, right) as `window_size`, by the last query and the first one; -1 where it sees all there."""
+        first, last = self.queries[0], self.queries[-1]
+        return self._limit(last, range(self.keys[0], last)), self._limit(first, range(first + 1, self.keys[-1] + 1))
+
+    def _limit(self, query, side):
+        keys = torch.arange(side.start, side.stop, device=self.device)
+        seen = self(torch.full_like(keys, query), keys)[0]
+        return -1 if seen.all() else int(seen.sum())
+
+    def is_window(self, left, right):
+        """A tensor. Asks for a few rows, which show gaps, and diagonals, which show rows with other limits."""
+        queries, keys = (torch.arange(x.start, x.stop, device=self.device) for x in (self.queries, self.keys))
+        pairs = [(torch.full_like(keys, self.queries[i]), keys) for i in (0, len(queries) // 2, -1)]
+        pairs += [(queries, queries + distance) for distance in {0, -1, 1, -left, -left - 1, right, right + 1}]
+        query, key = (torch.cat(side) for side in zip(*pairs, strict=True))
+        key = key.clamp(self.keys[0], self.keys[-1])
+        distance = key - query
+        expected = ((left < 0) | (distance >= -left)) & ((right < 0) | (distance <= right))
+        return (self(query, key) == expected).all()
+
+
+def _window_of(mask_function, batch_size, q_offset, q_length, kv_offset, kv_length, device, of_compiled=None):
+    """What _Seen finds. Where it is no window, or the kernel would count it from elsewhere, it is refused. A compiled
+    model cannot look: there both sides are `of_compiled`."""
+    queries, keys = range(int(q_offset), int(q_offset) + q_length), range(kv_offset, kv_offset + kv_length)
+    seen = _Seen(mask_function, batch_size, queries, keys, device)
+    if of_compiled is not None and torch.compiler.is_compiling():
+        words = "mask_function: expected windows of sliding_window keys on either side in a compiled model, got others"
+        torch._assert_async(seen.is_window(of_compiled, of_compiled), words)
+        return of_compiled, of_compiled
+    left, right = window = seen.window()
+    is_counted_from_the_end = window == (-1, -1) or seen.queries[-1] == seen.keys[-1]
+    if not (is_counted_from_the_end and seen.is_window(left, right)):
+        raise ValueError(
+            "mask_function: expected tokens that see all keys or a window of them, the same for every token, got "
+            "others (of an image, a chunk, a chain)"
+        )
+    return window
+
+
+def _columns_so_far(mask, tokens):
+    """The columns of a mask are positions. It may have some for tokens that are yet to come."""
+    if not isinstance(tokens, torch.Tensor):
+        return mask[:, :tokens]
+    if not torch.compiler.is_compiling():
+        return mask[:, : int(tokens)]  # of a static cache: the host waits
+    words = "attention_mask: expected no column for later tokens in a compiled model with a static cache, got some"
+    torch._assert_async((tokens >= mask.shape[1]).all(), words)
+    return mask
 
 
 def _refuse_chunks(config, local_size, keys):
@@ -90,12 +175,11 @@ def _refuse_chunks(config, local_size, keys):
         raise ValueError(f"attention_chunk_size: expected at least {keys}, a chunk for all keys, got {local_size}")
 
 
-def _refuse_later_keys(mask_function, batch_size, q_length, q_offset, device):
-    """Tokens that see later ones, such as those of an image in Gemma 3, see the next one."""
+def _sees_next(mask_function, batch_size, q_length, q_offset, device):
+    """Whether a token sees the one after it, as those of an image in Gemma 3 do."""
     row = torch.arange(batch_size, device=device)[:, None]
     position = torch.arange(q_length - 1, device=device) + q_offset
-    if mask_function(row, torch.zeros_like(row), position, position + 1).any():
-        raise ValueError("mask_function: expected tokens that see none after them, got some that do (of an image)")
+    return mask_function(row, torch.zeros_like(row), position, position + 1).any()
 
 
 def attend(
@@ -124,15 +208,22 @@ def attend(
             raise ValueError(f"dropout: expected 0.0 (forward only, for inference), got {dropout}")
         for name in _NOT_SUPPORTED.intersection(others):
             refuse(name, others[name])
+        if others.get("output_attentions"):
+            _warn_of_attentions()
+        causal = module.is_causal if is_causal is None else is_causal
+        window = getattr(attention_mask, "paged_window", None)
+        if window is None:
+            window = _window_of_layer(sliding_window, causal, query, key)
+        else:
+            causal = window[1] == 0
+            attention_mask = attention_mask if attention_mask.paged_has_padding else None
         if attention_mask is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None:
             _check_lengths(query, attention_mask, cu_seq_lens_q, cu_seq_lens_k)
-        causal = module.is_causal if is_causal is None else is_causal
-        window = -1 if sliding_window is None else sliding_window - 1
         query = query.transpose(1, 2)
         options = {
             "softmax_scale": scaling,
             "causal": causal,
-            "window_size": (window, 0 if causal else window),
+            "window_size": window,
             "softcap": softcap or 0.0,
             "s_aux": s_aux,
         }
@@ -166,6 +257,28 @@ def attend(
             layer.cache.undo()
         raise
     return out, None
+
+
+def _warn_of_attentions():
+    """In the words of transformers' other attention functions, which have none to give either."""
+    from transformers.utils import logging
+
+    logging.get_logger(f"transformers.integrations.{ATTENTION}").warning_once(
+        f"`{ATTENTION}` attention does not support `output_attentions=True`. Please set your attention to `eager` if "
+        "you want any of these features."
+    )
+
+
+def _window_of_layer(sliding_window, causal, query, key):
+    """Models mean different numbers of keys by it where tokens see to both sides. Their masks tell."""
+    if sliding_window is None:
+        return -1, 0 if causal else -1
+    if not causal and query.shape[2] > 1 and key.shape[2] > sliding_window:
+        raise ValueError(
+            "sliding_window: expected a mask that says how far tokens see to both sides (transformers makes it), got "
+            f"only sliding_window={sliding_window}"
+        )
+    return sliding_window - 1, 0 if causal else sliding_window - 1
 
 
 def _layer_of(module, key, value):
@@ -292,24 +405,26 @@ def padding_of(mask) -> Padding:
 
 
 def _packing_of(module, query, position_ids):
-    """cu_seqlens of sequences that stand in one row one after the other, as transformers' flash attention finds them:
-    each begins at the lowest position. None: the row is one sequence."""
+    """cu_seqlens of sequences that stand in one row one after the other: as transformers' flash attention finds them in
+    a single row, each begins at the lowest position of its row. None: every row is one sequence."""
     batch, tokens = query.shape[:2]
-    if position_ids is None or batch != 1 or tokens == 1 or position_ids.shape != (1, tokens):
+    if position_ids is None or tokens == 1 or position_ids.shape not in ((1, tokens), (batch, tokens)):
         return None
-    return _once(position_ids, "paged_packing", _starts, layer=getattr(module, "layer_idx", 0))
+    layer = getattr(module, "layer_idx", 0)
+    return _once(position_ids, f"paged_packing_{batch}", lambda positions: _starts(positions, batch), layer=layer)
 
 
-def _starts(position_ids):
-    positions = position_ids[0]
+def _starts(position_ids, batch):
+    begins = position_ids == position_ids.amin(-1, keepdim=True)
     if torch.compiler.is_compiling():
         words = "position_ids: expected one sequence a row in a compiled model, got several"
-        torch._assert_async((positions[1:] > positions.min()).all(), words)
+        torch._assert_async(~begins[:, 1:].any(), words)
         return None
-    later = (positions[1:] == positions.min()).nonzero().flatten() + 1
-    if len(later) == 0:
+    if not begins[:, 1:].any():
         return None
-    return torch.nn.functional.pad(torch.cat([later, later.new_tensor([len(positions)])]), (1, 0)).int()
+    begins[:, 0] = True
+    starts = begins.expand(batch, -1).flatten().nonzero().flatten()
+    return torch.nn.functional.pad(starts, (0, 1), value=batch * begins.shape[1]).int()
 
 
 def _once(tensor, name, make, layer=None):
