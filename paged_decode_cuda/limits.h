@@ -8,6 +8,7 @@ struct DeviceLimits {
   int shared_per_block;      // bytes that one block may have
   int shared_per_processor;  // bytes that all blocks on a multiprocessor share, with what each block costs besides
   int capability;            // 90 is compute capability 9.0
+  int read_rate = 3352;      // GB/s of memory, by its clock and width; of an H100 unless said otherwise
 };
 
 constexpr int kSharedCostOfBlock = 1024;  // bytes that the system takes for every block

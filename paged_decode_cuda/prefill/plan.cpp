@@ -1,5 +1,7 @@
 #include "plan.h"
 
+#include <algorithm>
+#include <cmath>
 #include <numeric>
 
 #include "../decode/plan.h"
@@ -15,11 +17,11 @@ constexpr int64_t kPartKeys = 512;  // fewer are not worth a part
 constexpr int64_t kMostParts = 32;  // that are chosen
 constexpr int64_t kPartTiles = 5;   // times the multiprocessors: tiles of rows whose parts there is memory for
 constexpr int64_t kIdle = 3;        // times the tiles of rows: so many multiprocessors have nothing to do without parts
-// By measurement on H100s: what it takes to leave and add a part of a tile of rows that computing bounds, and the
-// second kernel, in keys of such a tile at head_dim 128; the latter where reading bounds, in bytes that a
-// multiprocessor reads meanwhile.
-constexpr double kPartCost = 350, kCombineCost = 320, kCombineBytes = 90000;
-constexpr double kReaders = 0.4, kFirstReaders = 0.6;  // of the multiprocessors read as fast as all; from the start on
+// By measurement on H100s and H200s. GB/s that a multiprocessor reads: while the other one of its pair does nothing,
+// while both read, and where most of the GPU is idle.
+constexpr double kAloneRate = 60, kPairedRate = 39, kIdleRate = 42;
+constexpr double kCombineTime = 4000;  // ns, of the kernel that adds parts
+constexpr double kComputeRate = 5300;  // operations of a multiprocessor in a ns
 constexpr int64_t kMostE4m3Dims = 128;
 constexpr int64_t kShortPrompt = 4096, kTilesOfShortPrompts = 3;
 constexpr int64_t kFewWidenedRows = 32;  // take less time in the decode kernel where they leave multiprocessors idle
@@ -39,12 +41,16 @@ struct Cuts {
 // What cuts gain and cost, in the time that a multiprocessor needs for a key of a tile of rows while all are busy.
 class CutTimes {
  public:
-  CutTimes(const Problem& p, int64_t tiles, int rows, int processors)
-      : tiles_(tiles), processors_(processors), reads_(longest_query(p) * p.group <= rows) {
+  CutTimes(const Problem& p, int64_t tiles, const PrefillInstance& instance, const DeviceLimits& limits)
+      : tiles_(static_cast<double>(tiles)), processors_(limits.processors), rate_(1. * limits.read_rate / processors_) {
+    const double rows = static_cast<double>(longest_query(p) * p.group), dims = static_cast<double>(p.head_dim_v);
+    reads_ = rows <= instance.rows;
     const double key_bytes = static_cast<double>((p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype));
-    const double part_bytes = static_cast<double>(longest_query(p) * p.group * p.head_dim_v * 2 * sizeof(float));
-    part_ = reads_ ? part_bytes / key_bytes : kPartCost;
-    combine_ = reads_ ? kCombineBytes / key_bytes : kCombineCost;
+    const double computing = 2. * instance.rows * static_cast<double>(p.head_dim + p.head_dim_v) / kComputeRate;
+    const double key = reads_ ? key_bytes / rate_ : computing;  // ns
+    // A part is written and read, as float32.
+    part_ = (reads_ ? rows : instance.rows) * dims * 2 * sizeof(float) / rate_ / key;
+    combine_ = kCombineTime / key;
   }
 
   // From how many keys on parts gain 3 % or more: rounds(1) * keys against rounds(parts) * (keys / parts + part) +
@@ -54,31 +60,34 @@ class CutTimes {
   }
 
  private:
-  // Rounds of tiles of rows. Where no two read the same keys, memory bounds: then a last round that is not full takes
-  // as long as its tiles read, unless they are too few.
+  // Rounds of tiles of rows. Where no two read the same keys, memory bounds: a round that is not full takes as long as
+  // its tiles read, but no multiprocessor reads faster than it can.
   double rounds(int64_t parts) const {
-    const int64_t all = tiles_ * parts, rest = all % processors_;
-    if (!reads_) return static_cast<double>(pd_ceil_div(all, processors_));
-    const double last = static_cast<double>(rest) / static_cast<double>(processors_);
-    const double least = tiles_ * kIdle <= processors_ ? kFirstReaders : kReaders;
-    return static_cast<double>(all / processors_) + (rest > 0 && last < least ? least : last);
+    const double all = tiles_ * static_cast<double>(parts), full = std::floor(all / processors_);
+    const double rest = all - full * processors_;
+    if (rest == 0) return full;
+    if (!reads_) return full + 1;
+    const double own = tiles_ * kIdle <= processors_         ? kIdleRate
+                       : full == 0 && rest > processors_ / 2 ? kPairedRate
+                                                             : kAloneRate;
+    return full + std::max(rest / processors_, std::min(rate_ / own, 1.));
   }
 
-  int64_t tiles_, processors_;
+  double tiles_, processors_, rate_;  // the last: GB/s for each of them while all read
   bool reads_;
   double part_, combine_;
 };
 
 // As asked for, else as many as pay for the shortest requests. How long those are that there are is found on the
 // device: the table may be much wider. Where a result must not depend on the other requests, neither may the cuts.
-Cuts cuts_of(const Problem& p, int64_t tiles, int rows, int processors) {
+Cuts cuts_of(const Problem& p, int64_t tiles, const PrefillInstance& instance, const DeviceLimits& limits) {
   if (p.num_splits > 0) return {p.num_splits, 0};
   const Cuts none = {1, 0};
   if (p.deterministic || tiles == 0) return none;
-  const int64_t keys = most_keys(p, rows);
+  const int64_t keys = most_keys(p, instance.rows), processors = limits.processors;
   int64_t least = 2, most = pd_min(pd_min(kPartTiles * processors / tiles, keys / kPartKeys), kMostParts);
   if (tiles * kIdle <= processors) least = most = pd_min(most, processors / tiles);
-  const CutTimes times(p, tiles, rows, processors);
+  const CutTimes times(p, tiles, instance, limits);
   Cuts best = none;
   for (int64_t parts = pd_max(least, 2); parts <= most; ++parts) {
     const double from = times.least_keys(parts);
@@ -149,17 +158,18 @@ const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
   const char* const reason = decode_why_not(p, limits);
   if (*reason != '\0') return reason;
   if (dtype_bytes(p.cache.dtype) == 2 && p.q_dtype != p.cache.dtype) return "q and the cache differ in dtype";
-  const int rows = instance_for(p, limits.processors).rows;
-  const int64_t tiles = most_tiles(p, rows);
+  const PrefillInstance instance = instance_for(p, limits.processors);
+  const int64_t tiles = most_tiles(p, instance.rows);
   if (tiles > INT32_MAX / 2) return "there are more tiles of rows than 32 bits count";
-  const int64_t parts = cuts_of(p, tiles, rows, limits.processors).parts;
+  const int64_t parts = cuts_of(p, tiles, instance, limits).parts;
   // Where results must not depend on the other requests, none of the following may either.
   if (p.deterministic && parts > 1) return "deterministic and num_splits above 1";
   if (parts > 1 && (parts > kPartTiles * limits.processors || tiles * parts > kPartTiles * limits.processors))
     return "num_splits above 1 and more rows than it is meant for";
   if (!p.deterministic && tiles * parts * kFewTiles < limits.processors)
     return "too few tiles of rows to fill the device";
-  if (widens(p) && has_few_rows(p, kFewWidenedRows) && (p.deterministic || 4 * tiles * parts < 3 * limits.processors))
+  const int64_t busy = 2 * tiles > limits.processors ? tiles : tiles * parts;
+  if (widens(p) && has_few_rows(p, kFewWidenedRows) && (p.deterministic || 4 * busy < 3 * limits.processors))
     return "an 8-bit cache and no more rows than the decode kernel is faster for";
   return "";
 }
@@ -172,7 +182,7 @@ PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   plan.widens = widens(p);
   const int64_t tiles = most_tiles(p, plan.instance.rows);
   plan.items = tiles / p.kv_heads;
-  const Cuts cuts = cuts_of(p, tiles, plan.instance.rows, limits.processors);
+  const Cuts cuts = cuts_of(p, tiles, plan.instance, limits);
   plan.parts = cuts.parts;
   plan.part_keys = cuts.keys;
   plan.blocks = pd_max(pd_min(tiles * plan.parts, limits.processors), 1);

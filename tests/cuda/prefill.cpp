@@ -11,7 +11,7 @@ extern "C" {
 
 // Fields are given by name from Python, all of 64 bits. An address of 0 leaves a tensor out.
 struct PrefillCase {
-  int64_t capability, processors, shared_per_block, shared_per_processor;
+  int64_t capability, processors, shared_per_block, shared_per_processor, read_rate;
   int64_t batch, kv_heads, group, head_dim, head_dim_v, q_bytes, kv_bytes, total_q, max_q_len;
   int64_t page_size, paged, packed, qv;
   int64_t window_left, window_right, chunk, softcap, num_splits, deterministic, l2_keys, parts, part_tiles;
@@ -79,7 +79,8 @@ static Problem problem_of(const PrefillCase& call) {
 
 static DeviceLimits limits_of(const PrefillCase& call) {
   return {static_cast<int>(call.processors), static_cast<int>(call.shared_per_block),
-          static_cast<int>(call.shared_per_processor), static_cast<int>(call.capability)};
+          static_cast<int>(call.shared_per_processor), static_cast<int>(call.capability),
+          static_cast<int>(call.read_rate)};
 }
 
 const char* prefill_refusal(const PrefillCase* call) { return prefill_why_not(problem_of(*call), limits_of(*call)); }

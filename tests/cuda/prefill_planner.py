@@ -14,7 +14,7 @@ SOURCES = (
     *(f"paged_decode_cuda/{name}.cpp" for name in ("plan", "decode/plan", "prefill/plan", "prefill_mma/plan")),
 )
 CALL = [
-    *("capability", "processors", "shared_per_block", "shared_per_processor"),
+    *("capability", "processors", "shared_per_block", "shared_per_processor", "read_rate"),
     *("batch", "kv_heads", "group", "head_dim", "head_dim_v", "q_bytes", "kv_bytes", "total_q", "max_q_len"),
     *("page_size", "paged", "packed", "qv"),
     *("window_left", "window_right", "chunk", "softcap", "num_splits", "deterministic"),
@@ -80,6 +80,7 @@ def call_of(lens, q_lens=None, leftpads=None, **options):
     """The call, and what keeps its tables alive. Prompts of a Hopper GPU unless said otherwise."""
     defaults = {
         "capability": 90, "processors": 132, "shared_per_block": 232448, "shared_per_processor": 233472,
+        "read_rate": 3352,
         "kv_heads": 4, "group": 4, "head_dim": 128, "q_bytes": 2, "kv_bytes": 2, "page_size": 16, "paged": 1,
         "window_left": -1, "l2_keys": 1 << 20, "parts": 1, "batch": len(lens),
     }  # fmt: skip
