@@ -31,7 +31,8 @@
 //     pairs    AAAA BBBB                           AAAA BBBB CCCC DDDD EEEE FFFF GGGG HHHH
 //     blocks   3322 1100    blocks for each        3333 2222 1111 0000|3333 2222 1111 0000    whole ones
 //
-// Fixed: a block for every pair and split, where the cuts of a request depend on its own length alone.
+// Fixed: a block for every pair and split, where the cuts of a request depend on its own keys and rows alone. Packed
+// requests of many rows have fewer blocks for each pair, see packed_begin_block().
 //
 // When a segment is only a part of its pair, its block leaves a partial, and the block with the first keys adds them
 // all. Where there are very many, some other blocks add a few each before. In which order they are added does not
@@ -69,7 +70,7 @@ PD_DEVICE int item_splits(const Plan& plan, int most, int tiles) {
 // leave it request_blocks in all, or one. Both terms grow from request to request by at least that, so the lesser one
 // does too. The first is less where requests are short; with the second a long prompt takes no memory for cuts that it
 // has not.
-PD_DEVICE int packed_blocks(const Problem& p, const Plan& plan, int b) {
+PD_DEVICE int packed_begin_block(const Problem& p, const Plan& plan, int b) {
   const int64_t tiles = packed_begin(p, plan, b), splits = plan.max_splits.divisor;
   return static_cast<int>(min(tiles * splits, static_cast<int64_t>(plan.request_blocks) * b + tiles));
 }
@@ -84,12 +85,12 @@ PD_DEVICE int request_tiles(const Problem& p, const Plan& plan, int b) {
 }
 
 // Fixed cuts: the last block of a pair, which has the first keys. -1: no request has this pair.
-PD_DEVICE int fixed_block(const Problem& p, const Plan& plan, int pair) {
+PD_DEVICE int first_keys_block(const Problem& p, const Plan& plan, int pair) {
   if (plan.request_blocks == 0) return (pair + 1) * static_cast<int>(plan.max_splits.divisor) - 1;
   const int heads = static_cast<int>(p.kv_heads), index = plan.kv_heads.divide(pair), b = find_packed(p, plan, index);
   const int begin = packed_begin(p, plan, b), tiles = request_tiles(p, plan, b);
   if (index - begin >= tiles) return -1;
-  return packed_blocks(p, plan, b) * heads + (pair - begin * heads + 1) * packed_splits(plan, tiles) - 1;
+  return packed_begin_block(p, plan, b) * heads + (pair - begin * heads + 1) * packed_splits(plan, tiles) - 1;
 }
 
 struct Segment {
@@ -298,11 +299,16 @@ PD_DEVICE FixedPlace fixed_place(const Plan& plan, int block) {
 // The same for packed requests; no splits: no request has this block.
 PD_DEVICE FixedPlace packed_place(const Problem& p, const Plan& plan, int block) {
   const int heads = static_cast<int>(p.kv_heads);
-  const auto begin_of = [&](int b) { return packed_blocks(p, plan, b) * heads; };
+  const auto begin_of = [&](int b) { return packed_begin_block(p, plan, b) * heads; };
   const int b = find_request(static_cast<int>(p.batch), block, begin_of);
   const int tiles = request_tiles(p, plan, b), splits = packed_splits(plan, tiles);
   const int before = block - begin_of(b), pair = before / splits;
-  if (pair >= tiles * heads) return {};
+  if (before < 0 || pair >= tiles * heads) return {};
+  // Where cu_seqlens_q falls, blocks of a pair may find other requests, if the first or the last one does. Then nobody
+  // has the pair, so that nobody waits for a partial.
+  const auto finds = [&](int other) { return find_request(static_cast<int>(p.batch), other, begin_of) == b; };
+  const int first = begin_of(b) + pair * splits;
+  if (splits > 1 && !(finds(first) && finds(first + splits - 1))) return {};
   return {packed_begin(p, plan, b) * heads + pair, splits, before - pair * splits};
 }
 

@@ -21,7 +21,7 @@ bool fits_32_bits(const Problem& p) {
   return last * dtype_bytes(c.dtype) / 16 < int64_t{UINT32_MAX};
 }
 
-// Of all requests, see packed_blocks() for packed ones.
+// Of all requests, see packed_begin_block() for packed ones.
 int64_t fixed_blocks(const Problem& p, const Plan& plan, int64_t splits) {
   int64_t blocks = plan.items * splits;
   if (plan.request_blocks > 0) blocks = pd_min(blocks, plan.request_blocks * p.batch + plan.items);
@@ -88,11 +88,13 @@ void plan_fixed_splits(const Problem& p, int split_keys, int64_t limit, Plan& pl
   int64_t splits = pd_min(pd_ceil_div(keys, split_keys), limit);
   if (p.num_splits > 0) splits = pd_min(p.num_splits, pd_ceil_div(keys, int64_t{1} << plan.tile_shift));
   splits = pd_min(splits, kMaxSplits);
-  // Many rows fill the device without cuts, and each cut of them takes memory. Packed requests find out for themselves.
+  // Each cut of many rows takes memory, and nothing else bounds what the caller asks for. Packed requests find out for
+  // themselves how many rows they have.
+  const bool unbounded = p.num_splits > 0 || p.deterministic;
   const int64_t most_blocks = kCutRows >> plan.row_shift, tiles = plan.row_tiles.divisor;
-  if (!p.cu_seqlens_q) splits = pd_min(splits, most_blocks / pd_max(tiles, 1));
+  if (unbounded && !p.cu_seqlens_q) splits = pd_min(splits, most_blocks / pd_max(tiles, 1));
   splits = pd_max(splits, 1);
-  if (p.cu_seqlens_q && splits > 1) plan.request_blocks = static_cast<int32_t>(most_blocks);
+  if (unbounded && p.cu_seqlens_q && splits > 1) plan.request_blocks = static_cast<int32_t>(most_blocks);
   int64_t blocks = fixed_blocks(p, plan, splits);
   if (blocks > INT32_MAX) {
     // A grid has fewer than 2^31 blocks. So many partials fit into no memory, so this decides nothing else.

@@ -76,7 +76,7 @@ struct Plan : CommonPlan {
   FastDivisor max_splits;
   int32_t num_splits;      // fixed: splits asked for; 0: one for every split_tiles, at most max_splits
   int32_t split_tiles;     // of keys
-  int32_t request_blocks;  // fixed, packed: of a request and kv_head at most, see packed_blocks(); 0: nothing is cut
+  int32_t request_blocks;  // fixed, packed: for the cuts of a request and kv_head; 0: no packed request is cut
 
   int32_t partial_quads;  // of head_dim_v, rounded up
   bool basic;             // an item is a request and its length says which keys it sees; see decode/basic_call.cuh

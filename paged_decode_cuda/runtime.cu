@@ -37,10 +37,13 @@ const DeviceLimits& limits_of(int device) {
   limits.shared_per_processor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   limits.capability =
       10 * attribute(cudaDevAttrComputeCapabilityMajor, device) + attribute(cudaDevAttrComputeCapabilityMinor, device);
-  // Two transfers in a cycle, of bits; the clock is in kHz.
-  const int64_t clock = attribute(cudaDevAttrMemoryClockRate, device);
-  const int64_t rate = clock * attribute(cudaDevAttrGlobalMemoryBusWidth, device) * 2 / 8 / 1'000'000;
-  if (rate > 0) limits.read_rate = static_cast<int>(rate);  // a virtual device may not say
+  // Two transfers in a cycle, of bits; the clock is in kHz. Not every device says.
+  int clock = 0, width = 0;
+  cudaDeviceGetAttribute(&clock, cudaDevAttrMemoryClockRate, device);
+  cudaDeviceGetAttribute(&width, cudaDevAttrGlobalMemoryBusWidth, device);
+  cudaGetLastError();
+  const int64_t rate = int64_t{clock} * width * 2 / 8 / 1'000'000;
+  if (rate > 0) limits.read_rate = static_cast<int>(rate);
   return known[device] = limits;
 }
 

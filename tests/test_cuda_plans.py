@@ -206,13 +206,14 @@ def test_what_is_deterministic_does_not_see_the_batch(library, gpu):
 
 
 @pytest.mark.parametrize("cuts", [{"deterministic": 1}, {"num_splits": 7}, {"num_splits": 300}], ids=str)
-@pytest.mark.parametrize("head_dim", [128, 60])
-def test_long_requests_have_fewer_cuts(library, head_dim, cuts):
+@pytest.mark.parametrize("head_dim, kv_bytes", [(128, 2), (60, 2), (128, 4)], ids=["decode", "fallback", "float32"])
+def test_long_requests_have_fewer_cuts(library, head_dim, kv_bytes, cuts):
     """Short requests beside them have as many as ever, and partials do not grow by every split of a long prompt."""
     heads, group = 2, 16
     lens, q_lens = [3000, 900, 0, 3000, 3000, 2000], [700, 1, 0, 90, 2, 90]
-    options = cuts | {"kv_heads": heads, "group": group, "head_dim": head_dim, "kv_bytes": 2, "window_right": -1}
-    options["max_pages"] = 200
+    sizes = {"kv_heads": heads, "group": group, "head_dim": head_dim, "kv_bytes": kv_bytes, "max_pages": 200}
+    options = cuts | sizes | {"window_right": -1}
+    uncut = kv_bytes == 4 and "deterministic" in cuts
 
     def cuts_of(b, shares):
         return sorted((s.head, s.first_row, s.tile, s.tile_end) for s in shares if s.b == b)
@@ -221,14 +222,43 @@ def test_long_requests_have_fewer_cuts(library, head_dim, cuts):
     judge(numbers, shares, lens, options | {"gpu": GPUS["sm_90"], "q_lens": q_lens})
     cut_rows = 16384 + numbers.rows_per_tile
     assert numbers.blocks * numbers.rows_per_tile <= heads * (sum(q_lens) * group + len(lens) * cut_rows)
-    assert max(s.partials for s in shares if s.b == 4) >= 1
-    assert max(s.partials for s in shares if s.b == 0) <= 16384 // (700 * group)
+    assert uncut or max(s.partials for s in shares if s.b == 4) >= 1
+    assert 1 + max(s.partials for s in shares if s.b == 0) <= 16384 // (700 * group)
     for b in range(len(lens)):
+        if kv_bytes == 4 and q_lens[b] <= 2:  # alone it has another route
+            continue
         _, alone = plan(library, shares=300_000, lens=[lens[b]], q_lens=[q_lens[b]], **options)
         assert cuts_of(0, alone) == cuts_of(b, shares), b
         if q_lens[b] > 1:  # a request of one token may have another route without cu_seqlens_q
             _, direct = plan(library, shares=300_000, lens=[lens[b]], q_len=q_lens[b], **options)
             assert [s.partials for s in direct if s.first] == [s.partials for s in alone if s.first], b
+
+
+FALLING = [
+    [3139, 36, 3, 72],
+    [99, 140, 1500, 471, 547, 174, 128, 1359, 52],
+    [227, 1459, 275, 599, 1445, 896, 306, 374, 1250],
+]
+
+
+@pytest.mark.parametrize("cuts", [{"deterministic": 1}, {"num_splits": 16}], ids=str)
+@pytest.mark.parametrize("cu", FALLING, ids=len)
+def test_nobody_waits_where_cu_seqlens_q_falls(library, cu, cuts):
+    """Results may be any, but every partial that is awaited is left."""
+    requests = len(cu) - 1
+    lens, q_lens = [32768] * requests, [end - begin for begin, end in zip(cu, cu[1:])]
+    sizes = {"kv_heads": 1, "group": 16, "head_dim": 128, "kv_bytes": 2, "total_q": max(cu), "max_q_len": max(cu)}
+    _, shares = plan(library, shares=500_000, lens=lens, q_lens=q_lens, first_q=cu[0], **cuts, **sizes)
+    left = {s.block: (s.b, s.head, s.first_row) for s in shares if not s.first}
+    awaited = [(s.block - i, (s.b, s.head, s.first_row)) for s in shares for i in range(1, s.partials + 1)]
+    assert awaited and all(left.get(block) == rows for block, rows in awaited)
+
+
+@pytest.mark.parametrize("q_len, kv_heads, splits", [(560, 1, 11), (1120, 1, 5), (1120, 2, 2)])
+def test_float32_keys_are_cut_as_the_device_wants(library, q_len, kv_heads, splits):
+    """What bounds the cuts that a caller asks for does not touch those that the device bounds."""
+    sizes = {"kv_heads": kv_heads, "group": 8, "head_dim": 128, "kv_bytes": 4, "q_len": q_len}
+    assert plan(library, GPUS["sm_90"], lens=[16384], **sizes)[0].splits == splits
 
 
 def test_shares_differ_by_little(library):

@@ -293,6 +293,36 @@ def test_keys_in_parts(paged_attn, device, long_route, parts):
     assert explained.plan["splits"] == PARTS[parts].get("num_splits", explained.plan["splits"]) > 1
 
 
+def test_keys_are_cut_where_requests_are_long(paged_attn, device, long_route):
+    """The plan of a wide table has parts; a graph that finds short requests makes none, and long ones again."""
+    if long_route != "prefill":
+        pytest.skip("only that route has parts")
+    generator = torch.Generator(device).manual_seed(0)
+    random = lambda *shape: torch.randn(*shape, generator=generator, device=device).bfloat16()  # noqa: E731
+    q, k_cache, v_cache = random(1, 300, 8, 128), random(512, 16, 2, 128), random(512, 16, 2, 128)
+    table = torch.randperm(512, generator=generator, device=device).int().view(1, -1)
+    lengths, out = torch.zeros(1, dtype=torch.int32, device=device), torch.empty_like(q)
+    call = {"cache_seqlens": lengths, "block_table": table, "causal": True, "return_softmax_lse": True}
+    explained = paged_attn.explain(q, k_cache, v_cache, **call)
+    assert explained.route == "prefill" and explained.plan["splits"] > 1
+    assert 300 < explained.plan["split_keys"] < 8000
+    attend = lambda **options: paged_attn.flash_attn_with_kvcache(q, k_cache, v_cache, **call, **options)  # noqa: E731
+    attend(out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, lse = attend(out=out)
+    for length in (8000, 310, 8192, 301):
+        lengths.fill_(length)
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        expected, expected_lse = attend(num_splits=1)
+        cut = length >= explained.plan["split_keys"]
+        # Uncut it is the same work in the same order.
+        assert torch.equal(out, expected) != cut and torch.allclose(lse, expected_lse, atol=1e-5)
+        assert (out.float() - expected.float()).norm() < 5e-3 * expected.float().norm()
+
+
 def random_case(rng):
     """A few features at once."""
     chosen = rng.sample(

@@ -226,7 +226,7 @@ PD_DEVICE void start_combine(const Problem& p, const MlaCall& call) {
 // The cluster with the first keys of share `number`; -1: there is no such share, nor a later one with `balanced`.
 PD_DEVICE int cluster_of_share(const Problem& p, const MlaCall& call, const RecordList& list, uint32_t number) {
   const int n = static_cast<int>(number >> call.combine_shift);
-  return call.balanced ? list.all.find(n) : fixed_block(p, call, n);
+  return call.balanced ? list.all.find(n) : first_keys_block(p, call, n);
 }
 PD_DEVICE int share_of_item(const MlaCall& call, uint32_t number) {
   return static_cast<int>(number & ((1u << call.combine_shift) - 1));

@@ -78,8 +78,9 @@ class CutTimes {
   double part_, combine_;
 };
 
-// As asked for, else as many as pay for the shortest requests. How long those are that there are is found on the
-// device: the table may be much wider. Where a result must not depend on the other requests, neither may the cuts.
+// As asked for, else the number of parts that pays from the fewest keys on. The kernel compares that with the lengths
+// that it finds, as the table may be much wider. Where a result must not depend on the other requests, neither may the
+// cuts.
 Cuts cuts_of(const Problem& p, int64_t tiles, const PrefillInstance& instance, const DeviceLimits& limits) {
   if (p.num_splits > 0) return {p.num_splits, 0};
   const Cuts none = {1, 0};

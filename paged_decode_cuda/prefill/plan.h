@@ -16,8 +16,8 @@ struct PrefillPlan {
   bool read_once;     // no two blocks copy the same keys, as far as the host can tell
   int32_t box_rows;   // slots of a page that one bulk copy takes; 0: pages are too small for that
   int64_t items;      // tiles of rows, at most, of every kv_head
-  int64_t parts;      // that the keys of every item are cut into,
-  int64_t part_keys;  // where the longest sees so many
+  int64_t parts;      // that the keys of every item are cut into, 1: none is
+  int64_t part_keys;  // they are cut only where the longest item sees so many keys
   int64_t blocks;
   int64_t l2_keys;  // keys and values of so many places of one head may stay in L2
 };

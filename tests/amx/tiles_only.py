@@ -17,6 +17,7 @@ EVERY = {
     "test_an_infinite_key_under_softcap": 1,
     "test_a_query_of_minus_infinity_sees_nothing": 1,
 }
+NONE = {"test_products_of_8_bit_caches"}  # the routes of processors, where few rows are no tiles
 ALL = os.environ.get("PAGED_ATTN_TILE_TESTS") == "all"
 
 
@@ -27,7 +28,7 @@ def dtype_of(item):
 
 def pytest_collection_modifyitems(config, items):
     kept = []
-    in_tiles = (item for item in items if dtype_of(item) != "float32")
+    in_tiles = (item for item in items if dtype_of(item) != "float32" and item.function.__name__ not in NONE)
     for name, group in itertools.groupby(in_tiles, key=lambda item: item.function.__name__):
         every, found = EVERY.get(name, 3), list(group)
         kept += items_of([item for item in found if dtype_of(item) != "float16"], every)

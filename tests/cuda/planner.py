@@ -73,7 +73,9 @@ def load() -> ctypes.CDLL:
 
 
 def plan(library, gpu=GPUS["sm_90"], shares=0, lens=(), q_lens=None, leftpads=None, **options):
-    """(numbers of the plan, what every block does). Lengths are those before an append."""
+    """(numbers of the plan, what every block does). Lengths are those before an append. cu_seqlens_q begins with
+    first_q, 0 unless said otherwise, and falls where an entry of q_lens is below 0.
+    """
     call = Call(
         kv_heads=2, group=4, head_dim=128, kv_bytes=2, page_size=16, window_left=-1, window_right=0, batch=len(lens)
     )
@@ -86,7 +88,8 @@ def plan(library, gpu=GPUS["sm_90"], shares=0, lens=(), q_lens=None, leftpads=No
         call.max_q_len = options.pop("q_len", 1)
         call.total_q = call.max_q_len * len(lens)
     else:
-        begins = [sum(q_lens[:b]) for b in range(len(lens) + 1)]
+        first_q = options.pop("first_q", 0)
+        begins = [first_q + sum(q_lens[:b]) for b in range(len(lens) + 1)]
         keep.append((ctypes.c_int32 * len(begins))(*begins))
         call.cu_seqlens_q = ctypes.addressof(keep[1])
         call.total_q, call.max_q_len = begins[-1], max([0, *q_lens])
