@@ -1,7 +1,6 @@
 """What is written, out and a cache that tokens are appended to, may be any memory of its own: also rows between those
 of an input, but no element of one."""
 
-import contextlib
 import math
 import random
 
@@ -136,6 +135,8 @@ LATENT_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4
 @pytest.mark.parametrize("copied", [False, True])
 def test_values_that_are_a_part_of_the_keys(paged_attn, device, dtype, place, copied):
     """Latents: what is written twice is the same, wherever the new ones lie: k is often made of v and the rest."""
+    if device == "mps":
+        pytest.skip("Metal: a kernel that writes takes it that its buffers share no memory")
     k = torch.randn(2, 3, 1, 48, device=device)
     part = slice(place, place + 32)
     v = k[..., part].clone() if copied else k[..., part]
@@ -153,14 +154,13 @@ def test_values_that_are_a_part_of_the_keys(paged_attn, device, dtype, place, co
 
 
 @LATENT_DTYPES
-@pytest.mark.parametrize("way", ["other place", "one cache", "heads", "values first"])
+@pytest.mark.parametrize("way", ["one cache", "heads", "values first"])
 def test_keys_and_values_in_one_memory(paged_attn, device, dtype, way):
     """Whatever is written last would stay."""
     k = torch.randn(2, 3, 1, 48, device=device)
     memory = torch.zeros(3, 8, 1, 64, device=device).to(dtype)
     whole, heads = memory[..., :48], memory.view(2, 4, 3, 64)[..., :48]
     v, k_cache, v_cache = {
-        "other place": (k[..., :32], whole[:2], whole[:2, ..., 16:]),
         "one cache": (torch.randn_like(k), whole[:2], whole[:2]),
         "heads": (k.expand(-1, -1, 2, -1), heads[:, :, :2], heads[:, :, 1:]),
         "values first": (k[..., 16:], memory[:2, ..., 16:], memory[:2, ..., 8:40]),
@@ -182,26 +182,6 @@ def test_keys_and_values_in_pages_by_turns(paged_attn, device):
     assert torch.equal(pool[[0, 2]], apart[0]) and torch.equal(pool[[1, 3]], apart[1])
     paged_attn.kv_paged_write(v, k, pool[:-1], pool[1:], table, 1)
     assert torch.equal(pool[[0, 2], 1:4], v) and torch.equal(pool[[1, 3], 1:4], k)
-
-
-def test_latents_of_which_one_is_changed(paged_attn, device):
-    """By a rotation, or by scales of its own."""
-    k = torch.randn(2, 3, 1, 48, device=device)
-    own = pytest.raises(RuntimeError, match=r"^v_cache: expected memory of its own, got memory of k_cache$")
-    cache = torch.zeros(2, 8, 1, 48, device=device)
-    tables = dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(16, 8, device=device))
-    for place, is_refused in ((16, False), (15, True), (0, True)):
-        part = slice(place, place + 32)
-        _, rotated = appends(paged_attn, k, k[..., part], cache, cache[..., part], **tables)
-        with own if is_refused else contextlib.nullcontext():
-            rotated()
-    eighth = cache.to(torch.float8_e4m3fn)
-    scale = torch.full((1, 1), 0.5, device=device)
-    one = {"k_descale": scale, "v_descale": scale}
-    for options, is_refused in ((one, False), (one | {"v_descale": scale.clone()}, True), ({"k_descale": scale}, True)):
-        for call in appends(paged_attn, k, k[..., :32], eighth, eighth[..., :32], **options):
-            with own if is_refused else contextlib.nullcontext():
-                call()
 
 
 def test_tokens_of_the_cache_itself(paged_attn, device):

@@ -189,22 +189,11 @@ int64_t place_within(const Rows& whole, const Rows& piece, DType dtype) {
   return fits && same_strides(whole, piece) ? place / dtype_bytes(dtype) : -1;
 }
 
-// Whether an append writes each number of v_cache twice, the same both times: v_cache is a part of the rows of k_cache,
-// as where the values are the beginning of the latents, and nothing is done to one of them alone (rotation, a scale).
-// Then the caller gives the same numbers in v, wherever they lie. Whole rows are the same only if v is k.
+// Whether v_cache is a part of the rows of k_cache, as where the values are the beginning of the latents: then the
+// caller gives the same numbers twice, wherever they lie. Whole rows are the same only if v is k.
 bool values_are_keys(const Problem& p, const Rows& k_cache, const Rows& v_cache, const Rows& k, const Rows& v) {
-  const Cache& c = p.cache;
-  const int64_t place = place_within(k_cache, v_cache, c.dtype);
-  if (place < 0) return false;
-  const int64_t of_new = place_within(k, v, p.append.dtype);  // -1: v has memory of its own
-  if (of_new != place && (of_new >= 0 || v_cache.row_bytes == k_cache.row_bytes)) return false;
-  if (p.rotary.cos && place < p.rotary.rotary_dim) return false;
-  if (dtype_bytes(c.dtype) > 1 || dtype_bytes(p.append.dtype) == 1) return true;  // no scale
-  const auto scales = [&](const auto& table, int64_t batch, int64_t head) {
-    return rows_at(table.data, DType::kFloat32, 1, {1, p.batch, p.kv_heads}, {0, batch, head});
-  };
-  return place_within(scales(c.k_descale, c.k_descale_stride_batch, c.k_descale_stride_head),
-                      scales(c.v_descale, c.v_descale_stride_batch, c.v_descale_stride_head), DType::kFloat32) == 0;
+  if (place_within(k_cache, v_cache, p.cache.dtype) < 0) return false;
+  return v_cache.row_bytes < k_cache.row_bytes || place_within(k, v, p.append.dtype) == 0;
 }
 
 // The rows of the first slot; those of other slots lie the same way.
