@@ -96,9 +96,6 @@ def prefill_cases():
         *drafts,
         Prompts("B1 32k, 16 tokens", [16], [32768], page_size=16),
         Prompts("B1 128 on 128k", [128], [131072], page_size=16),
-        Prompts("B1 300 on 8192", [300], [8192], page_size=16),
-        Prompts("B1 600 on 8192", [600], [8192], page_size=16),
-        Prompts("B17 4k, 8 tokens", [8] * 17, [4096] * 17, page_size=16),
         Prompts("B4 1024 on 4096, e4m3", *chunk, page_size=16, dtype=e4m3),
         Prompts("B4 x 2048, e4m3", [2048] * 4, [2048] * 4, dtype=e4m3),
         Prompts("B1 x 8192, e4m3", [8192], [8192], dtype=e4m3),
@@ -108,4 +105,13 @@ def prefill_cases():
         Prompts("B4 1024 on 4096, e5m2 cache, page 1", *chunk, page_size=1, kv_dtype="float8_e5m2"),
         Prompts("B4 x 2048, D64, e4m3 cache", [2048] * 4, [2048] * 4, head_dim=64, kv_dtype=e4m3),
         Prompts("60 x 1 and 2 x 1024 on 4096", [1] * 60 + [1024] * 2, [4096] * 62, **mixed),
+    ]
+
+
+def last_round_cases():
+    """A few tiles of rows more than multiprocessors, or a little more than half as many."""
+    return [
+        Prompts("B1 300 on 8192", [300], [8192], page_size=16),
+        Prompts("B1 600 on 8192", [600], [8192], page_size=16),
+        Prompts("B17 4k, 8 tokens", [8] * 17, [4096] * 17, page_size=16),
     ]

@@ -286,7 +286,9 @@ PARTS = {
 def test_keys_in_parts(paged_attn, device, long_route, parts):
     """As many as are asked for; for few rows over many keys more than one without being asked."""
     case = dataclasses.replace(BASE, **({"kv_len": 5000} | PARTS[parts]))
-    if long_route != "prefill" or case.deterministic:  # there memory would bound the parts, and so the batch
+    if long_route != "prefill" or case.deterministic:
+        if long_route == "prefill":  # where memory would bound the parts, and so the batch
+            assert explained_call(paged_attn, case, device).route == "decode"
         check(paged_attn, case, device)
         return
     explained = on_the_route(paged_attn, case, device, long_route)

@@ -182,18 +182,17 @@ Rows new_values(const Problem& p) {
   return new_rows(p, n.v, p.head_dim_v, n.v_stride_batch, n.v_stride_token, n.v_stride_head);
 }
 
-// Where rows begin within those of another tensor, in elements, if each is a piece of its row there; else -1.
-int64_t place_within(const Rows& whole, const Rows& piece, DType dtype) {
+// Whether each row of a tensor is a piece of its row in another one.
+bool lies_within(const Rows& whole, const Rows& piece) {
   const int64_t place = piece.begin - whole.begin;
-  const bool fits = piece.buffer == whole.buffer && place >= 0 && place + piece.row_bytes <= whole.row_bytes;
-  return fits && same_strides(whole, piece) ? place / dtype_bytes(dtype) : -1;
+  return piece.buffer == whole.buffer && place >= 0 && place + piece.row_bytes <= whole.row_bytes &&
+         same_strides(whole, piece);
 }
 
 // Whether v_cache is a part of the rows of k_cache, as where the values are the beginning of the latents: then the
 // caller gives the same numbers twice, wherever they lie. Whole rows are the same only if v is k.
-bool values_are_keys(const Problem& p, const Rows& k_cache, const Rows& v_cache, const Rows& k, const Rows& v) {
-  if (place_within(k_cache, v_cache, p.cache.dtype) < 0) return false;
-  return v_cache.row_bytes < k_cache.row_bytes || place_within(k, v, p.append.dtype) == 0;
+bool values_are_keys(const Rows& k_cache, const Rows& v_cache, const Rows& k, const Rows& v) {
+  return lies_within(k_cache, v_cache) && (v_cache.row_bytes < k_cache.row_bytes || lies_within(k, v));
 }
 
 // The rows of the first slot; those of other slots lie the same way.
@@ -272,7 +271,7 @@ void check_memory(const Problem& p) {
   });
   // The caches of a pool may lie in each other where the table never leads both to one page (transformers' continuous
   // batching has its keys and values in pages by turns). The key and the value of one token may not.
-  if (writes && !values_are_keys(p, k_cache, v_cache, new_keys(p), new_values(p)))
+  if (writes && !values_are_keys(k_cache, v_cache, new_keys(p), new_values(p)))
     refuse_shared("v_cache", first_token(v_cache), "k_cache", first_token(k_cache));
   refuse_shared("out", out, "k_cache", k_cache);
   refuse_shared("out", out, "v_cache", v_cache);

@@ -16,7 +16,8 @@ struct PrefillShape : Sizes {
   // largest score: the sums of the weights tell afterwards when it is to be moved. See PrefillRows.
   static constexpr bool kMovesLate = IsBf16<Type>::value && requires { requires Sizes::kSkipsSearch; };
   // Instructions between the director's code and that of the loaders. With them the loops of the loaders lie where the
-  // loop of the consumers leaves the instruction cache free (docs/cuda.md). Measured at head_dim 128, without softcap.
+  // loop of the consumers leaves the instruction cache free (docs/cuda.md). Measured at head_dim 128, without softcap;
+  // at 192 they keep the place that they had without a gap.
   static constexpr bool kKnowsGap = Sizes::kDim >= 128 && Sizes::kOwnDirector;
   static constexpr int kCodeGap = !kKnowsGap ? 0 : Sizes::kDim == 192 ? 487 : IsBf16<Type>::value ? 201 : 421;
 };
