@@ -8,7 +8,7 @@
 namespace paged_attn {
 namespace {
 
-constexpr int64_t kManyParts = 8;      // several warps add those of a row
+constexpr int64_t kManyParts = 8;       // several warps add those of a row
 constexpr int64_t kCombineBlocks = 16;  // of a multiprocessor: more would take long to start where nothing was cut
 
 // The workspace: the word of tickets and the number of parts, then the parts' references and sums of weights, then
