@@ -20,6 +20,11 @@ bool processor_has_tiles() {
   return bit(d, 24) && bit(d, 22);  // AMX-TILE, AMX-BF16
 }
 
+bool tiles_may_be_float16() {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && bit(a, 21);  // AMX-FP16
+}
+
 // What the operating system saves when threads change (XCR0).
 [[gnu::target("xsave")]] unsigned saved_state() { return static_cast<unsigned>(_xgetbv(0)); }
 
@@ -34,7 +39,7 @@ AmxPermission request_amx() {
   if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0)
     return {false, "the operating system refused the permission to use tiles"};
 #endif
-  return {true, ""};
+  return {true, "", tiles_may_be_float16()};
 }
 
 }  // namespace paged_attn

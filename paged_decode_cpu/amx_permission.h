@@ -6,7 +6,8 @@ namespace paged_attn {
 
 struct AmxPermission {
   bool granted;
-  const char* refusal;  // why not; empty where the processor has no such unit
+  const char* refusal;              // why not; empty where the processor has no such unit
+  bool multiplies_float16 = false;  // as well as bfloat16
 };
 
 // For all threads of the process.

@@ -331,10 +331,12 @@ constexpr float kFarScore = 1 << 24;
 }
 
 // The base of a row that has n more scores, of which `top` has the largest: it moves when that lies more than
-// kMaxLogProbability above, and *sum and acc move along.
+// kMaxLogProbability above where it would be with a new base, and *sum and acc move along.
+template <class Ops>
 [[gnu::always_inline]] inline float base_of(f32v top, float* m, f32v* sum, float* acc, int64_t width, float* scores,
                                             int64_t n, float* factor) {
-  if (any_above(top, splat(*m + kMaxLogProbability))) change_base(max_lanes(top), m, sum, acc, width);
+  if (any_above(top, splat(*m + (kMaxLogProbability + Ops::kBaseBelow))))
+    change_base(max_lanes(top) - Ops::kBaseBelow, m, sum, acc, width);
   const float base = *m == -INFINITY ? 0.f : *m;
   if (fabsf(base) > kFarScore) round_scores(scores, n, factor);
   return base;
@@ -374,7 +376,7 @@ inline void softmax_row(float* scores, int64_t n, KvRange visible, const ScoreOf
     }
   }
   f32v sum = load<DType::kFloat32>(l);
-  const float base = base_of(top, m, &sum, acc, width, scores, n, &factor);
+  const float base = base_of<Ops>(top, m, &sum, acc, width, scores, n, &factor);
   for (int64_t j = 0; j < n; j += kLanes) {
     f32v x = exp2(load<DType::kFloat32>(scores + j) * factor - base);
     sum += x;

@@ -56,6 +56,7 @@ std::vector<const Kernel*> kernels_of_this_cpu() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) {
+    if (amx().granted && amx().multiplies_float16) kernels.push_back(&kAvx512AmxFp16Kernel);
     if (amx().granted) kernels.push_back(&kAvx512AmxKernel);
     // On Intel's processors vdpbf16ps is slower than the float32 instructions that do the same.
     const bool intel = __builtin_cpu_is("intel");

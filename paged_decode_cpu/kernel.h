@@ -87,7 +87,8 @@ struct Kernel {
 };
 
 #if defined(__x86_64__)
-extern const Kernel kAvx512AmxKernel, kAvx512IntelKernel, kAvx512Bf16Kernel, kAvx512Kernel, kAvx2Kernel;
+extern const Kernel kAvx512AmxFp16Kernel, kAvx512AmxKernel, kAvx512IntelKernel, kAvx512Bf16Kernel, kAvx512Kernel;
+extern const Kernel kAvx2Kernel;
 #elif defined(__aarch64__)
 extern const Kernel kNeonBf16Kernel, kNeonFp16Kernel, kNeonKernel;
 #endif

@@ -1,6 +1,6 @@
 // The attention loop for Intel's processors with AVX-512 BF16 and VBMI, where vdpbf16ps is slower than the float32
-// instructions that do the same: bfloat16 is multiplied in tiles (AMX) or widened, and vdpbf16ps serves only few rows
-// on an 8-bit cache, which it looks up faster.
+// instructions that do the same: bfloat16 and float16 are multiplied in tiles (AMX) or widened, and vdpbf16ps serves
+// only few rows on an 8-bit cache, which it looks up faster.
 #if defined(__x86_64__)
 #define PD_LANES 16
 // These processors fetch by themselves what few rows read, and their L2 of 2 MiB has room for long tiles.
@@ -8,7 +8,7 @@
 #define PD_LONG_TILES_READ_AHEAD 1
 #include "attend.h"
 #include "ops_amx_few.h"
-#include "ops_bf16.h"
+#include "ops_pairs.h"
 #include "write.h"
 
 namespace paged_attn {
@@ -20,13 +20,26 @@ constexpr int64_t kFewestTileRows = 160;  // laying out keys costs more, beside 
 
 constexpr PartOfSlot kPartOfSlot = {40, 80, int64_t(2) << 20};
 
+// What the matrix unit of a processor multiplies: bfloat16, and float16 where it has AMX-FP16.
+enum class Tiles { kBf16, kBf16AndFp16 };
+
+// The type of the numbers in tiles.
+template <Tiles kTiles>
+DType elem_of(const Problem& p) {
+  return kTiles == Tiles::kBf16AndFp16 && p.q_dtype == DType::kFloat16 ? DType::kFloat16 : DType::kBFloat16;
+}
+
 // float32 would take six products for one: faster on one thread, slower on eight.
 bool goes_through_tiles(const Problem& p) { return p.q_dtype != DType::kFloat32; }
 
+using FewBf16 = OpsAmxFew<DType::kBFloat16>;  // for the numbers that all OpsAmxFew have alike
+
 // Whether few rows may read keys and values in place, in whole tiles.
+template <Tiles kTiles>
 bool fits_in_place(const Problem& p) {
-  return p.q_dtype == DType::kBFloat16 && p.cache.dtype == DType::kBFloat16 && p.head_dim % 32 == 0 &&
-         p.head_dim_v % OpsAmxFew::kColumns == 0 && !p.qv;
+  const DType elem = elem_of<kTiles>(p);
+  return p.q_dtype == elem && p.cache.dtype == elem && p.head_dim % 32 == 0 && p.head_dim_v % FewBf16::kColumns == 0 &&
+         !p.qv;
 }
 
 // Tests set 1, so that every feature goes through tiles.
@@ -35,12 +48,17 @@ bool fits_in_place(const Problem& p) {
 #endif
 constexpr int64_t or_of_tests(int64_t fewest) { return PD_MIN_TILE_ROWS > 0 ? PD_MIN_TILE_ROWS : fewest; }
 
-// From so many rows of a kv_head on tiles pay; a float16 number is two.
+// From so many rows of a kv_head on tiles pay; a float16 number may be two.
+template <Tiles kTiles>
 int64_t min_tile_rows(const Problem& p) {
-  return or_of_tests(p.q_dtype == DType::kFloat16 ? OpsF32<DType::kFloat16>::kMinPackedRows : 8);
+  const bool pieces = p.q_dtype == DType::kFloat16 && elem_of<kTiles>(p) != p.q_dtype;
+  return or_of_tests(pieces ? OpsF32<DType::kFloat16>::kMinPackedRows : 8);
 }
 
-bool in_tiles(const Problem& p, const Item& item) { return goes_through_tiles(p) && item.rows() >= min_tile_rows(p); }
+template <Tiles kTiles>
+bool in_tiles(const Problem& p, const Item& item) {
+  return goes_through_tiles(p) && item.rows() >= min_tile_rows<kTiles>(p);
+}
 
 constexpr int64_t kMostLookedUpRows = OpsBf16<DType::kFloat8E4M3>::kMinPackedRows - 1;
 
@@ -55,35 +73,48 @@ Products products(const Problem& p) {
   return products;
 }
 
+template <Tiles kTiles>
 Products products_amx(const Problem& p) {
   if (!goes_through_tiles(p)) return products_f32(p);
-  using Ops = OpsAmx<DType::kBFloat16, DType::kBFloat16>;
-  Products all = {p.q_dtype == DType::kFloat16 ? "tiles_fp16" : "tiles_bf16",
-                  looks_up(p) ? "in_place_bf16" : "in_place_f32", min_tile_rows(p), Ops::kPartRows, kTileBlockRows};
+  const bool half = p.q_dtype == DType::kFloat16;
+  Products all = {half ? "tiles_fp16" : "tiles_bf16", looks_up(p) ? "in_place_bf16" : "in_place_f32",
+                  min_tile_rows<kTiles>(p), FewBf16::kPartRows, kTileBlockRows};
   all.fewest_rows = kFewestTileRows;
-  if (fits_in_place(p)) {
-    all.tiles_in_place = "tiles_in_place_bf16";
-    all.min_tile_rows = or_of_tests(OpsAmxFew::kFewestRows);
-    all.most_tile_rows = OpsAmxFew::kMostRows;
-    all.min_tile_keys = or_of_tests(OpsAmxFew::kFewestKeys);
+  if (fits_in_place<kTiles>(p)) {
+    all.tiles_in_place = half ? "tiles_in_place_fp16" : "tiles_in_place_bf16";
+    all.min_tile_rows = or_of_tests(FewBf16::kFewestRows);
+    all.most_tile_rows = FewBf16::kMostRows;
+    all.min_tile_keys = or_of_tests(FewBf16::kFewestKeys);
   }
   return all;
 }
 
-bool in_tiles_in_place(const Problem& p, const Item& item) { return products_amx(p).in_tiles_in_place(item); }
+template <Tiles kTiles>
+bool in_tiles_in_place(const Problem& p, const Item& item) {
+  return products_amx<kTiles>(p).in_tiles_in_place(item);
+}
 
-// Calls work() with how the numbers of this problem are held in tiles.
-template <class Work>
+// Calls work() with how the numbers of this problem are held in tiles, few rows in place.
+template <Tiles kTiles, class Work>
+auto with_few_tiles(const Problem& p, const Work& work) {
+  if constexpr (kTiles == Tiles::kBf16AndFp16)
+    if (p.q_dtype == DType::kFloat16) return work.template operator()<OpsAmxFew<DType::kFloat16>>();
+  return work.template operator()<FewBf16>();
+}
+
+// The same where keys and values are laid out.
+template <Tiles kTiles, class Work>
 auto with_tiles(const Problem& p, const Work& work) {
-  const auto with_cache = [&]<DType kQuery>() {
+  const auto with_cache = [&]<DType kElem, DType kQuery>() {
     switch (p.cache.dtype) {
-      case DType::kFloat8E4M3: return work.template operator()<OpsAmx<kQuery, DType::kFloat8E4M3>>();
-      case DType::kFloat8E5M2: return work.template operator()<OpsAmx<kQuery, DType::kFloat8E5M2>>();
-      default: return work.template operator()<OpsAmx<kQuery, kQuery>>();
+      case DType::kFloat8E4M3: return work.template operator()<OpsAmx<kElem, kQuery, DType::kFloat8E4M3>>();
+      case DType::kFloat8E5M2: return work.template operator()<OpsAmx<kElem, kQuery, DType::kFloat8E5M2>>();
+      default: return work.template operator()<OpsAmx<kElem, kQuery, kQuery>>();
     }
   };
-  if (p.q_dtype == DType::kFloat16) return with_cache.template operator()<DType::kFloat16>();
-  return with_cache.template operator()<DType::kBFloat16>();
+  constexpr DType kHalf = kTiles == Tiles::kBf16AndFp16 ? DType::kFloat16 : DType::kBFloat16;
+  if (p.q_dtype == DType::kFloat16) return with_cache.template operator()<kHalf, DType::kFloat16>();
+  return with_cache.template operator()<DType::kBFloat16, DType::kBFloat16>();
 }
 
 int64_t scratch_bytes(const Problem& p, const Item& item) {
@@ -91,10 +122,12 @@ int64_t scratch_bytes(const Problem& p, const Item& item) {
   return scratch_bytes_as<OpsBf16<DType::kFloat8E4M3>>(p, item);
 }
 
+template <Tiles kTiles>
 int64_t scratch_bytes_amx(const Problem& p, const Item& item) {
-  if (in_tiles_in_place(p, item)) return scratch_bytes_as<OpsAmxFew>(p, item);
-  if (!in_tiles(p, item)) return scratch_bytes(p, item);
-  return with_tiles(p, [&]<class Ops>() { return scratch_bytes_as<Ops>(p, item); });
+  const auto bytes = [&]<class Ops>() { return scratch_bytes_as<Ops>(p, item); };
+  if (in_tiles_in_place<kTiles>(p, item)) return with_few_tiles<kTiles>(p, bytes);
+  if (!in_tiles<kTiles>(p, item)) return scratch_bytes(p, item);
+  return with_tiles<kTiles>(p, bytes);
 }
 
 void attend(const Problem& p, const Item& item, KvRange keys, char* memory, float* partial) {
@@ -104,22 +137,30 @@ void attend(const Problem& p, const Item& item, KvRange keys, char* memory, floa
   attend_as<OpsBf16<DType::kFloat8E5M2>>(p, item, keys, memory, partial);
 }
 
+template <Tiles kTiles>
 void attend_amx(const Problem& p, const Item& item, KvRange keys, char* memory, float* partial) {
-  if (in_tiles_in_place(p, item)) {
-    const TileUnit unit(OpsAmxFew::config(item.rows()));
-    return attend_as<OpsAmxFew>(p, item, keys, memory, partial);
+  const auto attend_with = [&]<class Ops>() { attend_as<Ops>(p, item, keys, memory, partial); };
+  if (in_tiles_in_place<kTiles>(p, item)) {
+    const TileUnit unit(FewBf16::config(item.rows()));
+    return with_few_tiles<kTiles>(p, attend_with);
   }
-  if (!in_tiles(p, item)) return attend(p, item, keys, memory, partial);
+  if (!in_tiles<kTiles>(p, item)) return attend(p, item, keys, memory, partial);
   const TileUnit unit(TileConfig{});
-  with_tiles(p, [&]<class Ops>() { attend_as<Ops>(p, item, keys, memory, partial); });
+  with_tiles<kTiles>(p, attend_with);
+}
+
+template <Tiles kTiles>
+constexpr Kernel amx_kernel(const char* name) {
+  return {name,        products_amx<kTiles>, scratch_bytes_amx<kTiles>, attend_amx<kTiles>, merge_partials,
+          write_token, kPartOfSlot};
 }
 
 }  // namespace
 
 const Kernel kAvx512IntelKernel = {"avx512_intel", products,    scratch_bytes, attend,
                                    merge_partials, write_token, kPartOfSlot};
-const Kernel kAvx512AmxKernel = {"avx512_amx",   products_amx, scratch_bytes_amx, attend_amx,
-                                 merge_partials, write_token,  kPartOfSlot};
+const Kernel kAvx512AmxKernel = amx_kernel<Tiles::kBf16>("avx512_amx");
+const Kernel kAvx512AmxFp16Kernel = amx_kernel<Tiles::kBf16AndFp16>("avx512_amx_fp16");
 
 }  // namespace paged_attn
 #endif

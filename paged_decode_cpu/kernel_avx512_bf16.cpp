@@ -3,7 +3,7 @@
 #if defined(__x86_64__)
 #define PD_LANES 16
 #include "attend.h"
-#include "ops_bf16.h"
+#include "ops_pairs.h"
 #include "write.h"
 
 namespace paged_attn {

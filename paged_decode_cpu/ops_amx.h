@@ -1,5 +1,5 @@
-// The matrix unit of an Intel processor (AMX): many rows multiply in tiles of 16 rows x 32 elements, which are
-// bfloat16. float16 and float32 go through it in pieces (ops_pieces.h).
+// The matrix unit of an Intel processor (AMX): many rows multiply in tiles of 16 rows x 32 elements, which are bfloat16
+// or, where the unit has it (AMX-FP16), float16. Elsewhere float16 goes through it in pieces (ops_pieces.h).
 //
 //   tile 4         left:  16 rows x 32 elements of queries or probabilities
 //   tile 6         right: 16 steps x 16 columns of keys or values
@@ -35,6 +35,22 @@ struct TileUnit {
   ~TileUnit() { _tile_release(); }
   TileUnit(const TileUnit&) = delete;
 };
+
+// tdpfp16ps: what _tile_dpbf16ps does, of float16. In bytes, for compilers and assemblers that do not know it.
+#ifndef PD_TILE_DPFP16PS
+#define PD_TILE_DPFP16PS(sum, left, right) \
+  asm volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" ::"i"(0x03 | (15 - (right)) << 3), "i"(0xc0 | (sum) << 3 | (left)))
+#endif
+
+// Tile `sum` += tile `left` x tile `right`, of elements of type `elem`. Numbers of tiles are parts of an instruction.
+#define PD_MULTIPLY_TILES(elem, sum, left, right) \
+  do {                                            \
+    if constexpr (elem == DType::kFloat16) {      \
+      PD_TILE_DPFP16PS(sum, left, right);         \
+    } else {                                      \
+      _tile_dpbf16ps(sum, left, right);           \
+    }                                             \
+  } while (0)
 
 // The intrinsics do not tell the compiler what memory they read.
 [[gnu::always_inline]] inline void memory_is_read() { asm volatile("" ::: "memory"); }
@@ -73,7 +89,7 @@ template <class Ops, bool kMasked>
   }
   top = max(top, top1) * factor;
   f32v sum = load<DType::kFloat32>(l), sum1 = f32v{};
-  const f32v base = splat(base_of(top, m, &sum, acc, width, scores, round_up(n, 2 * kLanes), &factor));
+  const f32v base = splat(base_of<Ops>(top, m, &sum, acc, width, scores, round_up(n, 2 * kLanes), &factor));
   for (int64_t j = 0; j < n; j += 2 * kLanes) {
     const f32v x = exp2_of_floor(score(j) * factor - base), x1 = exp2_of_floor(score(j + kLanes) * factor - base);
     sum += x;
@@ -149,8 +165,8 @@ struct PieceStrides {
   int64_t a, b;
 };
 
-template <DType kQueryType, DType kCacheType>
-struct OpsAmx : OpsOfPiece<kCacheType, 0>::type {
+template <DType kElem, DType kQueryType, DType kCacheType>
+struct OpsAmx : OpsOfPiece<kElem, kCacheType, 0>::type {
   using Elem = uint16_t;
   static constexpr int kMinPackedRows = 1;
   static constexpr int kPartRows = 32;
@@ -159,8 +175,10 @@ struct OpsAmx : OpsOfPiece<kCacheType, 0>::type {
   static constexpr int kRowStep = 16;
   static constexpr int kValueKeys = 32;
   static constexpr bool kTiles = true;
-  static constexpr int kLeftPieces = pieces_of(kQueryType);
-  static constexpr int kRightPieces = pieces_of(kCacheType);
+  static constexpr int kLeftPieces = pieces_of(kQueryType, kElem);
+  static constexpr int kRightPieces = pieces_of(kCacheType, kElem);
+  // Probabilities in float16 begin at 2^7, so that those of 2^-21 still have all their bits; they may grow to 2^15.
+  static constexpr float kBaseBelow = kElem == DType::kFloat16 ? 7.f : 0.f;
 
   static constexpr int kTileSteps = 16;  // steps of one right tile
 
@@ -173,7 +191,7 @@ struct OpsAmx : OpsOfPiece<kCacheType, 0>::type {
   [[gnu::always_inline]] static void store_pieces(Elem* p, int64_t piece, f32v x) {
     for (int i = 0; i < kLeftPieces; ++i, p += piece) {
       const f32v first = i < kLeftPieces - 1 ? first_piece(x) : x;
-      store<DType::kBFloat16>(p, first);
+      store<kElem>(p, first);
       x -= first;
     }
   }
@@ -183,7 +201,7 @@ struct OpsAmx : OpsOfPiece<kCacheType, 0>::type {
     for (int i = 0; i < kLeftPieces; ++i, p += kProbabilityPiece) {
       const bool last = i == kLeftPieces - 1;
       const f32v first = last ? x : first_piece(x), first1 = last ? x1 : first_piece(x1);
-      _mm512_storeu_si512(p, to_bfloats(first, first1));
+      _mm512_storeu_si512(p, OpsAmx::narrowed(first, first1));
       x -= first;
       x1 -= first1;
     }
@@ -197,18 +215,18 @@ struct OpsAmx : OpsOfPiece<kCacheType, 0>::type {
     const auto right = [&](int64_t tile) { _tile_loadd(6, b + 32 * tile, kStride); };
     right(0);
     left(0);
-    _tile_dpbf16ps(0, 4, 6);
+    PD_MULTIPLY_TILES(kElem, 0, 4, 6);
     if constexpr (kRowTiles == 2) {
       left(1);
-      _tile_dpbf16ps(2, 4, 6);
+      PD_MULTIPLY_TILES(kElem, 2, 4, 6);
     }
     if constexpr (kColumnTiles == 1) return;
     right(1);
     if constexpr (kRowTiles == 2) {
-      _tile_dpbf16ps(3, 4, 6);
+      PD_MULTIPLY_TILES(kElem, 3, 4, 6);
       left(0);
     }
-    _tile_dpbf16ps(1, 4, 6);
+    PD_MULTIPLY_TILES(kElem, 1, 4, 6);
   }
 
   template <int kRowTiles, int kColumnTiles, const auto& kProducts>
@@ -302,7 +320,7 @@ struct OpsAmx : OpsOfPiece<kCacheType, 0>::type {
   template <int kPiece = 0>
   static void pack_pieces(const Problem& p, const Scratch<OpsAmx>& s, const TileRows& tile, int64_t k_offset,
                           int64_t v_offset) {
-    using Ops = typename OpsOfPiece<kCacheType, kPiece>::type;
+    using Ops = typename OpsOfPiece<kElem, kCacheType, kPiece>::type;
     pack_keys<Ops>(tile.k, k_offset, tile.n, p.head_dim, s.depth / 2, s.keys + kPiece * s.depth * s.tile);
     pack_values<Ops>(tile.v, v_offset, round_up(tile.n, kValueKeys), p.head_dim_v, s.tile / 2,
                      s.values + kPiece * round_up(s.width, kPanel) * s.tile);

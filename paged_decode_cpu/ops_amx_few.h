@@ -1,4 +1,5 @@
-// The matrix unit for few rows of a kv_head (decode, short drafts) on a bfloat16 cache, keys and values in place.
+// The matrix unit for few rows of a kv_head (decode, short drafts) on a cache whose numbers it multiplies, keys and
+// values in place.
 //
 //   scores   keys are the left side, 16 of them, and queries the right one, laid out once:
 //              keys x queries = scores with a row for each key, transposed in registers afterwards
@@ -25,7 +26,11 @@
 namespace paged_attn {
 namespace {
 
-struct OpsAmxFew : OpsAmx<DType::kBFloat16, DType::kBFloat16> {
+template <DType kElem>
+struct OpsAmxFew : OpsAmx<kElem, kElem, kElem> {
+  using typename OpsAmx<kElem, kElem, kElem>::Elem;
+  using OpsAmx<kElem, kElem, kElem>::kBytes, OpsAmx<kElem, kElem, kElem>::kMaxDotRows;
+
   static constexpr bool kFewRows = true;
   static constexpr int kFewestRows = 3, kMostRows = 16, kFewestKeys = 32;  // with fewer, vectors are as fast
   static constexpr int kMinPackedRows = kMostRows + 1;                     // never
@@ -160,7 +165,7 @@ struct OpsAmxFew : OpsAmx<DType::kBFloat16, DType::kBFloat16> {
         ask_for(last ? after : keys, last ? 0 : j + kKeys, d * kBytes, 64);
         _tile_loadd(6, place.first + d * kBytes, place.distance);
         _tile_loadd(7, q + d * s.head_rows, 4 * s.head_rows);
-        _tile_dpbf16ps(5, 6, 7);
+        PD_MULTIPLY_TILES(kElem, 5, 6, 7);
       }
       _tile_stored(5, products, 4 * s.head_rows);
       memory_is_read();
@@ -199,9 +204,9 @@ struct OpsAmxFew : OpsAmx<DType::kBFloat16, DType::kBFloat16> {
       ask_for(values, last ? 0 : j + kKeys, last ? kBytesAtOnce : 0, kBytesAtOnce);
       _tile_loadd(4, p, 64);
       _tile_loadd(6, place.first, place.distance);
-      _tile_dpbf16ps(0, 4, 6);
+      PD_MULTIPLY_TILES(kElem, 0, 4, 6);
       _tile_loadd(6, place.first + 64, place.distance);
-      _tile_dpbf16ps(1, 4, 6);
+      PD_MULTIPLY_TILES(kElem, 1, 4, 6);
     }
     _tile_stored(0, acc, stride);
     _tile_stored(1, acc + 16, stride);

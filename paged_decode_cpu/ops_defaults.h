@@ -14,6 +14,7 @@ struct OpsDefaults {
   static constexpr int kLeftPieces = 1, kRightPieces = 1;  // numbers that one of the left or right is held as
   static constexpr bool kDealt = false;                    // whether a chunk has its even elements before its odd ones
   static constexpr float kUnit = 1.f;                      // what a loaded number is to be multiplied with
+  static constexpr float kBaseBelow = 0.f;                 // how far, in log2, a row's base begins below its top score
 
   // Who multiplies, if not the vectors of tile.h
   static constexpr bool kNeon = false;     // tile_neon.h

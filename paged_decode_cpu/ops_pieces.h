@@ -1,5 +1,5 @@
-// A float16 number as the sum of two bfloat16 numbers, for the matrix unit, which multiplies nothing larger: the first
-// 8 of its 11 bits, and the other 3. The sum is exact. A product of two sums is the sum of the products of their
+// A float16 number as the sum of two bfloat16 numbers, for a matrix unit that multiplies nothing larger: the first 8 of
+// its 11 bits, and the other 3. The sum is exact. A product of two sums is the sum of the products of their
 // pieces,
 //
 //   (a0 + a1)(b0 + b1) = a0 b0 + a0 b1 + a1 b0 + a1 b1
@@ -7,20 +7,16 @@
 // An infinity has no second piece; attend_again mends what becomes of it.
 #pragma once
 
-#include "ops_bf16.h"
+#include "ops_pairs.h"
 
 namespace paged_attn {
 namespace {
 
-constexpr int pieces_of(DType type) { return type == DType::kFloat16 ? 2 : 1; }
+// As how many numbers of type `elem` one of type `type` is held.
+constexpr int pieces_of(DType type, DType elem) { return type == DType::kFloat16 && elem != type ? 2 : 1; }
 
 // x without the bits that bfloat16 has no room for.
 inline f32v first_piece(f32v x) { return bit_cast<f32v>(bit_cast<u32v>(x) & 0xffff0000u); }
-
-// bfloat16 of 32 numbers, in order.
-inline __m512i to_bfloats(f32v low, f32v high) {
-  return (__m512i)_mm512_cvtne2ps_pbh(bit_cast<__m512>(high), bit_cast<__m512>(low));
-}
 
 // How one piece of a float16 cache is read while keys and values are packed.
 template <int kPiece>
@@ -30,7 +26,7 @@ struct PieceOps : OpsBf16<DType::kBFloat16> {
 
   static f32v piece(f32v x) { return kPiece == 0 ? first_piece(x) : x - first_piece(x); }
   static Reg read(const char* row) {
-    return to_bfloats(piece(load<kCacheType>(row)), piece(load<kCacheType>(row + kLanes * kBytes)));
+    return narrowed(piece(load<kCacheType>(row)), piece(load<kCacheType>(row + kLanes * kBytes)));
   }
   static Reg read_tail(const char* row, int64_t n) {
     char padded[kChunk * kBytes] = {};
@@ -48,12 +44,12 @@ struct PieceOps : OpsBf16<DType::kBFloat16> {
   }
 };
 
-template <DType kCacheType, int kPiece>
+template <DType kElem, DType kCacheType, int kPiece>
 struct OpsOfPiece {
-  using type = OpsBf16<kCacheType>;
+  using type = OpsPairs<kElem, kCacheType>;
 };
 template <int kPiece>
-struct OpsOfPiece<DType::kFloat16, kPiece> {
+struct OpsOfPiece<DType::kBFloat16, DType::kFloat16, kPiece> {
   using type = PieceOps<kPiece>;
 };
 

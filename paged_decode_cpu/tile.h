@@ -2,7 +2,7 @@
 // each in two forms:
 //   dot_*, transposed_*  few rows: read the cache rows in place, every loaded register serves kRows rows
 //   pack_*, matrix_*     many rows: keys and values are first laid out so that one matrix kernel serves both
-// Ops says how numbers are held (ops_f32.h, ops_bf16.h). "Row" is one query token and head.
+// Ops says how numbers are held (ops_f32.h, ops_pairs.h). "Row" is one query token and head.
 #pragma once
 
 #include "spec/ranges.h"

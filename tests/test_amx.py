@@ -3,6 +3,7 @@ path, and all features in tiles, on a processor that has them or on a build that
 """
 
 import itertools
+import math
 import os
 import platform
 import shutil
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from cases import Case
 from compare import check
 from test_isa import ASK, available, cpu_flags
@@ -90,11 +92,28 @@ def test_many_tiles(paged_attn, device, name):
     check(paged_attn, LARGE[name], device)
 
 
+@pytest.mark.every_isa
+@pytest.mark.parametrize("rows", [4, 8])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_many_small_probabilities(paged_attn, device, dtype, rows):
+    """Of 2^-23.6 each, which float16 has one bit for: half of it lost would be a quarter of the result."""
+    kind = getattr(torch, dtype)
+    keys = torch.zeros(1, 2**14, 1, 64, dtype=kind)
+    values = torch.full_like(keys, 64.0)
+    keys[:, 0, :, 0], values[:, 0] = 1, 0
+    q = torch.zeros(1, 1, rows, 64, dtype=kind)
+    q[..., 0] = 1
+    out = paged_attn.flash_attn_with_kvcache(q, keys, values, softmax_scale=23.6 * math.log(2))
+    together = (2**14 - 1) * 2**-23.6
+    expected = torch.full_like(q, 64 * together / (1 + together))
+    torch.testing.assert_close(out, expected, rtol=1e-2, atol=0)
+
+
 def test_taken_where_the_processor_has_it(paged_attn):
     if not available("avx512_amx"):
         pytest.skip("this processor has no AMX")
     if "PAGED_ATTN_CPU_ISA" not in os.environ:
-        assert paged_attn.cpu_isa() == "avx512_amx"
+        assert paged_attn.cpu_isa() == ("avx512_amx_fp16" if available("avx512_amx_fp16") else "avx512_amx")
 
 
 @pytest.fixture(scope="module")
@@ -120,20 +139,22 @@ def run(environment, *command):
 
 
 @pytest.mark.runs_tests
-def test_cases_in_emulated_tiles(tiles_emulated):
+@pytest.mark.parametrize("isa, fewest", [("avx512_amx", 400), ("avx512_amx_fp16", 150)])
+def test_cases_in_emulated_tiles(tiles_emulated, isa, fewest):
     """The cases of every feature and the edges above; amx/tiles_only.py says which of them. All by hand:
     PAGED_ATTN_TILE_TESTS=all."""
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tiles_only", "--tb=short", "-m", "every_isa"]
     path = f"{TESTS}{os.pathsep}{TESTS / 'amx'}"
-    ran = run(tiles_emulated | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, *command)
+    ran = run(tiles_emulated | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PAGED_ATTN_CPU_ISA": isa}, *command)
     assert ran.returncode == 0, ran.stdout[-6000:]
-    assert int(ran.stdout.split(" passed")[0].split()[-1]) > 400, ran.stdout[-2000:]
+    assert int(ran.stdout.split(" passed")[0].split()[-1]) > fewest, ran.stdout[-2000:]
 
 
 @pytest.mark.runs_tests
-def test_emulated_path_is_the_default(tiles_emulated):
-    asked = run(tiles_emulated, "-c", ASK)
-    assert asked.stdout.strip() == "avx512_amx", asked.stderr
+@pytest.mark.parametrize("unit, isa", [("", "avx512_amx_fp16"), ("bf16", "avx512_amx")])
+def test_emulated_path_is_the_default(tiles_emulated, unit, isa):
+    asked = run(tiles_emulated | {"PAGED_ATTN_EMULATED_AMX": unit}, "-c", ASK)
+    assert asked.stdout.strip() == isa, asked.stderr
 
 
 @pytest.mark.runs_tests

@@ -113,6 +113,7 @@ def test_functions_that_do_not_attend_are_refused(paged_attn, device):
 
 # Over 8-bit caches, bfloat16 queries: up to how many rows which route.
 ROUTES_OF_8_BIT_CACHES = {
+    "avx512_amx_fp16": {7: "in_place_bf16", 40: "tiles_bf16"},
     "avx512_amx": {7: "in_place_bf16", 40: "tiles_bf16"},
     "avx512_intel": {15: "in_place_bf16", 23: "in_place_f32", 40: "packed_f32"},
     "avx512_bf16": {15: "in_place_bf16", 40: "packed_bf16"},
@@ -133,7 +134,7 @@ class TestCpu:
         names = {"bfloat16": "bf16", "float16": "fp16", "float32": "f32"}
         own = {"avx512_bf16": ["bfloat16"], "neon_bf16": ["bfloat16", "float16"], "neon_fp16": ["float16"]}
         numbers = names[dtype if dtype in own.get(isa, []) else "float32"]
-        packed = f"tiles_{names[dtype]}" if isa == "avx512_amx" and dtype != "float32" else f"packed_{numbers}"
+        packed = f"tiles_{names[dtype]}" if isa.startswith("avx512_amx") and dtype != "float32" else f"packed_{numbers}"
         few, many = (explain(paged_attn, cases.build(Case(q_len=n, dtype=dtype))) for n in (1, 40))
         assert few.route == f"in_place_{numbers}"
         assert "rows (q_len * group) of a kv_head in an item, got 2" in few.why_not[packed]
@@ -153,15 +154,27 @@ class TestCpu:
                 assert explained.plan["packed_items"] == (0 if route.startswith("in_place") else 1)
             first = last + 1
 
-    def test_few_rows_in_tiles(self, paged_attn, device):
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_few_rows_in_tiles(self, paged_attn, device, dtype):
         """Decode with a group takes the matrix unit where keys and values lie, unless there are hardly any keys."""
-        if paged_attn.cpu_isa() != "avx512_amx":
-            pytest.skip("this processor has no AMX")
-        decode = Case(batch=1, dtype="bfloat16", q_heads=8, kv_heads=2, head_dim=128)
+        isa = paged_attn.cpu_isa()
+        if isa != "avx512_amx_fp16" and (isa, dtype) != ("avx512_amx", "bfloat16"):
+            pytest.skip("this processor has no such matrix unit")
+        name = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
+        decode = Case(batch=1, dtype=dtype, q_heads=8, kv_heads=2, head_dim=128)
         long, short = (explain(paged_attn, cases.build(replace(decode, lens=(n,)))) for n in (32, 31))
-        assert long.route == "tiles_in_place_bf16" and "tiles_bf16" in long.why_not
+        assert long.route == f"tiles_in_place_{name}" and f"tiles_{name}" in long.why_not
         assert short.route == "in_place_f32"
-        assert "at least 32 keys, got 4 rows and 31 keys" in short.why_not["tiles_in_place_bf16"]
+        assert "at least 32 keys, got 4 rows and 31 keys" in short.why_not[f"tiles_in_place_{name}"]
+
+    def test_float16_in_tiles(self, paged_attn, device):
+        """As few rows as in bfloat16 where the matrix unit multiplies float16, more where a number is two pieces."""
+        fewest = {"avx512_amx_fp16": 8, "avx512_amx": 24}.get(paged_attn.cpu_isa())
+        if not fewest:
+            pytest.skip("this processor has no AMX")
+        case = Case(batch=1, dtype="float16", kv_len=20, kv_heads=1)
+        less, enough = (explain(paged_attn, cases.build(replace(case, q_heads=n))) for n in (fewest - 1, fewest))
+        assert (less.route, enough.route) == ("in_place_f32", "tiles_fp16")
 
     def test_pages_of_one_slot_are_checked_fast(self, paged_attn, device):
         """Millions of page numbers, in every layer: to look at them takes no longer than to copy them. (Four times
@@ -205,7 +218,7 @@ class TestCpu:
         call = cases.build(Case(batch=1, kv_len=512, q_heads=32, kv_heads=8, head_dim=128))
         with torch_threads(2):
             plan = explain(paged_attn, call).plan
-        by_keys = paged_attn.cpu_isa() in ("avx512", "avx512_intel", "avx512_amx")
+        by_keys = paged_attn.cpu_isa() in ("avx512", "avx512_intel", "avx512_amx", "avx512_amx_fp16")
         assert plan["tasks"] == plan["threads"] == 2
         assert plan["items"] == (1 if by_keys else 2) and plan["splits"] == (2 if by_keys else 1)
 

@@ -22,6 +22,9 @@ NEEDS = {
     "avx512_intel": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi"},
     "avx512_bf16": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi"},
     "avx512_amx": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi", "amx_tile", "amx_bf16"},
+    "avx512_amx_fp16": {
+        *("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi", "amx_tile", "amx_bf16"), "amx_fp16"
+    },  # fmt: skip
     "neon": {"asimd"},
     "neon_fp16": {"asimd", "asimdfhm"},
     "neon_bf16": {"asimd", "asimdfhm", "bf16"},

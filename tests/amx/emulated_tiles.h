@@ -2,7 +2,7 @@
 // it takes the place of the intrinsics and of the questions to the processor and to Linux. A tile is kept as memory;
 // products are rounded as the processor rounds them.
 //
-// PAGED_ATTN_EMULATED_AMX=refused: Linux refuses the permission.
+// PAGED_ATTN_EMULATED_AMX=refused: Linux refuses the permission. =bf16: the processor multiplies bfloat16 only.
 #pragma once
 
 #if defined(__x86_64__)
@@ -79,7 +79,7 @@ inline void store(int t, void* base, int64_t stride) {
     memcpy(static_cast<char*>(base) + r * stride, s.tile[t][r], s.config.row_bytes[t]);
 }
 
-inline float widened(uint16_t bfloat) {
+inline float widened_bfloat(uint16_t bfloat) {
   uint32_t bits = uint32_t(bfloat) << 16;
   if (!(bits & 0x7f800000)) bits &= 0x80000000;  // denormal numbers count as 0
   float x;
@@ -87,8 +87,17 @@ inline float widened(uint16_t bfloat) {
   return x;
 }
 
+inline float widened_half(uint16_t half) {
+  const int exponent = half >> 10 & 31, mantissa = half & 1023;
+  const float magnitude = exponent == 0    ? __builtin_ldexpf(mantissa, -24)
+                          : exponent == 31 ? (mantissa ? __builtin_nanf("") : __builtin_inff())
+                                           : __builtin_ldexpf(1024 + mantissa, exponent - 25);
+  return half >> 15 ? -magnitude : magnitude;
+}
+
 // c += a x b: even and odd elements are summed apart, then added to c.
-inline void dot_bf16(int c, int a, int b) {
+template <float (*widened)(uint16_t)>
+void dot(int c, int a, int b) {
   State& s = state();
   const int rows = s.config.rows[a], pairs = s.config.row_bytes[a] / 4, columns = s.config.row_bytes[b] / 4;
   check(rows > 0 && pairs == s.config.rows[b] && rows == s.config.rows[c] && columns == s.config.row_bytes[c] / 4);
@@ -110,9 +119,15 @@ inline void dot_bf16(int c, int a, int b) {
   }
 }
 
+inline bool says(const char* word) {
+  const char* wanted = getenv("PAGED_ATTN_EMULATED_AMX");
+  return wanted && !strcmp(wanted, word);
+}
+
 inline int cpuid_count(unsigned leaf, unsigned subleaf, unsigned* a, unsigned* b, unsigned* c, unsigned* d) {
   const int known = __get_cpuid_count(leaf, subleaf, a, b, c, d);
   if (leaf == 7 && subleaf == 0) *d |= 1u << 24 | 1u << 22;
+  if (leaf == 7 && subleaf == 1) *a = says("bf16") ? *a & ~(1u << 21) : *a | 1u << 21;
   return known;
 }
 
@@ -122,8 +137,7 @@ inline unsigned long long xgetbv() { return 7u | 0xe0u | 1u << 17 | 1u << 18; }
 template <typename... Arguments>
 long system_call(long number, Arguments... arguments) {
   if (number != SYS_arch_prctl) return ::syscall(number, arguments...);
-  const char* wanted = getenv("PAGED_ATTN_EMULATED_AMX");
-  return wanted && !strcmp(wanted, "refused") ? -1 : 0;
+  return says("refused") ? -1 : 0;
 }
 
 }  // namespace
@@ -138,7 +152,8 @@ long system_call(long number, Arguments... arguments) {
 #define _tile_loadd emulated_tiles::load
 #define _tile_stored emulated_tiles::store
 #define _tile_zero emulated_tiles::zero
-#define _tile_dpbf16ps emulated_tiles::dot_bf16
+#define _tile_dpbf16ps emulated_tiles::dot<emulated_tiles::widened_bfloat>
+#define PD_TILE_DPFP16PS emulated_tiles::dot<emulated_tiles::widened_half>
 #define __get_cpuid_count emulated_tiles::cpuid_count
 #define _xgetbv(register) emulated_tiles::xgetbv()
 #define syscall(number, ...) emulated_tiles::system_call(number, __VA_ARGS__)

@@ -39,7 +39,7 @@ __all__ = [
 
 
 def cpu_isa() -> str:
-    """The instruction set in use on the CPU, for example "avx512_amx", "avx512_bf16", "avx2" or "portable".
+    """The instruction set in use on the CPU, for example "avx512_amx_fp16", "avx512_bf16", "avx2" or "portable".
 
     It is the best one that the processor has and that the operating system allows, or the one that PAGED_ATTN_CPU_ISA
     names, read at the first call. "(no AMX: ...)" at the end says why the processor's matrix unit is not used.

@@ -1,5 +1,5 @@
-// How numbers are held while they are multiplied: as pairs of bfloat16, two products per lane and
-// instruction (vdpbf16ps). Queries are bfloat16; 8-bit caches are looked up into bfloat16, exactly.
+// How numbers are held while they are multiplied: as pairs of 16-bit numbers, of which vdpbf16ps (bfloat16) and the
+// matrix unit (float16 too) take two products per lane and instruction. 8-bit caches are looked up, exactly.
 #pragma once
 
 #include "ops_defaults.h"
@@ -8,27 +8,32 @@
 namespace paged_attn {
 namespace {
 
-// bfloat16 of the 128 magnitudes of an 8-bit format, high and low bytes apart: vpermi2b looks 64
+// The 128 magnitudes of an 8-bit format as 16-bit numbers, high and low bytes apart: vpermi2b looks 64
 // bytes up in 128 entries by the low 7 bits of each index.
-struct BfloatTable {
+struct WideTable {
   uint8_t high[128], low[128];
 };
 
-constexpr BfloatTable bfloat_table(const Fp8Values& values, int exponent_bits, int mantissa_bits, bool has_infinity) {
-  BfloatTable table{};
-  const int bias = (1 << (exponent_bits - 1)) - 1;
+constexpr WideTable wide_table(DType type, const Fp8Values& values, int exponent_bits, int mantissa_bits,
+                               bool has_infinity) {
+  WideTable table{};
+  const bool half = type == DType::kFloat16;
+  const int wide_bits = half ? 10 : 7, infinity = half ? 0x7c00 : 0x7f80;
+  const int bias = ((1 << (exponent_bits - 1)) - 1) - (half ? 15 : 127);
   for (int i = 0; i < 128; ++i) {
     int exponent = i >> mantissa_bits, mantissa = i & ((1 << mantissa_bits) - 1), bits = 0;
     if (values.value[i] != values.value[i]) {
-      bits = 0x7fc0;
+      bits = infinity | 1 << (wide_bits - 1);
     } else if (has_infinity && exponent == (1 << exponent_bits) - 1) {
-      bits = 0x7f80;
+      bits = infinity;
     } else if (i != 0) {
       if (exponent == 0) {  // subnormal: shift the leading one into place
         for (exponent = 1; !(mantissa >> mantissa_bits); --exponent) mantissa <<= 1;
         mantissa &= (1 << mantissa_bits) - 1;
       }
-      bits = (exponent - bias + 127) << 7 | mantissa << (7 - mantissa_bits);
+      exponent -= bias;
+      mantissa <<= wide_bits - mantissa_bits;
+      bits = exponent > 0 ? exponent << wide_bits | mantissa : (1 << wide_bits | mantissa) >> (1 - exponent);
     }
     table.high[i] = bits >> 8;
     table.low[i] = bits & 0xff;
@@ -36,15 +41,17 @@ constexpr BfloatTable bfloat_table(const Fp8Values& values, int exponent_bits, i
   return table;
 }
 
-alignas(64) constexpr BfloatTable kE4M3Bfloat = bfloat_table(kE4M3Values, 4, 3, false);
-alignas(64) constexpr BfloatTable kE5M2Bfloat = bfloat_table(kE5M2Values, 5, 2, true);
+template <DType kType>
+alignas(64) constexpr WideTable kE4M3Wide = wide_table(kType, kE4M3Values, 4, 3, false);
+template <DType kType>
+alignas(64) constexpr WideTable kE5M2Wide = wide_table(kType, kE5M2Values, 5, 2, true);
 
-template <DType kCacheType>
-struct OpsBf16 : OpsDefaults {
+template <DType kElem, DType kCacheType>
+struct OpsPairs : OpsDefaults {
   using Elem = uint16_t;
   using Reg = __m512i;
-  static constexpr DType kElemType = DType::kBFloat16;
-  static constexpr bool kFp8 = kCacheType != DType::kBFloat16;
+  static constexpr DType kElemType = kElem;
+  static constexpr bool kFp8 = dtype_bytes(kCacheType) == 1;
   static constexpr int kDepth = 2;
   static constexpr int kRegs = kFp8 ? 2 : 1;
   static constexpr int kChunk = 32 * kRegs;
@@ -53,11 +60,15 @@ struct OpsBf16 : OpsDefaults {
   static constexpr int kMinPackedRows = kFp8 ? 16 : 24;  // 8-bit keys are looked up once then
   static constexpr int kValueKeys = 2;
 
-  static f32v dot(f32v acc, Reg a, Reg b) {
+  static f32v dot(f32v acc, Reg a, Reg b)
+    requires(kElem == DType::kBFloat16)
+  {
     return bit_cast<f32v>(_mm512_dpbf16_ps(bit_cast<__m512>(acc), (__m512bh)a, (__m512bh)b));
   }
   // dot(acc, a, broadcast(p)); g++ 12 does not fold the broadcast into the instruction.
-  static f32v dot_broadcast(f32v acc, Reg a, const Elem* p) {
+  static f32v dot_broadcast(f32v acc, Reg a, const Elem* p)
+    requires(kElem == DType::kBFloat16)
+  {
     typedef int32_t __attribute__((may_alias)) Pair;
     asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(a), "m"(*reinterpret_cast<const Pair*>(p)));
     return acc;
@@ -69,10 +80,17 @@ struct OpsBf16 : OpsDefaults {
   }
   static Reg load_elems(const Elem* p) { return _mm512_loadu_si512(p); }
   static void store_elems(Elem* p, f32v x) { store<kElemType>(p, x); }
+  // 32 numbers, in order.
+  static Reg narrowed(f32v low, f32v high) {
+    if constexpr (kElem == DType::kBFloat16)
+      return (Reg)_mm512_cvtne2ps_pbh(bit_cast<__m512>(high), bit_cast<__m512>(low));
+    const Reg first = _mm512_castsi256_si512(bit_cast<__m256i>(float_to_half(low)));
+    return _mm512_inserti64x4(first, bit_cast<__m256i>(float_to_half(high)), 1);
+  }
 
   // r[0] and r[1]: what unpacklo and unpackhi would leave of 16-bit numbers.
   static void look_up(__m512i bytes, Reg* r) {
-    constexpr const BfloatTable& table = kCacheType == DType::kFloat8E4M3 ? kE4M3Bfloat : kE5M2Bfloat;
+    constexpr const WideTable& table = kCacheType == DType::kFloat8E4M3 ? kE4M3Wide<kElem> : kE5M2Wide<kElem>;
     __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(table.low), bytes, _mm512_load_si512(table.low + 64));
     __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(table.high), bytes, _mm512_load_si512(table.high + 64));
     // high | (bytes & 0x80)
@@ -138,6 +156,9 @@ struct OpsBf16 : OpsDefaults {
     }
   }
 };
+
+template <DType kCacheType>
+using OpsBf16 = OpsPairs<DType::kBFloat16, kCacheType>;
 
 }  // namespace
 }  // namespace paged_attn
