@@ -29,21 +29,11 @@ constexpr int64_t kMemoryPage = 4096;  // the smallest piece of memory with a tr
 #endif
 constexpr int64_t kL2Bytes = int64_t(PD_L2_KIB) << 10;  // of the smallest second cache that such processors have
 
-#ifndef PD_READS_AHEAD_FROM
-#define PD_READS_AHEAD_FROM INT64_MAX
-#endif
-constexpr int64_t kReadsAheadFrom = PD_READS_AHEAD_FROM;  // bytes of the keys of a slot
-
 #ifndef PD_ASKED_AGAIN_ROWS
 #define PD_ASKED_AGAIN_ROWS 1
 #endif
 constexpr int64_t kAskedAgainRows = PD_ASKED_AGAIN_ROWS;  // of a kv_head: for fewer, asking for each line twice costs
                                                           // more than it gains
-
-#ifndef PD_LONG_TILES_READ_AHEAD
-#define PD_LONG_TILES_READ_AHEAD 0
-#endif
-constexpr bool kLongTilesReadAhead = PD_LONG_TILES_READ_AHEAD;  // then all tiles of few rows have kMaxTile keys
 
 // Probabilities are relative to a score that may lie this much (in log2) below the largest one: a row changes it once
 // or twice then, and not at every new maximum.
@@ -102,25 +92,21 @@ inline bool lie_in_caches(const Problem& p, const Item& item, KvRange keys) {
   return nanoseconds() - start < kLongest;
 }
 
-// Whether the processor fetches the next keys of few rows better by itself, once each head's are asked for while those
-// of the head before are multiplied: its prefetchers follow such addresses within every page of memory, and our fetches
-// of the next tile would hold the few places that requests of the first cache have. (The cache alone tells: whoever
-// sizes the scratch memory, with other Ops, must find the same.)
-inline bool reads_ahead(const Problem& p, const Item& item) {
-  return p.cache.k_stride_head == p.head_dim &&
-         item.heads() * p.head_dim * dtype_bytes(p.cache.dtype) >= kReadsAheadFrom;
+template <class Ops>
+bool has_long_tiles(const Problem& p, const Item& item) {
+  return item.walk.long_tiles && item.reads_ahead(p, Ops::kFewRows);
 }
-
-inline bool has_long_tiles(const Problem& p, const Item& item) { return kLongTilesReadAhead && reads_ahead(p, item); }
 
 // Two tiles of all heads, the current one and the next, take a quarter of L2. With more to multiply than to read, and
 // where less than 32 keys would come out (64 in a small call), they take half: every row of every tile costs some
-// overhead.
+// overhead. (The cache and the item alone tell: whoever sizes the scratch memory, with other Ops, must find the same.)
 template <class Ops>
 int64_t tile_keys(const Problem& p, const Item& item) {
   if (item.rows() >= Ops::kMinPackedRows) return item.heads() == 1 ? kMaxTile : kMaxTile / 2;
-  if (has_long_tiles(p, item)) return kMaxTile;
+  if (has_long_tiles<Ops>(p, item)) return kMaxTile;
   const int64_t slot_bytes = item.heads() * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
+  if (item.walk.tile_bytes > 0 && !item.small)
+    return pd_min(pd_max(item.walk.tile_bytes / slot_bytes / 16 * 16, 16), kMaxTile);
   const int64_t quarter = kL2Bytes / 8 / slot_bytes / 16 * 16, half = kL2Bytes / 4 / slot_bytes / 16 * 16;
   const int64_t keys = item.rows() >= 8 ? half : pd_max(quarter, pd_min(half, item.small ? 64 : 32));
   return pd_min(pd_max(keys, 16), kMaxTile);
@@ -318,9 +304,6 @@ inline void change_base(float new_m, float* m, f32v* sum, float* acc, int64_t wi
   for (int64_t d = 0; d < width; d += kLanes) store<DType::kFloat32>(acc + d, load<DType::kFloat32>(acc + d) * rescale);
 }
 
-// From here on float32 has gaps of more than 1 between scores, in log2 units.
-constexpr float kFarScore = 1 << 24;
-
 // Far out, a base is rounded by many powers of two, and so must be the scores that it is taken from: the product that
 // goes straight into a subtraction, in one instruction, is not. So they are multiplied here, and their factor is 1
 // then.
@@ -338,7 +321,7 @@ template <class Ops>
   if (any_above(top, splat(*m + (kMaxLogProbability + Ops::kBaseBelow))))
     change_base(max_lanes(top) - Ops::kBaseBelow, m, sum, acc, width);
   const float base = *m == -INFINITY ? 0.f : *m;
-  if (fabsf(base) > kFarScore) round_scores(scores, n, factor);
+  if (fabsf(base) > Ops::kFarScore) round_scores(scores, n, factor);
   return base;
 }
 
@@ -674,12 +657,12 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
   // The first keys: nothing has fetched them, so they are few, but their translations come while the query is loaded.
   // Many rows multiply for so long that it does not matter, and where nothing is fetched ahead all tiles are alike.
   // Only the order in which memory is read depends on `cached` and `fetched`, not the result.
-  const bool packed = rows >= Ops::kMinPackedRows, ahead = reads_ahead(p, item);
+  const bool packed = rows >= Ops::kMinPackedRows, ahead = item.reads_ahead(p, Ops::kFewRows);
   const bool cached = item.maybe_cached && !packed && !ahead && keys.begin < keys.end && lie_in_caches(p, item, keys);
   const bool fetched = packed || !(ahead || cached);
   TileRows tiles[2];
   TileRows *tile = &tiles[0], *next = &tiles[1];
-  const int64_t first = packed || has_long_tiles(p, item) ? s.tile : pd_min(item.small ? 32 : kLanes, s.tile);
+  const int64_t first = packed || has_long_tiles<Ops>(p, item) ? s.tile : pd_min(item.small ? 32 : kLanes, s.tile);
   tile->locate(p.cache, item.batch, keys.begin, keys.end, first);
   if (fetched) list_runs<Ops>(p, item, *tile, s.runs);
 

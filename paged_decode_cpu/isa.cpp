@@ -7,7 +7,9 @@
 
 #include "amx_permission.h"
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -44,6 +46,15 @@ ArmFeatures arm_features() {
 }
 #endif
 
+#if defined(__x86_64__)
+// Whether this is Intel's Granite Rapids or a later one. A hypervisor may give another model number, so an instruction
+// tells that the ones before do not have (PREFETCHIT0).
+bool is_granite_rapids() {
+  unsigned a, b, c, d;
+  return __builtin_cpu_is("intel") && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (d >> 14 & 1);
+}
+#endif
+
 const AmxPermission& amx() {
   static const AmxPermission permission = request_amx();
   return permission;
@@ -56,12 +67,14 @@ std::vector<const Kernel*> kernels_of_this_cpu() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) {
+    const bool granite_rapids = is_granite_rapids();
+    const Kernel* const widening = granite_rapids ? &kGraniteRapidsKernel : &kAvx512IntelKernel;
     if (amx().granted && amx().multiplies_float16) kernels.push_back(&kAvx512AmxFp16Kernel);
-    if (amx().granted) kernels.push_back(&kAvx512AmxKernel);
+    if (amx().granted) kernels.push_back(granite_rapids ? &kGraniteRapidsAmxKernel : &kAvx512AmxKernel);
     // On Intel's processors vdpbf16ps is slower than the float32 instructions that do the same.
     const bool intel = __builtin_cpu_is("intel");
-    kernels.push_back(intel ? &kAvx512IntelKernel : &kAvx512Bf16Kernel);
-    kernels.push_back(intel ? &kAvx512Bf16Kernel : &kAvx512IntelKernel);
+    kernels.push_back(intel ? widening : &kAvx512Bf16Kernel);
+    kernels.push_back(intel ? &kAvx512Bf16Kernel : widening);
   }
   if (avx512) kernels.push_back(&kAvx512Kernel);
   if (avx2) kernels.push_back(&kAvx2Kernel);

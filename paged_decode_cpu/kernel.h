@@ -8,6 +8,16 @@
 
 namespace paged_attn {
 
+// How few rows walk over keys that come from memory. It depends on the processor's own prefetchers.
+struct Walk {
+  // From so many bytes of the keys of a slot on, and up to so many rows of a kv_head, nothing is fetched ahead: the
+  // processor does it better by itself. Tiles in place may be fetched ahead all the same.
+  int64_t reads_ahead_from = INT64_MAX, reads_ahead_rows = INT64_MAX;
+  bool tiles_read_ahead = true;
+  bool long_tiles = false;  // tiles of keys for which nothing is fetched ahead are as long as there are any
+  int64_t tile_bytes = 0;   // keys and values of the others; 0: by L2 and the rows
+};
+
 // Query rows that read the same keys. Row r of a kv_head is token r / group, head r % group of the group.
 struct Item {
   int64_t batch;
@@ -16,11 +26,20 @@ struct Item {
   KvRange keys;       // all keys that any of the rows may see
   bool small;         // cut as keys are that lie in the processor's caches
   bool maybe_cached;  // the keys and values of the whole call may lie there: who attends finds out
+  Walk walk;
 
   // Inlined always: a copy compiled for AVX-512 must not serve the other files.
   [[gnu::always_inline]] int64_t heads() const { return kv_head_end - kv_head_begin; }
   [[gnu::always_inline]] int64_t rows() const { return row_end - row_begin; }
   [[gnu::always_inline]] int64_t num_keys() const { return keys.end - keys.begin; }
+
+  // Whether its few rows leave it to the processor to fetch the next keys: its prefetchers follow such addresses within
+  // every page of memory, and our fetches would hold the few places that requests of the first cache have.
+  [[gnu::always_inline]] bool reads_ahead(const Problem& p, bool in_tiles) const {
+    return (in_tiles ? walk.tiles_read_ahead : rows() <= walk.reads_ahead_rows) &&
+           p.cache.k_stride_head == p.head_dim &&
+           heads() * p.head_dim * dtype_bytes(p.cache.dtype) >= walk.reads_ahead_from;
+  }
 };
 
 // A partial result of every row of an item: acc[width], m, l (spec/state.h), heads outermost.
@@ -84,10 +103,12 @@ struct Kernel {
   // Writes the keys and values of one new token.
   void (*write_token)(const Problem& problem, const TokenWrite& write);
   PartOfSlot part_of_slot = {};
+  Walk walk = {};
 };
 
 #if defined(__x86_64__)
 extern const Kernel kAvx512AmxFp16Kernel, kAvx512AmxKernel, kAvx512IntelKernel, kAvx512Bf16Kernel, kAvx512Kernel;
+extern const Kernel kGraniteRapidsAmxKernel, kGraniteRapidsKernel;  // kAvx512AmxKernel and kAvx512IntelKernel there
 extern const Kernel kAvx2Kernel;
 #elif defined(__aarch64__)
 extern const Kernel kNeonBf16Kernel, kNeonFp16Kernel, kNeonKernel;

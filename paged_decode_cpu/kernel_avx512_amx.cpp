@@ -3,9 +3,6 @@
 // only few rows on an 8-bit cache, which it looks up faster.
 #if defined(__x86_64__)
 #define PD_LANES 16
-// These processors fetch by themselves what few rows read, and their L2 of 2 MiB has room for long tiles.
-#define PD_READS_AHEAD_FROM 2048
-#define PD_LONG_TILES_READ_AHEAD 1
 #include "attend.h"
 #include "ops_amx_few.h"
 #include "ops_pairs.h"
@@ -20,24 +17,37 @@ constexpr int64_t kFewestTileRows = 160;  // laying out keys costs more, beside 
 
 constexpr PartOfSlot kPartOfSlot = {40, 80, int64_t(2) << 20};
 
-// What the matrix unit of a processor multiplies: bfloat16, and float16 where it has AMX-FP16.
-enum class Tiles { kBf16, kBf16AndFp16 };
+using FewBf16 = OpsAmxFew<DType::kBFloat16>;  // for the numbers that all OpsAmxFew have alike
+
+// Sapphire Rapids and Emerald Rapids fetch by themselves what few rows read, and their L2 of 2 MiB has room for long
+// tiles. On Granite Rapids, whose memory is farther away, only single rows outside of tiles gain by that.
+constexpr Walk kSapphireRapidsWalk = {.reads_ahead_from = 2048, .long_tiles = true};
+constexpr Walk kGraniteRapidsWalk = {.reads_ahead_from = 2048,
+                                     .reads_ahead_rows = 1,
+                                     .tiles_read_ahead = false,
+                                     .long_tiles = true,
+                                     .tile_bytes = int64_t(128) << 10};
+
+// The matrix unit of a processor.
+struct Unit {
+  bool multiplies_float16;
+  int64_t fewest_rows;  // for which tiles in place are faster than vectors
+};
+constexpr Unit kSapphireRapids = {false, 3}, kGraniteRapids = {true, 1}, kGraniteRapidsBf16 = {false, 1};
 
 // The type of the numbers in tiles.
-template <Tiles kTiles>
+template <const Unit& kUnit>
 DType elem_of(const Problem& p) {
-  return kTiles == Tiles::kBf16AndFp16 && p.q_dtype == DType::kFloat16 ? DType::kFloat16 : DType::kBFloat16;
+  return kUnit.multiplies_float16 && p.q_dtype == DType::kFloat16 ? DType::kFloat16 : DType::kBFloat16;
 }
 
 // float32 would take six products for one: faster on one thread, slower on eight.
 bool goes_through_tiles(const Problem& p) { return p.q_dtype != DType::kFloat32; }
 
-using FewBf16 = OpsAmxFew<DType::kBFloat16>;  // for the numbers that all OpsAmxFew have alike
-
 // Whether few rows may read keys and values in place, in whole tiles.
-template <Tiles kTiles>
+template <const Unit& kUnit>
 bool fits_in_place(const Problem& p) {
-  const DType elem = elem_of<kTiles>(p);
+  const DType elem = elem_of<kUnit>(p);
   return p.q_dtype == elem && p.cache.dtype == elem && p.head_dim % 32 == 0 && p.head_dim_v % FewBf16::kColumns == 0 &&
          !p.qv;
 }
@@ -49,15 +59,15 @@ bool fits_in_place(const Problem& p) {
 constexpr int64_t or_of_tests(int64_t fewest) { return PD_MIN_TILE_ROWS > 0 ? PD_MIN_TILE_ROWS : fewest; }
 
 // From so many rows of a kv_head on tiles pay; a float16 number may be two.
-template <Tiles kTiles>
+template <const Unit& kUnit>
 int64_t min_tile_rows(const Problem& p) {
-  const bool pieces = p.q_dtype == DType::kFloat16 && elem_of<kTiles>(p) != p.q_dtype;
+  const bool pieces = p.q_dtype == DType::kFloat16 && elem_of<kUnit>(p) != p.q_dtype;
   return or_of_tests(pieces ? OpsF32<DType::kFloat16>::kMinPackedRows : 8);
 }
 
-template <Tiles kTiles>
+template <const Unit& kUnit>
 bool in_tiles(const Problem& p, const Item& item) {
-  return goes_through_tiles(p) && item.rows() >= min_tile_rows<kTiles>(p);
+  return goes_through_tiles(p) && item.rows() >= min_tile_rows<kUnit>(p);
 }
 
 constexpr int64_t kMostLookedUpRows = OpsBf16<DType::kFloat8E4M3>::kMinPackedRows - 1;
@@ -73,37 +83,37 @@ Products products(const Problem& p) {
   return products;
 }
 
-template <Tiles kTiles>
+template <const Unit& kUnit>
 Products products_amx(const Problem& p) {
   if (!goes_through_tiles(p)) return products_f32(p);
   const bool half = p.q_dtype == DType::kFloat16;
   Products all = {half ? "tiles_fp16" : "tiles_bf16", looks_up(p) ? "in_place_bf16" : "in_place_f32",
-                  min_tile_rows<kTiles>(p), FewBf16::kPartRows, kTileBlockRows};
+                  min_tile_rows<kUnit>(p), FewBf16::kPartRows, kTileBlockRows};
   all.fewest_rows = kFewestTileRows;
-  if (fits_in_place<kTiles>(p)) {
+  if (fits_in_place<kUnit>(p)) {
     all.tiles_in_place = half ? "tiles_in_place_fp16" : "tiles_in_place_bf16";
-    all.min_tile_rows = or_of_tests(FewBf16::kFewestRows);
+    all.min_tile_rows = or_of_tests(kUnit.fewest_rows);
     all.most_tile_rows = FewBf16::kMostRows;
     all.min_tile_keys = or_of_tests(FewBf16::kFewestKeys);
   }
   return all;
 }
 
-template <Tiles kTiles>
+template <const Unit& kUnit>
 bool in_tiles_in_place(const Problem& p, const Item& item) {
-  return products_amx<kTiles>(p).in_tiles_in_place(item);
+  return products_amx<kUnit>(p).in_tiles_in_place(item);
 }
 
 // Calls work() with how the numbers of this problem are held in tiles, few rows in place.
-template <Tiles kTiles, class Work>
+template <const Unit& kUnit, class Work>
 auto with_few_tiles(const Problem& p, const Work& work) {
-  if constexpr (kTiles == Tiles::kBf16AndFp16)
+  if constexpr (kUnit.multiplies_float16)
     if (p.q_dtype == DType::kFloat16) return work.template operator()<OpsAmxFew<DType::kFloat16>>();
   return work.template operator()<FewBf16>();
 }
 
 // The same where keys and values are laid out.
-template <Tiles kTiles, class Work>
+template <const Unit& kUnit, class Work>
 auto with_tiles(const Problem& p, const Work& work) {
   const auto with_cache = [&]<DType kElem, DType kQuery>() {
     switch (p.cache.dtype) {
@@ -112,7 +122,7 @@ auto with_tiles(const Problem& p, const Work& work) {
       default: return work.template operator()<OpsAmx<kElem, kQuery, kQuery>>();
     }
   };
-  constexpr DType kHalf = kTiles == Tiles::kBf16AndFp16 ? DType::kFloat16 : DType::kBFloat16;
+  constexpr DType kHalf = kUnit.multiplies_float16 ? DType::kFloat16 : DType::kBFloat16;
   if (p.q_dtype == DType::kFloat16) return with_cache.template operator()<kHalf, DType::kFloat16>();
   return with_cache.template operator()<DType::kBFloat16, DType::kBFloat16>();
 }
@@ -122,12 +132,12 @@ int64_t scratch_bytes(const Problem& p, const Item& item) {
   return scratch_bytes_as<OpsBf16<DType::kFloat8E4M3>>(p, item);
 }
 
-template <Tiles kTiles>
+template <const Unit& kUnit>
 int64_t scratch_bytes_amx(const Problem& p, const Item& item) {
   const auto bytes = [&]<class Ops>() { return scratch_bytes_as<Ops>(p, item); };
-  if (in_tiles_in_place<kTiles>(p, item)) return with_few_tiles<kTiles>(p, bytes);
-  if (!in_tiles<kTiles>(p, item)) return scratch_bytes(p, item);
-  return with_tiles<kTiles>(p, bytes);
+  if (in_tiles_in_place<kUnit>(p, item)) return with_few_tiles<kUnit>(p, bytes);
+  if (!in_tiles<kUnit>(p, item)) return scratch_bytes(p, item);
+  return with_tiles<kUnit>(p, bytes);
 }
 
 void attend(const Problem& p, const Item& item, KvRange keys, char* memory, float* partial) {
@@ -137,30 +147,36 @@ void attend(const Problem& p, const Item& item, KvRange keys, char* memory, floa
   attend_as<OpsBf16<DType::kFloat8E5M2>>(p, item, keys, memory, partial);
 }
 
-template <Tiles kTiles>
+template <const Unit& kUnit>
 void attend_amx(const Problem& p, const Item& item, KvRange keys, char* memory, float* partial) {
   const auto attend_with = [&]<class Ops>() { attend_as<Ops>(p, item, keys, memory, partial); };
-  if (in_tiles_in_place<kTiles>(p, item)) {
+  if (in_tiles_in_place<kUnit>(p, item)) {
     const TileUnit unit(FewBf16::config(item.rows()));
-    return with_few_tiles<kTiles>(p, attend_with);
+    return with_few_tiles<kUnit>(p, attend_with);
   }
-  if (!in_tiles<kTiles>(p, item)) return attend(p, item, keys, memory, partial);
+  if (!in_tiles<kUnit>(p, item)) return attend(p, item, keys, memory, partial);
   const TileUnit unit(TileConfig{});
-  with_tiles<kTiles>(p, attend_with);
+  with_tiles<kUnit>(p, attend_with);
 }
 
-template <Tiles kTiles>
-constexpr Kernel amx_kernel(const char* name) {
-  return {name,        products_amx<kTiles>, scratch_bytes_amx<kTiles>, attend_amx<kTiles>, merge_partials,
-          write_token, kPartOfSlot};
+constexpr Kernel intel_kernel(const Walk& walk) {
+  return {"avx512_intel", products, scratch_bytes, attend, merge_partials, write_token, kPartOfSlot, walk};
+}
+
+template <const Unit& kUnit>
+constexpr Kernel amx_kernel(const char* name, const Walk& walk) {
+  return {
+      name, products_amx<kUnit>, scratch_bytes_amx<kUnit>, attend_amx<kUnit>, merge_partials, write_token, kPartOfSlot,
+      walk};
 }
 
 }  // namespace
 
-const Kernel kAvx512IntelKernel = {"avx512_intel", products,    scratch_bytes, attend,
-                                   merge_partials, write_token, kPartOfSlot};
-const Kernel kAvx512AmxKernel = amx_kernel<Tiles::kBf16>("avx512_amx");
-const Kernel kAvx512AmxFp16Kernel = amx_kernel<Tiles::kBf16AndFp16>("avx512_amx_fp16");
+const Kernel kAvx512IntelKernel = intel_kernel(kSapphireRapidsWalk);
+const Kernel kAvx512AmxKernel = amx_kernel<kSapphireRapids>("avx512_amx", kSapphireRapidsWalk);
+const Kernel kGraniteRapidsKernel = intel_kernel(kGraniteRapidsWalk);
+const Kernel kGraniteRapidsAmxKernel = amx_kernel<kGraniteRapidsBf16>("avx512_amx", kGraniteRapidsWalk);
+const Kernel kAvx512AmxFp16Kernel = amx_kernel<kGraniteRapids>("avx512_amx_fp16", kGraniteRapidsWalk);
 
 }  // namespace paged_attn
 #endif

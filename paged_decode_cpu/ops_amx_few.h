@@ -32,9 +32,9 @@ struct OpsAmxFew : OpsAmx<kElem, kElem, kElem> {
   using OpsAmx<kElem, kElem, kElem>::kBytes, OpsAmx<kElem, kElem, kElem>::kMaxDotRows;
 
   static constexpr bool kFewRows = true;
-  static constexpr int kFewestRows = 3, kMostRows = 16, kFewestKeys = 32;  // with fewer, vectors are as fast
-  static constexpr int kMinPackedRows = kMostRows + 1;                     // never
-  static constexpr int kKeys = 16;                                         // of one product
+  static constexpr int kMostRows = 16, kFewestKeys = 32;  // with fewer keys vectors are as fast
+  static constexpr int kMinPackedRows = kMostRows + 1;    // never
+  static constexpr int kKeys = 16;                        // of one product
   static constexpr int kRowStep = 4;
   static constexpr int64_t kMostRowsAtOnce = 8;     // of probabilities
   static constexpr int kProbabilityTile = 16 * 32;  // elements of one left tile of them

@@ -145,7 +145,7 @@ std::string explain_attention(const Problem& p) {
   const Plan plan = make_plan(p, kernel, torch::stable::get_num_threads());
   const Products products = kernel.products(p);
   int64_t packed_items = 0, few_items = 0, packed_cost = 0, tiles_cost = 0, few_cost = 0, cost = 0;
-  int64_t most_rows = 0, most_keys = 0;
+  int64_t most_rows = 0, most_keys = 0, read_ahead_items = 0;
   for (const Work& work : plan.works) {
     const bool tiles = products.in_tiles_in_place(work.item);
     const bool packed = !tiles && work.item.rows() >= products.min_packed_rows;
@@ -156,6 +156,7 @@ std::string explain_attention(const Problem& p) {
     tiles_cost += tiles ? cost_of(work.item) : 0;
     few_cost += few ? cost_of(work.item) : 0;
     cost += cost_of(work.item);
+    read_ahead_items += !packed && work.item.reads_ahead(p, tiles);
     most_rows = pd_max(most_rows, work.item.rows());
     most_keys = pd_max(most_keys, work.item.num_keys());
   }
@@ -183,6 +184,7 @@ std::string explain_attention(const Problem& p) {
   e.plan = {{"threads", plan.threads},
             {"items", static_cast<int64_t>(plan.works.size())},
             {"packed_items", packed_items},
+            {"read_ahead_items", read_ahead_items},
             {"tasks", static_cast<int64_t>(plan.tasks.size())},
             {"splits", max_splits_of(plan)},
             {"heads_per_walk", plan.works.empty() ? 0 : plan.works[0].item.heads()},

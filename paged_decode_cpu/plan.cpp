@@ -291,6 +291,7 @@ Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
   Item like = {};
   like.small = !p.deterministic && bytes < kResidentBytes;
   like.maybe_cached = bytes < kCachedBytes;
+  like.walk = kernel.walk;
   const SmallCut small = like.small ? cut_small(p, kernel, seen, threads) : SmallCut{};
   const int64_t max_heads = like.small ? small.heads : most_heads(p, seen, threads);
   const ItemRows most = rows_of_items(p, products, threads);

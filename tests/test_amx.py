@@ -145,7 +145,9 @@ def test_cases_in_emulated_tiles(tiles_emulated, isa, fewest):
     PAGED_ATTN_TILE_TESTS=all."""
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tiles_only", "--tb=short", "-m", "every_isa"]
     path = f"{TESTS}{os.pathsep}{TESTS / 'amx'}"
-    ran = run(tiles_emulated | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PAGED_ATTN_CPU_ISA": isa}, *command)
+    unit = {"avx512_amx": "bf16", "avx512_amx_fp16": ""}[isa]
+    asked = {"PAGED_ATTN_CPU_ISA": isa, "PAGED_ATTN_EMULATED_AMX": unit, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    ran = run(tiles_emulated | asked, *command)
     assert ran.returncode == 0, ran.stdout[-6000:]
     assert int(ran.stdout.split(" passed")[0].split()[-1]) > fewest, ran.stdout[-2000:]
 

@@ -135,7 +135,8 @@ class TestCpu:
         own = {"avx512_bf16": ["bfloat16"], "neon_bf16": ["bfloat16", "float16"], "neon_fp16": ["float16"]}
         numbers = names[dtype if dtype in own.get(isa, []) else "float32"]
         packed = f"tiles_{names[dtype]}" if isa.startswith("avx512_amx") and dtype != "float32" else f"packed_{numbers}"
-        few, many = (explain(paged_attn, cases.build(Case(q_len=n, dtype=dtype))) for n in (1, 40))
+        # Of 40 dimensions: tiles in place want whole ones.
+        few, many = (explain(paged_attn, cases.build(Case(q_len=n, dtype=dtype, head_dim=40))) for n in (1, 40))
         assert few.route == f"in_place_{numbers}"
         assert "rows (q_len * group) of a kv_head in an item, got 2" in few.why_not[packed]
         assert many.route == packed
@@ -166,6 +167,18 @@ class TestCpu:
         assert long.route == f"tiles_in_place_{name}" and f"tiles_{name}" in long.why_not
         assert short.route == "in_place_f32"
         assert "at least 32 keys, got 4 rows and 31 keys" in short.why_not[f"tiles_in_place_{name}"]
+
+    @pytest.mark.every_isa
+    def test_who_fetches_the_next_keys(self, paged_attn, device):
+        """On Intel's processors before Granite Rapids their prefetchers do where a slot is long; not those of AMD's."""
+        isa = paged_attn.cpu_isa().split()[0]
+        call, short = (cases.build(Case(q_heads=16, kv_heads=n, head_dim=128, dtype="bfloat16")) for n in (8, 1))
+        plan = explain(paged_attn, call).plan
+        assert explain(paged_attn, short).plan["read_ahead_items"] == 0
+        if isa == "avx512":
+            assert plan["read_ahead_items"] == plan["items"]
+        elif isa not in ("avx512_intel", "avx512_amx"):  # avx512_amx_fp16 is Granite Rapids, those may be
+            assert plan["read_ahead_items"] == 0
 
     def test_float16_in_tiles(self, paged_attn, device):
         """As few rows as in bfloat16 where the matrix unit multiplies float16, more where a number is two pieces."""

@@ -100,11 +100,11 @@ def cpu(p: Picture, y: float) -> None:
     y += 12
     t.ask(QUESTIONS, y, 44, "An Intel processor with AMX,\nand q is not in float32?")
     t.yes(QUESTIONS, y + 22, SECOND)
-    t.ask(SECOND, y, 44, "bfloat16 (AMX-FP16: float16 too),\n3 to 16 rows, 32 keys or more?")
+    t.ask(SECOND, y, 44, "q and cache in a type of the unit,\nup to 16 rows, 32 keys or more?")
     t.yes(SECOND, y + 22, ROUTES)
     t.route(y, 44, "tiles_in_place_bf16", "tiles_in_place_fp16")
     t.no(middle, y + 44, y + 68)
-    t.ask(SECOND, y + 68, 44, "8 rows or more\n(float16 without AMX-FP16: 24)?")
+    t.ask(SECOND, y + 68, 44, "8 rows or more (float16\nwithout AMX-FP16: 24)?")
     t.yes(SECOND, y + 90, ROUTES)
     t.route(y + 68, 44, "tiles_bf16", "tiles_fp16")
     t.no_and_right(middle, y + 112, y + 210)

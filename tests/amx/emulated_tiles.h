@@ -127,7 +127,10 @@ inline bool says(const char* word) {
 inline int cpuid_count(unsigned leaf, unsigned subleaf, unsigned* a, unsigned* b, unsigned* c, unsigned* d) {
   const int known = __get_cpuid_count(leaf, subleaf, a, b, c, d);
   if (leaf == 7 && subleaf == 0) *d |= 1u << 24 | 1u << 22;
-  if (leaf == 7 && subleaf == 1) *a = says("bf16") ? *a & ~(1u << 21) : *a | 1u << 21;
+  if (leaf == 7 && subleaf == 1) {  // AMX-FP16, PREFETCHIT0
+    *a = says("bf16") ? *a & ~(1u << 21) : *a | 1u << 21;
+    *d = says("bf16") ? *d & ~(1u << 14) : *d | 1u << 14;
+  }
   return known;
 }
 

@@ -11,6 +11,8 @@ import os
 EVERY = {
     "test_edges_of_tiles": 2,
     "test_many_tiles": 1,
+    "test_many_small_probabilities": 1,
+    "test_scores_far_out": 1,
     "test_infinite_values_stay_in_their_columns": 1,
     "test_infinite_values_that_some_rows_see": 1,
     "test_a_key_of_minus_infinity_is_not_there": 1,

@@ -1,8 +1,6 @@
 // What the CPU's kernels carve from the scratch memory that they ask for, for Python: with the settings of a processor
 // that fetches by itself, whose tiles are the longest.
 #define PD_LANES 4
-#define PD_READS_AHEAD_FROM 2048
-#define PD_LONG_TILES_READ_AHEAD 1
 #include "../../paged_decode_cpu/attend.h"
 #include "module.h"
 
@@ -36,6 +34,7 @@ void bind_scratch(py::module_& m) {
     item.kv_head_end = heads;
     item.row_end = rows;
     item.small = small;
+    item.walk = {.reads_ahead_from = 2048, .long_tiles = true};
     const Item token = rows_of(item, 0, 0, pd_min(rows, made.p.group));
     return py::make_tuple(scratch_bytes_f32(made.p, item), carved(made.p, item) + carved(made.p, token));
   });
