@@ -15,16 +15,16 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 # What the processor must have for each path, as the kernel of the operating system names it.
+AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+AVX512_BF16 = AVX512 | {"avx512_bf16", "avx512vbmi"}
 NEEDS = {
     "portable": set(),
     "avx2": {"avx2", "fma", "f16c"},
-    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
-    "avx512_intel": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi"},
-    "avx512_bf16": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi"},
-    "avx512_amx": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi", "amx_tile", "amx_bf16"},
-    "avx512_amx_fp16": {
-        *("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi", "amx_tile", "amx_bf16"), "amx_fp16"
-    },  # fmt: skip
+    "avx512": AVX512,
+    "avx512_intel": AVX512_BF16,
+    "avx512_bf16": AVX512_BF16,
+    "avx512_amx": AVX512_BF16 | {"amx_tile", "amx_bf16"},
+    "avx512_amx_fp16": AVX512_BF16 | {"amx_tile", "amx_bf16", "amx_fp16"},
     "neon": {"asimd"},
     "neon_fp16": {"asimd", "asimdfhm"},
     "neon_bf16": {"asimd", "asimdfhm", "bf16"},
