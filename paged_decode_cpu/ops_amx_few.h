@@ -38,7 +38,7 @@ struct OpsAmxFew : OpsAmx<kElem, kElem, kElem> {
   static constexpr int kRowStep = 4;
   static constexpr int64_t kMostRowsAtOnce = 8;     // of probabilities
   static constexpr int kProbabilityTile = 16 * 32;  // elements of one left tile of them
-  static constexpr int kColumns = 64;               // head_dim_v is a multiple of it
+  static constexpr int kColumns = 32;               // of one product; head_dim_v is a multiple of it
 
   using Softmax = SoftmaxRows<OpsAmxFew>;
   using ScratchFew = Scratch<OpsAmxFew>;
@@ -186,30 +186,33 @@ struct OpsAmxFew : OpsAmx<kElem, kElem, kElem> {
     memory_is_read();
   }
 
-  // acc += probabilities x values of one head, for kColumns columns from `column` on.
+  // acc += probabilities x values of one head, for one or two tiles of columns from `column` on.
+  template <int kColumnTiles>
   static void sum_values(const ScratchFew& s, int64_t n, Rows values, int64_t column, float* acc, Prefetcher& next) {
-    constexpr int64_t kBytesAtOnce = kColumns * kBytes;
+    constexpr int64_t kBytesAtOnce = kColumnTiles * kColumns * kBytes;
     const int64_t stride = s.width * int64_t(sizeof(float)) / 2;
     const Elem* p = s.values;
-    alignas(64) Elem copy[kKeys * kColumns];
+    alignas(64) Elem copy[kKeys * kColumnTiles * kColumns];
     values.offset += column * kBytes;
     acc += column / 2;
     _tile_loadd(0, acc, stride);
-    _tile_loadd(1, acc + 16, stride);
+    if constexpr (kColumnTiles == 2) _tile_loadd(1, acc + 16, stride);
     for (int64_t j = 0; j < n; j += kKeys, p += kProbabilityTile) {
       const Place place = place_of(values, j, kBytesAtOnce, copy);
-      next.advance(2 * kKeys);
+      next.advance(kColumnTiles * kKeys);
       // After the last keys comes what follows in the slots: more columns, or the next head.
       const bool last = j + kKeys >= n;
       ask_for(values, last ? 0 : j + kKeys, last ? kBytesAtOnce : 0, kBytesAtOnce);
       _tile_loadd(4, p, 64);
       _tile_loadd(6, place.first, place.distance);
       PD_MULTIPLY_TILES(kElem, 0, 4, 6);
-      _tile_loadd(6, place.first + 64, place.distance);
-      PD_MULTIPLY_TILES(kElem, 1, 4, 6);
+      if constexpr (kColumnTiles == 2) {
+        _tile_loadd(6, place.first + 64, place.distance);
+        PD_MULTIPLY_TILES(kElem, 1, 4, 6);
+      }
     }
     _tile_stored(0, acc, stride);
-    _tile_stored(1, acc + 16, stride);
+    if constexpr (kColumnTiles == 2) _tile_stored(1, acc + 16, stride);
   }
 
   static void values_in_place(const ScratchFew& s, int64_t n, const Rows& values, const Elem* p, int64_t rows,
@@ -217,8 +220,10 @@ struct OpsAmxFew : OpsAmx<kElem, kElem, kElem> {
     const int64_t at_once = rows_at_once(rows);
     for (int64_t r = 0; r < rows; r += at_once) {
       lay_out_probabilities(p + r * kMaxTile, pd_min(rows - r, at_once), n, s.values);
-      for (int64_t column = 0; column < s.width; column += kColumns)
-        sum_values(s, n, values, column, acc + r * s.width, next);
+      int64_t column = 0;
+      for (; column + 2 * kColumns <= s.width; column += 2 * kColumns)
+        sum_values<2>(s, n, values, column, acc + r * s.width, next);
+      if (column < s.width) sum_values<1>(s, n, values, column, acc + r * s.width, next);
     }
   }
 

@@ -175,9 +175,11 @@ def bad_leftpad(call, dice):
 
 
 def bad_row(call, dice):
-    if not tensors(call, "cache_batch_idx") or not call.requests:
+    """Of a request that has keys: an idle one may name any row."""
+    wanted = [b for b, request in enumerate(call.requests) if request.kv_len > 0]
+    if not tensors(call, "cache_batch_idx") or not wanted:
         return ""
-    return entry(call, "cache_batch_idx", dice.randrange(len(call.requests)), dice.choice((-1, 1 << 20)))
+    return entry(call, "cache_batch_idx", dice.choice(wanted), dice.choice((-1, 1 << 20)))
 
 
 def bad_ends(call, dice):

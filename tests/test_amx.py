@@ -74,6 +74,9 @@ LARGE = {
     "prefill": Case(batch=2, lens=(0, 0), append=300, q_len=300, q_heads=8, head_dim=128, causal=True),
     "chunk_of_prefill": Case(batch=1, lens=(1000,), q_len=300, q_heads=8, head_dim=128, causal=True),
     "draft": Case(batch=6, kv_len=500, q_len=8, varlen_q=True, q_heads=8, head_dim=128, causal=True),
+    "decode_of_96": Case(batch=3, kv_len=300, q_heads=8, head_dim=96),
+    "decode_of_32": Case(batch=3, kv_len=300, q_heads=8, head_dim=32, page_size=1),
+    "decode_to_160": Case(batch=3, kv_len=300, q_len=3, head_dim=64, head_dim_v=160, causal=True),
     "large_scores": Case(batch=2, kv_len=400, q_len=40, head_dim=128, scale=3.0),
     "scale_0": Case(batch=2, kv_len=90, q_len=40, head_dim=128, scale=0.0, causal=True),
 }

@@ -1392,6 +1392,14 @@ def test_merge_into_an_expanded_tensor(paged_attn, device, name):
         assert not targets["out"].any()
 
 
+def test_merge_into_an_expanded_tensor_without_elements(paged_attn, device):
+    """There is nothing that two elements could share."""
+    out, lse = torch.zeros(2, 0, 3, 4, device=device), torch.zeros(2, 3, 0, device=device)
+    targets = {"out": out[:1].expand_as(out), "lse": lse[:1].expand_as(lse)}
+    merged = paged_attn.merge_attn_states(out, lse, out, lse, **targets)
+    assert [x.shape for x in merged] == [out.shape, lse.shape]
+
+
 def test_merge_of_parts_without_heads(paged_attn, device):
     out, lse = torch.zeros(4, 64, device=device), torch.zeros(4, device=device)
     message = "out_a: expected a tensor of 3 or 4 dimensions, got shape (4, 64)"

@@ -96,7 +96,10 @@ def _check_shape(name, tensor, other_name, other):
 
 
 def _check_target(name, target, shape, dtype):
-    if target is not None and (target.shape != shape or target.dtype != dtype):
+    if target is None:
+        return
+    if target.shape != shape or target.dtype != dtype:
         raise ValueError(f"{name}: expected {dtype} {tuple(shape)}, got {target.dtype} {tuple(target.shape)}")
-    if target is not None and any(s > 1 and t == 0 for s, t in zip(target.shape, target.stride())):
+    shared = any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride()))
+    if shared and 0 not in target.shape:
         raise ValueError(f"{name}: expected memory for every element, got an expanded tensor")
