@@ -39,6 +39,17 @@ constexpr int64_t kAskedAgainRows = PD_ASKED_AGAIN_ROWS;  // of a kv_head: for f
 // or twice then, and not at every new maximum.
 constexpr float kMaxLogProbability = 8.f;
 
+// How far below the top score, in log2, a row begins. float16 has its full precision from 2^-14 on and ends at 2^16: a
+// probability begins at 2^7, may grow to 2^15, and down to 2^-21 of the first one it has all its bits.
+template <class Ops>
+constexpr float kBaseBelow = Ops::kElemType == DType::kFloat16 ? 7.f : 0.f;
+
+// From which size on float32 rounds what a row is relative to by more than a probability may be wrong, so that its
+// scores must be rounded alike: by more than 1, or, where probabilities are rounded to 16 bits, by more than 2^-11 (the
+// probability of the top score is 1 then, which 16 bits hold).
+template <class Ops>
+constexpr float kFarScore = Ops::kElemType == DType::kFloat32 ? 1 << 24 : 1 << 13;
+
 // What the softmax of kLanes scores counts as in the pace of the fetch, in steps of the products.
 constexpr int64_t kSoftmaxSteps = 2;
 
@@ -318,10 +329,10 @@ inline void change_base(float new_m, float* m, f32v* sum, float* acc, int64_t wi
 template <class Ops>
 [[gnu::always_inline]] inline float base_of(f32v top, float* m, f32v* sum, float* acc, int64_t width, float* scores,
                                             int64_t n, float* factor) {
-  if (any_above(top, splat(*m + (kMaxLogProbability + Ops::kBaseBelow))))
-    change_base(max_lanes(top) - Ops::kBaseBelow, m, sum, acc, width);
+  if (any_above(top, splat(*m + (kMaxLogProbability + kBaseBelow<Ops>))))
+    change_base(max_lanes(top) - kBaseBelow<Ops>, m, sum, acc, width);
   const float base = *m == -INFINITY ? 0.f : *m;
-  if (fabsf(base) > Ops::kFarScore) round_scores(scores, n, factor);
+  if (fabsf(base) > kFarScore<Ops>) round_scores(scores, n, factor);
   return base;
 }
 

@@ -177,9 +177,6 @@ struct OpsAmx : OpsOfPiece<kElem, kCacheType, 0>::type {
   static constexpr bool kTiles = true;
   static constexpr int kLeftPieces = pieces_of(kQueryType, kElem);
   static constexpr int kRightPieces = pieces_of(kCacheType, kElem);
-  // Probabilities in float16 begin at 2^7, so that those of 2^-21 still have all their bits; they may grow to 2^15.
-  static constexpr float kBaseBelow = kElem == DType::kFloat16 ? 7.f : 0.f;
-  static constexpr float kFarScore = kElem == DType::kFloat16 ? 1 << 13 : OpsDefaults::kFarScore;
 
   static constexpr int kTileSteps = 16;  // steps of one right tile
 

@@ -15,10 +15,6 @@ struct OpsDefaults {
   static constexpr bool kDealt = false;                    // whether a chunk has its even elements before its odd ones
   static constexpr float kUnit = 1.f;                      // what a loaded number is to be multiplied with
 
-  // The base of a row, in log2: how far it begins below the top score; and from which size on float32 rounds it by more
-  // than a probability may be wrong, so that scores must be rounded alike (at 1 << 24 by more than 1).
-  static constexpr float kBaseBelow = 0.f, kFarScore = 1 << 24;
-
   // Who multiplies, if not the vectors of tile.h
   static constexpr bool kNeon = false;     // tile_neon.h
   static constexpr bool kTiles = false;    // Ops itself, where keys are packed
