@@ -45,8 +45,8 @@ template <class Ops>
 constexpr float kBaseBelow = Ops::kElemType == DType::kFloat16 ? 7.f : 0.f;
 
 // From which size on float32 rounds what a row is relative to by more than a probability may be wrong, so that its
-// scores must be rounded alike: by more than 1, or, where probabilities are rounded to 16 bits, by more than 2^-11 (the
-// probability of the top score is 1 then, which 16 bits hold).
+// scores must be rounded alike: by more than 1, or, where probabilities are rounded to 16 bits, by more than 2^-11.
+// Rounded alike, the score that a row began with gets a power of two, which 16 bits hold.
 template <class Ops>
 constexpr float kFarScore = Ops::kElemType == DType::kFloat32 ? 1 << 24 : 1 << 13;
 

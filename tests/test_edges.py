@@ -161,11 +161,11 @@ def test_huge_scores(paged_attn, device, dtype, q_len, size):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scores_far_out(paged_attn, device, dtype, q_len, score):
     """One key scores so much that all others count for nothing, also where float32 rounds such scores by many powers of
-    two. float16 is short of them: the scale makes them. Its probability is 1; on CUDA, where 1e5 and 1e6 have not
-    run yet, one step of the dtype is granted."""
-    step = torch.finfo(getattr(torch, dtype)).eps if device == "cuda" and score < 1e7 else 0
-    rtol = max(step, 1e-6)
+    two. float16 is short of them: the scale makes them. Its probability is 1. On CUDA, where 1e5 and 1e6 have not
+    run yet, one step of the dtype is granted for them."""
     like = {"dtype": getattr(torch, dtype), "device": device}
+    step = torch.finfo(like["dtype"]).eps if device == "cuda" and score < 1e7 else 0
+    rtol = max(step, 1e-6)
     keys, v, q = (
         torch.zeros(1, 32, 1, 64, **like),
         torch.zeros(1, 32, 1, 64, **like),
