@@ -3,7 +3,6 @@ path, and all features in tiles, on a processor that has them or on a build that
 """
 
 import itertools
-import math
 import os
 import platform
 import shutil
@@ -13,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from cases import Case
 from compare import check
 from test_isa import ASK, available, cpu_flags
@@ -93,23 +91,6 @@ def test_edges_of_tiles(paged_attn, device, case):
 @pytest.mark.parametrize("name", LARGE)
 def test_many_tiles(paged_attn, device, name):
     check(paged_attn, LARGE[name], device)
-
-
-@pytest.mark.every_isa
-@pytest.mark.parametrize("rows", [4, 8])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_many_small_probabilities(paged_attn, device, dtype, rows):
-    """Of 2^-23.6 each, which float16 has one bit for: half of it lost would be a quarter of the result."""
-    kind = getattr(torch, dtype)
-    keys = torch.zeros(1, 2**14, 1, 64, dtype=kind)
-    values = torch.full_like(keys, 64.0)
-    keys[:, 0, :, 0], values[:, 0] = 1, 0
-    q = torch.zeros(1, 1, rows, 64, dtype=kind)
-    q[..., 0] = 1
-    out = paged_attn.flash_attn_with_kvcache(q, keys, values, softmax_scale=23.6 * math.log(2))
-    together = (2**14 - 1) * 2**-23.6
-    expected = torch.full_like(q, 64 * together / (1 + together))
-    torch.testing.assert_close(out, expected, rtol=1e-2, atol=0)
 
 
 def test_taken_where_the_processor_has_it(paged_attn):

@@ -176,6 +176,26 @@ def test_scores_far_out(paged_attn, device, dtype, q_len, score):
         torch.testing.assert_close(lse, torch.full_like(lse, (1 + i / 64) * scale), rtol=1e-6, atol=0)
 
 
+@pytest.mark.every_isa
+@pytest.mark.parametrize("cache", ["", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("rows", [1, 4, 8, 40, 800])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_many_small_probabilities(paged_attn, device, dtype, rows, cache):
+    """Of 2^-23.6 each, which float16 has one bit for: half of it lost would be a quarter of the result."""
+    if rows > 40 and device == "mps":
+        pytest.skip("the rows are no others there, and an emulator is slow")
+    kind, heads, keys = getattr(torch, dtype), min(rows, 8), 2**14
+    k = torch.zeros(1, keys, 1, 64, device=device)
+    v = torch.full_like(k, 64.0)
+    k[:, 0, :, 0], v[:, 0] = 1, 0
+    k, v = (x.to(getattr(torch, cache) if cache else kind) for x in (k, v))
+    q = torch.zeros(1, rows // heads, heads, 64, dtype=kind, device=device)
+    q[..., 0] = 1
+    out = paged_attn.flash_attn_with_kvcache(q, k, v, softmax_scale=23.6 * math.log(2))
+    together = (keys - 1) * 2**-23.6
+    torch.testing.assert_close(out, torch.full_like(q, 64 * together / (1 + together)), rtol=1e-2, atol=0)
+
+
 def test_infinite_sink_takes_everything(paged_attn, device):
     call = cases.build(Case(q_len=2, sink="float32")).to(device)
     call.kwargs["s_aux"][0] = torch.inf

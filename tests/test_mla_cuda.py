@@ -3,6 +3,7 @@ size, few and many rows, cuts of every kind.
 """
 
 import dataclasses
+import math
 import random
 
 import cases
@@ -173,6 +174,25 @@ def test_large_queries_over_8_bits(paged_attn, device, q_heads):
     out = paged_attn.flash_attn_with_kvcache(q, kv, kv[..., :512], **call)
     assert paged_attn.explain(q, kv, kv[..., :512], **call).route == "mla"
     assert (out[..., 1:] == 3.0).all()
+
+
+@pytest.mark.parametrize("q_heads", [16, 128])
+@pytest.mark.parametrize("cache", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
+def test_many_small_probabilities(paged_attn, device, cache, q_heads):
+    """As in test_edges.py: 2^-23.6 each."""
+    keys, kind = 2**14, getattr(torch, cache)
+    kv = torch.zeros(keys // 64, 64, 1, 576, device=device)
+    kv[..., :512] = 64
+    kv[0, 0, 0, :512], kv[0, 0, 0, 575] = 0, 1
+    q = torch.zeros(1, 1, q_heads, 576, device=device, dtype=kind if kind.itemsize == 2 else torch.float16)
+    q[..., 575] = 1
+    kv, table = kv.to(kind), torch.arange(keys // 64, device=device).int()[None]
+    call = {"cache_seqlens": torch.tensor([keys], device=device).int(), "block_table": table}
+    call["softmax_scale"] = 23.6 * math.log(2)
+    out = paged_attn.flash_attn_with_kvcache(q, kv, kv[..., :512], **call)
+    assert paged_attn.explain(q, kv, kv[..., :512], **call).route == "mla"
+    together = (keys - 1) * 2**-23.6
+    torch.testing.assert_close(out, torch.full_like(out, 64 * together / (1 + together)), rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("q_heads", [1, 16, 128])

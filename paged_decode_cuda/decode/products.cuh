@@ -17,11 +17,15 @@ template <typename Kv, int kHeadDim, int kRowTiles>
 struct Rows {
   using Shape = DecodeShape<Kv, kHeadDim, kRowTiles>;
   static constexpr int kLaneRows = 2 * kRowTiles;
+  static constexpr float kBelow = Shape::kFp32 || IsBf16<Kv>::value ? 0.f : kHalfBelow;
 
   uint32_t q[Shape::kSharedQueries ? 1 : Shape::kChunksK][Shape::kStepsK][kRowTiles][2];
   float acc[Shape::kChunksV][Shape::kVecV / 2][kRowTiles][4];
   float m[kLaneRows], l[kLaneRows];
   float scale[Shape::kFp8 ? kLaneRows : 1];  // of q.k, natural units; per row when the queries were normalised
+
+  // What the weights of a row are relative to.
+  PD_MEMBER float reference(int i) const { return m[i] - kBelow; }
 
   // Row of the tile that a lane's entry i stands for.
   static PD_MEMBER int lane_row(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
@@ -188,7 +192,7 @@ struct Rows {
     }
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
-      const float base = m[i] == -INFINITY ? 0.f : m[i];
+      const float base = m[i] == -INFINITY ? 0.f : reference(i);
 #pragma unroll
       for (int sub = 0; sub < Shape::kSubTiles; ++sub)
 #pragma unroll
@@ -425,7 +429,7 @@ struct Rows {
     for (int i = 0; i < kLaneRows; ++i) {
 #pragma unroll
       for (int step = 4; step < kWarp; step *= 2) l[i] += __shfl_xor_sync(~0u, l[i], step);
-      if (lane < 4) shared_ml[lane_row(i)] = make_float2(m[i], l[i]);
+      if (lane < 4) shared_ml[lane_row(i)] = make_float2(reference(i), l[i]);
 #pragma unroll
       for (int c = 0; c < Shape::kChunksV; ++c)
 #pragma unroll

@@ -24,7 +24,7 @@ struct NarrowWeigher {
   static constexpr int kKeys = Sizes::kKeys, kOwnRows = 2, kGroups = Sizes::kGroups;
   static constexpr int kPiece = 8, kPieces = kGroups;      // keys of a piece, pieces of a thread
   static constexpr int kOther = kKeys / kPiece / kPieces;  // pieces from one of them to the other
-  static constexpr float kMost = 4096.f;  // what weights that a thread has of a row add up to; fp16 holds them
+  static constexpr float kMost = 32768.f;  // what weights that a thread has of a row add up to; fp16 holds them
 
   const Problem& p;
   const MlaCall& call;
@@ -128,7 +128,7 @@ struct NarrowWeigher {
     return x;
   }
 
-  // References of rows move to their largest scores so far, and their sums with them.
+  // References of rows follow their largest scores so far, and their sums with them.
   PD_MEMBER void move_base() {
     float top[kOwnRows];
 #pragma unroll
@@ -142,7 +142,8 @@ struct NarrowWeigher {
     }
 #pragma unroll
     for (int r = 0; r < kOwnRows; ++r) {
-      const float moved = fmaxf(base[r], of_row(top[r], [](float x, float y) { return fmaxf(x, y); }));
+      const float most = of_row(top[r], [](float x, float y) { return fmaxf(x, y); });
+      const float moved = fmaxf(base[r], most - kHalfBelow);
       const float factor = fast_rescale(base[r], moved);
       base[r] = moved;
       l[r] *= factor;
