@@ -32,6 +32,7 @@ class Latents:
     q_heads: int = 128
     page_size: int = 64
     qv: bool = False  # q, keys and values in parts, as FlashAttention 3 wants them
+    packed: bool = False  # with cu_seqlens_q, as engines call it
 
     @property
     def flops(self):
@@ -59,6 +60,14 @@ def all_cases():
         Latents("B32 4k, page 16", [4096] * 32, page_size=16),
         Latents("B32 4k, page 1", [4096] * 32, page_size=1),
         Latents("B32 4k, qv", [4096] * 32, qv=True),
+        Latents("B32 4k, cu_seqlens_q", [4096] * 32, packed=True),
+        Latents("B32 4k, 16 heads, cu_seqlens_q", [4096] * 32, q_heads=16, packed=True),
+        Latents("B1 4k, cu_seqlens_q", [4096], packed=True),
+        Latents("B32 1k..4k, 16 heads", [1000 + 97 * i for i in range(32)], q_heads=16),
+        Latents("B32 128..32k, 16 heads", uneven, q_heads=16),
+        Latents("B32 128..32k, 32 heads", uneven, q_heads=32),
+        Latents("B32 128..32k, 64 heads", uneven, q_heads=64),
+        Latents("1 of 64k, 31 of 256, 16 heads", [65536] + [256] * 31, q_heads=16),
     ]
 
 
@@ -84,6 +93,11 @@ class Inputs:
             for _ in range(self.copies)
         ]
         self.kv_lens = torch.tensor(case.kv_lens, dtype=torch.int32, device="cuda")
+        self.rows = {}
+        if case.packed:
+            self.q = [q.flatten(0, 1) for q in self.q]
+            cu_seqlens_q = torch.arange(len(pages) + 1, dtype=torch.int32, device="cuda") * case.q_len
+            self.rows = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": case.q_len}
 
 
 def ours(x):
@@ -105,7 +119,14 @@ def ours(x):
         ]
     return [
         lambda r=r: kernel.flash_attn_with_kvcache(
-            x.q[r], x.cache, latents, cache_seqlens=x.kv_lens, block_table=x.tables[r], causal=True, softmax_scale=SCALE
+            x.q[r],
+            x.cache,
+            latents,
+            cache_seqlens=x.kv_lens,
+            block_table=x.tables[r],
+            causal=True,
+            softmax_scale=SCALE,
+            **x.rows,
         )
         for r in range(x.copies)
     ]
@@ -116,7 +137,7 @@ def fa3(x):
     options = off | {
         "is_causal": case.q_len > 1, "num_splits": 0, "sm_margin": 0, "window_size_left": -1, "window_size_right": -1,
         "softmax_scale": SCALE, "softcap": 0.0, "is_rotary_interleaved": True, "cp_world_size": 1, "cp_rank": 0,
-        "seqused_k": x.kv_lens, "k": x.cache[..., 512:], "v": x.cache[..., :512],
+        "seqused_k": x.kv_lens, "k": x.cache[..., 512:], "v": x.cache[..., :512], **x.rows,
     }  # fmt: skip
     calls = []
     for q, table in zip(x.q, x.tables):

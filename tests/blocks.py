@@ -122,7 +122,7 @@ class Case:
         for name, value in {
             "batch": self.batch, "q_heads": self.q_heads, "kv_heads": self.kv_heads,
             "head_dim": dims, "head_dim_v": dims_v,
-            "total_q": self.total_q, "max_q_len": longest, "q_dtype": Q_DTYPES.index(self.dtype),
+            "total_q": self.total_q, "max_q_len": o.get("max_q_len", longest), "q_dtype": Q_DTYPES.index(self.dtype),
             "kv_dtype": KV_DTYPES.index(self.kv_dtype) if self.kv_dtype != self.dtype else 0,
             "num_pages": self.num_pages, "page_size": self.page_size, "max_pages": self.max_pages,
             "window_left": self.window[0], "window_right": self.window[1], "chunk": o.get("chunk", 0),

@@ -281,8 +281,10 @@ __global__ void __launch_bounds__(kCombineThreads, MlaSizes::kCombineBlocks)
   }
 }
 
-// A share for each block. kBlocks of them fit on a multiprocessor that has no work of the kernel before: two of few
-// threads are there when the parts are, one of many has more loads on their way.
+// A share for each block. kBlocks of them fit on a multiprocessor that has no work of the kernel before: those of fewer
+// threads are there when the parts are, one of many has more loads on their way. There is no other way for requests
+// with very many parts: every instruction of this kernel is fetched for the first time, and code for them would cost
+// the others more (docs/lab-notes.md).
 template <int kThreads, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     mla_combine_few(const __grid_constant__ Problem p, const __grid_constant__ MlaCall call) {
@@ -306,11 +308,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
 }  // namespace
 
-const void* mla_combine_kernel(int threads) {
+const void* mla_combine_kernel(int threads, bool together) {
+  if (!together) return reinterpret_cast<const void*>(&mla_combine_many);
   switch (threads) {
     case kCombineFewThreads: return reinterpret_cast<const void*>(&mla_combine_few<kCombineFewThreads, 2>);
     case kCombineMostThreads: return reinterpret_cast<const void*>(&mla_combine_few<kCombineMostThreads, 1>);
-    default: return reinterpret_cast<const void*>(&mla_combine_many);
+    default: return reinterpret_cast<const void*>(&mla_combine_few<kCombineThreads, MlaSizes::kCombineBlocks>);
   }
 }
 

@@ -96,6 +96,9 @@ struct MlaExpected {
     const int lane = threadIdx.x % kWarp;
     const bool exists = lane < call.items;
     const int length = exists ? basic_length(p, call, lane) : 0, tiles = exists ? basic_tiles(call, length) : 0;
+    // Each has rows, and its item holds them all.
+    const int rows = exists && p.cu_seqlens_q ? query_length(p, lane) * static_cast<int>(p.group) : 1;
+    if (__any_sync(~0u, rows <= 0 || rows > call.rows_per_tile)) return false;
     const int most = __reduce_max_sync(~0u, tiles), all = __reduce_add_sync(~0u, tiles);
     if (most * call.items - all > all / 16) return false;
     deal_evenly<false>(call, most, walker, dealing);
@@ -105,10 +108,11 @@ struct MlaExpected {
 };
 
 // As far as queries need it.
-PD_DEVICE Item expected_item(const Problem& p, int b) {
+PD_DEVICE Item expected_item(const Problem& p, const MlaCall& call, int b) {
   Item item = {};
   item.b = b;
-  item.rows = static_cast<int>(p.max_q_len * p.group);
+  item.q_begin = query_begin(p, b);
+  item.rows = min(query_length(p, b) * static_cast<int>(p.group), call.rows_per_tile);
   return item;
 }
 
@@ -173,7 +177,8 @@ struct MlaDirector {
     }
     barrier_wait(shared_address(&control.work_empty[slot.stage]), slot.phase ^ 1);
     if (lane == 0) {
-      next.asked = next.exists && next.item.b == control.asked.x && next.head == control.asked.y;
+      const bool first_rows = next.exists && next.item.first_row == 0;
+      next.asked = first_rows && next.item.b == control.asked.x && next.head == control.asked.y;
       control.asked.x = -1;  // the first work only
       control.work[slot.stage] = next;
       barrier_arrive(shared_address(&control.work_full[slot.stage]));

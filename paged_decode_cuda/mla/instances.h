@@ -5,7 +5,8 @@
 
 namespace paged_attn {
 
-// Threads of a block of the kernels that add parts: of many rows; of few rows, with up to so many parts, and with more.
+// Threads of a block of the kernels that add parts: of many rows, or of fewer; of few rows, with up to so many parts,
+// and with more.
 constexpr int kCombineThreads = 128, kCombineFewThreads = 256, kCombineMostThreads = 512;
 constexpr int kCombineFewParts = 32;
 
@@ -14,6 +15,6 @@ const void* mla_kernel_bf16(bool all_scores);
 // Of 8-bit caches, with q in either.
 const void* mla_kernel_e4m3(bool few_rows, bool all_scores);
 const void* mla_kernel_e5m2(bool few_rows, bool all_scores);
-const void* mla_combine_kernel(int threads);
+const void* mla_combine_kernel(int threads, bool together);
 
 }  // namespace paged_attn

@@ -81,7 +81,7 @@ struct MlaConsumer {
     row = threadIdx.x / kWarp % 4 * 16 + lane / 4;
     shared = address;
     if (control.expected.x < 0) return;
-    copy_mla_queries(p, call, expected_item(p, control.expected.x), control.expected.y, shared);
+    copy_mla_queries(p, call, expected_item(p, call, control.expected.x), control.expected.y, shared);
   }
 
   PD_MEMBER int row_of_item(int r) const { return static_cast<int>(blockIdx.y) * MlaSizes::kRows + row + 8 * r; }

@@ -555,7 +555,7 @@ struct NarrowTiles {
     for (bool ahead = control.expected.x >= 0;; ahead = false) {
       const MlaWork* const work = ahead ? nullptr : next();
       if (!ahead && !work) return;
-      const Item item = ahead ? expected_item(p, control.expected.x) : work->item;
+      const Item item = ahead ? expected_item(p, call, control.expected.x) : work->item;
       const int head = ahead ? control.expected.y : work->head;
       if (ahead || !work->asked) {
         if (p.q_dtype == DType::kBFloat16) {

@@ -53,16 +53,43 @@ bool balances(const Problem& p, int64_t items) {
   return p.num_splits == 0 && !p.deterministic && items <= kMaxBalancedItems && items * p.kv_heads * most <= INT32_MAX;
 }
 
-// Whether the length of a request says which keys its one item sees.
+// With cu_seqlens_q: items of every request, which are as many as the longest one is said to need. Rows beyond are the
+// surplus. 0: rows are packed instead, where most of those items would be empty, and where cuts are fixed.
+int64_t items_each(const Problem& p, int row_shift, const DeviceLimits& limits) {
+  const int64_t each = pd_ceil_div(longest_query(p) * p.group, int64_t{1} << row_shift);
+  const int64_t enough = pd_max(limits.processors, 2 * packed_tiles(p, row_shift));
+  return p.batch * each <= enough && balances(p, p.batch * each) ? each : 0;
+}
+
+// Plans the rows; gives the items that a surplus may need.
+int64_t plan_rows(const Problem& p, int row_shift, const DeviceLimits& limits, Plan& work) {
+  if (!p.cu_seqlens_q) {
+    plan_direct_rows(p, row_shift, pd_ceil_div(p.max_q_len * p.group, 1 << row_shift), work);
+    return 0;
+  }
+  const int64_t each = items_each(p, row_shift, limits);
+  if (each == 0) {
+    plan_packed_rows(p, row_shift, work);
+    return 0;
+  }
+  // Requests of few rows have items that hold no more, so that the adding kernel has no more to look for.
+  while (each == 1 && row_shift > MlaSizes::kLeastRowShift && has_few_rows(p, int64_t{1} << (row_shift - 1)))
+    --row_shift;
+  plan_direct_rows(p, row_shift, each, work);
+  return (each << row_shift) < p.total_q * p.group ? packed_tiles(p, row_shift) : 0;
+}
+
+// Whether an item is a request, and its length says which keys it sees.
 bool is_basic(const Problem& p, const Plan& work) {
-  return p.cache_seqlens && !p.cu_seqlens_q && !p.cache_leftpad && !p.append.cu_seqlens_k_new && p.window_left < 0 &&
-         p.attention_chunk == 0 && work.items == p.batch && p.cache.block_table_stride <= INT32_MAX;
+  return p.cache_seqlens && !p.cache_leftpad && !p.append.cu_seqlens_k_new && p.window_left < 0 &&
+         p.attention_chunk == 0 && work.direct_items == p.batch && work.row_tiles.divisor == 1 &&
+         p.cache.block_table_stride <= INT32_MAX;
 }
 
 // The kernel that adds parts of rows.
-void plan_combine(const Problem& p, int row_shift, const DeviceLimits& limits, MlaPlan& plan) {
+void plan_combine(const Problem& p, const DeviceLimits& limits, MlaPlan& plan) {
   // 16 rows of an item, as far as the host can tell: what none has makes no shares.
-  int64_t rows = int64_t{1} << row_shift;
+  int64_t rows = plan.work.rows_per_tile;
   if (!p.cu_seqlens_q) rows = pd_min(rows, p.max_q_len * p.group);
   plan.combine_shift = MlaSizes::kShareShift;
   while (int64_t{16} << (plan.combine_shift - MlaSizes::kShareShift) < rows) ++plan.combine_shift;
@@ -70,17 +97,19 @@ void plan_combine(const Problem& p, int row_shift, const DeviceLimits& limits, M
   const int64_t pairs = plan.work.items * p.kv_heads, cut = plan.work.balanced ? pd_min(pairs, plan.clusters) : pairs;
   plan.combine_shares = cut << plan.combine_shift;
   // How many threads share a row decides the order of its sums, so with `deterministic` the batch may not.
-  if (!p.deterministic && plan.combine_shares <= 2 * limits.processors) {
+  const int64_t at_once = int64_t{MlaSizes::kCombineBlocks} * limits.processors;
+  plan.combine_together = !p.deterministic && plan.combine_shares <= 2 * at_once;
+  plan.combine_threads = kCombineThreads;
+  if (plan.combine_together) {
+    plan.combine_blocks = plan.combine_shares;
+    if (plan.combine_shares > 2 * limits.processors) return;
     const int64_t most = plan.work.balanced
                              ? pd_min(pd_ceil_div(capacity_of(p), kMinUnits << MlaSizes::kTileShift), plan.clusters)
                              : plan.work.max_splits.divisor;
     plan.combine_threads = most <= kCombineFewParts ? kCombineFewThreads : kCombineMostThreads;
-    plan.combine_blocks = plan.combine_shares;
     return;
   }
-  plan.combine_threads = kCombineThreads;
   plan.combine_blocks = pd_ceil_div(plan.combine_shares, kCombineThreads / 32);
-  const int64_t at_once = int64_t{MlaSizes::kCombineBlocks} * limits.processors;
   if (plan.work.balanced) plan.combine_blocks = pd_min(plan.combine_blocks, at_once);
 }
 
@@ -136,16 +165,13 @@ MlaPlan plan_mla(const Problem& p, const DeviceLimits& limits) {
   plan.read_once = longest_query(p) * p.group <= int64_t{1} << row_shift;
   plan_tables(p, MlaSizes::kTileShift, work);
   plan_pieces(split_latents(p), work);
-  if (p.cu_seqlens_q) {
-    plan_packed_rows(p, row_shift, work);
-  } else {
-    plan_direct_rows(p, row_shift, pd_ceil_div(p.max_q_len * p.group, 1 << row_shift), work);
-  }
+  const int64_t surplus = plan_rows(p, row_shift, limits, work);
   if (is_basic(p, work)) plan_basic(p, work);
   const int64_t pairs = work.items * p.kv_heads;
   if (balances(p, work.items)) {
     plan.clusters = pd_min(pd_max(limits.processors / plan.cluster, 1), MlaSizes::kMostClusters);
     plan_balanced_cuts(p, plan.clusters, kPairCost, kMinUnits, work);
+    work.surplus_rounds = static_cast<int32_t>(pd_ceil_div(surplus * p.kv_heads, plan.clusters));
   } else {
     plan_fixed_splits(p, kSplitKeys, p.deterministic ? kDeterministicSplits : 1, work);
     plan.clusters = work.blocks.divisor;
@@ -156,7 +182,7 @@ MlaPlan plan_mla(const Problem& p, const DeviceLimits& limits) {
   if (plan.cut) plan.parts = plan.clusters * plan.cluster * (work.balanced ? 2 : 1);
   plan.adds_two = work.balanced && pairs + pairs / 20 >= plan.clusters;
   plan.expects = work.balanced && work.basic && work.blocks_each.divisor > 0 && work.items <= kExpectedItems;
-  plan_combine(p, row_shift, limits, plan);
+  plan_combine(p, limits, plan);
   // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere.
   const int64_t box = c.block_table ? std::gcd(int64_t{MlaSizes::kKeys}, c.page_size) : MlaSizes::kKeys;
   const int least = dtype_bytes(c.dtype) == 1 ? kSwizzledRows : MlaSizes::kLeastBox;

@@ -26,6 +26,7 @@ struct MlaPlan {
   bool expects;      // a cluster knows its first request before it knows any length, if these hardly differ
   // The kernel that adds the other parts: shares (see combine.cu), log2 of those of an item.
   int combine_threads;
+  bool combine_together;  // the warps of a block add a share together; else each has shares of its own
   int32_t combine_shift;
   int64_t combine_shares, combine_blocks;
 };

@@ -83,7 +83,7 @@ void launch_mla(const Problem& p, const MlaPlan& plan, const Context& context) {
   const Grid grid = {plan.clusters, plan.threads, plan.shared_bytes};
   launch_in_clusters(find_kernel(p, plan), grid, plan.cluster, context, split, call);
   if (plan.cut) {
-    const void* const kernel = mla_combine_kernel(plan.combine_threads);
+    const void* const kernel = mla_combine_kernel(plan.combine_threads, plan.combine_together);
     launch(kernel, {plan.combine_blocks, plan.combine_threads, 0}, context, split, call);
   }
 }

@@ -42,6 +42,7 @@ struct MlaSizes {
   static_assert(1 << kTogetherShift == kLatents / 8 / kTogetherSteps);
   static constexpr int kMostClusters = 160;  // of a grid that balances
   static constexpr int kRowShift = 6, kTileShift = 6;
+  static constexpr int kLeastRowShift = 4;  // of items; a share of the adding kernel has as many rows
   static_assert(kRows == 1 << kRowShift && kKeys == 1 << kTileShift, "as the plan counts them");
 };
 
