@@ -293,10 +293,16 @@ def test_keys_are_cut_where_the_last_round_has_few_tiles(library):
         cut = numbers_of(library, [4096] * batch, max_q_len=8, **sizes)
         assert cut.parts == wanted, batch
         assert (1000 < cut.part_keys < 4096) if wanted > 1 else cut.part_keys == 0
+        # Packed ones may have a tile more each, but not if max_seqlen_q is right.
+        packed = numbers_of(library, [4096] * batch, q_lens=[8] * batch, **sizes)
+        assert (packed.parts, packed.part_keys) == (cut.parts, cut.part_keys), batch
     # Faster memory waits for single multiprocessors sooner, and for those that share a port.
     fast = {"read_rate": 4917} | sizes
     for batch, wanted in ((10, 3), (12, 4), (16, 1), (17, 4), (22, 2), (26, 1)):
         assert numbers_of(library, [4096] * batch, max_q_len=8, **fast).parts == wanted, batch
+        packed = numbers_of(library, [4096] * batch, q_lens=[8] * batch, **fast)
+        assert packed.parts == min(wanted, 5 * 132 // (packed.items * 8)), batch  # memory is for all that there may be
+    assert numbers_of(library, [4096] * 32, q_lens=[8] * 32, **fast).parts == 1
     # An 8-bit cache has half of the bytes for a part that has as many.
     narrow = numbers_of(library, [4096] * 17, max_q_len=16, kv_bytes=1, **sizes)
     assert narrow.part_keys > numbers_of(library, [4096] * 17, max_q_len=16, **sizes).part_keys

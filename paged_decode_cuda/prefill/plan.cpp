@@ -78,6 +78,12 @@ class CutTimes {
   double part_, combine_;
 };
 
+// Tiles of rows, if no request is longer than it is said to be. With cu_seqlens_q only the device knows how many there
+// are, and there may be a tile more for every request. Whether their last round has few follows from neither.
+int64_t expected_tiles(const Problem& p, int64_t most, int rows) {
+  return pd_min(most, p.batch * pd_ceil_div(longest_query(p) * p.group, rows) * p.kv_heads);
+}
+
 // As asked for, else the number of parts that pays from the fewest keys on. The kernel compares that with the lengths
 // that it finds, as the table may be much wider. Where a result must not depend on the other requests, neither may the
 // cuts.
@@ -88,7 +94,7 @@ Cuts cuts_of(const Problem& p, int64_t tiles, const PrefillInstance& instance, c
   const int64_t keys = most_keys(p, instance.rows), processors = limits.processors;
   int64_t least = 2, most = pd_min(pd_min(kPartTiles * processors / tiles, keys / kPartKeys), kMostParts);
   if (tiles * kIdle <= processors) least = most = pd_min(most, processors / tiles);
-  const CutTimes times(p, tiles, instance, limits);
+  const CutTimes times(p, expected_tiles(p, tiles, instance.rows), instance, limits);
   Cuts best = none;
   for (int64_t parts = pd_max(least, 2); parts <= most; ++parts) {
     const double from = times.least_keys(parts);
