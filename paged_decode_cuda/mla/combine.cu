@@ -282,9 +282,9 @@ __global__ void __launch_bounds__(kCombineThreads, MlaSizes::kCombineBlocks)
 }
 
 // A share for each block. kBlocks of them fit on a multiprocessor that has no work of the kernel before: those of fewer
-// threads are there when the parts are, one of many has more loads on their way. There is no other way for requests
-// with very many parts: every instruction of this kernel is fetched for the first time, and code for them would cost
-// the others more (docs/lab-notes.md).
+// threads are there when the parts are, one of many has more loads on their way. Requests with very many parts have no
+// way of their own here: every instruction is fetched for the first time, and code for them would cost all other
+// requests more than it saves these.
 template <int kThreads, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     mla_combine_few(const __grid_constant__ Problem p, const __grid_constant__ MlaCall call) {

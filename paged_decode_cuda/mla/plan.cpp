@@ -53,8 +53,8 @@ bool balances(const Problem& p, int64_t items) {
   return p.num_splits == 0 && !p.deterministic && items <= kMaxBalancedItems && items * p.kv_heads * most <= INT32_MAX;
 }
 
-// With cu_seqlens_q: items of every request, which are as many as the longest one is said to need. Rows beyond are the
-// surplus. 0: rows are packed instead, where most of those items would be empty, and where cuts are fixed.
+// With cu_seqlens_q: how many items every request is given, as many as the longest one is said to need. Rows beyond
+// them are the surplus. 0: rows are packed, as most of those items would be empty, or cuts are fixed.
 int64_t items_each(const Problem& p, int row_shift, const DeviceLimits& limits) {
   const int64_t each = pd_ceil_div(longest_query(p) * p.group, int64_t{1} << row_shift);
   const int64_t enough = pd_max(limits.processors, 2 * packed_tiles(p, row_shift));

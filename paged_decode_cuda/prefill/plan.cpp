@@ -78,8 +78,8 @@ class CutTimes {
   double part_, combine_;
 };
 
-// Tiles of rows, if no request is longer than it is said to be. With cu_seqlens_q only the device knows how many there
-// are, and there may be a tile more for every request. Whether their last round has few follows from neither.
+// Tiles of rows, if no request is longer than it is said to be. With cu_seqlens_q `most` has about one more for every
+// request, and a last round would seem to have few, or many, for tiles that are not there.
 int64_t expected_tiles(const Problem& p, int64_t most, int rows) {
   return pd_min(most, p.batch * pd_ceil_div(longest_query(p) * p.group, rows) * p.kv_heads);
 }
