@@ -42,7 +42,7 @@ constexpr float kMaxLogProbability = 8.f;
 // How far below the top score, in log2, a row begins. float16 has its full precision from 2^-14 on and ends at 2^16: a
 // probability begins at 2^7, may grow to 2^15, and down to 2^-21 of the first one it has all its bits.
 template <class Ops>
-constexpr float kBaseBelow = Ops::kElemType == DType::kFloat16 ? 7.f : 0.f;
+constexpr float kBaseBelow = Ops::kElemType == DType::kFloat16 ? PD_HALF_BELOW : 0.f;
 
 // From which size on float32 rounds what a row is relative to by more than a probability may be wrong, so that its
 // scores must be rounded alike: by more than 1, or, where probabilities are rounded to 16 bits, by more than 2^-11.

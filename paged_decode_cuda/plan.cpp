@@ -82,6 +82,10 @@ int64_t packed_tiles(const Problem& p, int row_shift) {
   return p.batch == 0 ? 0 : ((p.total_q * p.group) >> row_shift) + p.batch;
 }
 
+int64_t most_given_tiles(const Problem& p, int64_t processors, int row_shift) {
+  return pd_max(processors, 2 * packed_tiles(p, row_shift));
+}
+
 void plan_fixed_splits(const Problem& p, int split_keys, int64_t limit, Plan& plan) {
   const int64_t keys = pd_max(capacity_of(p), 1);
   const int64_t pairs = plan.items * p.kv_heads;

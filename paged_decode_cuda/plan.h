@@ -97,6 +97,9 @@ void plan_packed_rows(const Problem& p, int row_shift, Plan& plan);
 // How many that are: every request ends with a tile that is not full.
 int64_t packed_tiles(const Problem& p, int row_shift);
 
+// How many tiles all requests together may be given without most of them being empty.
+int64_t most_given_tiles(const Problem& p, int64_t processors, int row_shift);
+
 // Tokens of the longest request, as far as the host can tell.
 int64_t longest_query(const Problem& p);
 

@@ -132,10 +132,6 @@ struct IsBf16<Bf16> {
   static constexpr bool value = true;
 };
 
-// Log2 units: so far below the largest score is the reference of weights in fp16. It has few bits for a weight below
-// 2^-14 and none below 2^-25, and a row may have a million keys of such weights.
-constexpr float kHalfBelow = 7.f;
-
 // d += a * b on a 16x8 tile with 16 terms.
 template <bool kBf16>
 PD_DEVICE void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, const uint32_t (&b)[2]) {

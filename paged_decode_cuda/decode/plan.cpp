@@ -35,7 +35,7 @@ RowTiles cut_rows(const Problem& p, const DeviceLimits& limits) {
   if (p.cu_seqlens_q) {
     tokens = pd_min(pd_max(p.max_q_len, 1), p.total_q);
     const DecodeInstance longest = instance_for(tokens);
-    const int64_t enough = pd_max(limits.processors, 2 * packed_tiles(p, longest.row_shift));
+    const int64_t enough = most_given_tiles(p, limits.processors, longest.row_shift);
     // The cuts of a request must not depend on the others where its result must not.
     if (!p.deterministic && p.batch * tiles_of(tokens, p, longest) > enough) tokens = pd_ceil_div(p.total_q, p.batch);
   }

@@ -17,7 +17,7 @@ template <typename Kv, int kHeadDim, int kRowTiles>
 struct Rows {
   using Shape = DecodeShape<Kv, kHeadDim, kRowTiles>;
   static constexpr int kLaneRows = 2 * kRowTiles;
-  static constexpr float kBelow = Shape::kFp32 || IsBf16<Kv>::value ? 0.f : kHalfBelow;
+  static constexpr float kBelow = Shape::kFp32 || IsBf16<Kv>::value ? 0.f : PD_HALF_BELOW;
 
   uint32_t q[Shape::kSharedQueries ? 1 : Shape::kChunksK][Shape::kStepsK][kRowTiles][2];
   float acc[Shape::kChunksV][Shape::kVecV / 2][kRowTiles][4];

@@ -143,7 +143,7 @@ struct NarrowWeigher {
 #pragma unroll
     for (int r = 0; r < kOwnRows; ++r) {
       const float most = of_row(top[r], [](float x, float y) { return fmaxf(x, y); });
-      const float moved = fmaxf(base[r], most - kHalfBelow);
+      const float moved = fmaxf(base[r], most - PD_HALF_BELOW);
       const float factor = fast_rescale(base[r], moved);
       base[r] = moved;
       l[r] *= factor;

@@ -57,8 +57,8 @@ bool balances(const Problem& p, int64_t items) {
 // them are the surplus. 0: rows are packed, as most of those items would be empty, or cuts are fixed.
 int64_t items_each(const Problem& p, int row_shift, const DeviceLimits& limits) {
   const int64_t each = pd_ceil_div(longest_query(p) * p.group, int64_t{1} << row_shift);
-  const int64_t enough = pd_max(limits.processors, 2 * packed_tiles(p, row_shift));
-  return p.batch * each <= enough && balances(p, p.batch * each) ? each : 0;
+  const int64_t items = p.batch * each;
+  return items <= most_given_tiles(p, limits.processors, row_shift) && balances(p, items) ? each : 0;
 }
 
 // Plans the rows; gives the items that a surplus may need.

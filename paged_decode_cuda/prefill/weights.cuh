@@ -25,8 +25,9 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
   // 8-bit weights have few small values: the largest of a row is 16 to 256, of 448 that there are. float16 is short of
   // bits below 2^-14, and the keys with such weights may be very many: the largest is 2^7 to 2^15.
   static constexpr bool k8Bit = __is_same(typename Shape::Type, E4m3), kBf16 = IsBf16<typename Shape::Type>::value;
-  static constexpr float kBelow = k8Bit ? 4.f : kBf16 ? 0.f : kHalfBelow;  // below the largest score is its reference
-  static constexpr float kFar = k8Bit ? 8.f : kBelow + 8.f;  // log2 units: above its reference a score moves it
+  // Log2 units: so far below the largest score is its reference, and a score so far above its reference moves it.
+  static constexpr float kBelow = k8Bit ? 4.f : kBf16 ? 0.f : PD_HALF_BELOW;
+  static constexpr float kFar = k8Bit ? 8.f : kBelow + 8.f;
 
   float base[2], l[2];   // reference score in log2 units, and this thread's part of the sum of weights
   int begin[2], end[2];  // keys that the row sees

@@ -13,6 +13,10 @@ namespace paged_attn {
 #define PD_LOG2E 1.4426950408889634f
 #define PD_LN2 0.6931471805599453f
 
+// How far below the largest score, in log2 units, weights in float16 have their reference. float16 has its full
+// precision from 2^-14 on and ends at 2^16, and a row may have a million keys of smaller weights.
+#define PD_HALF_BELOW 7.f
+
 // What a device keeps of a row beside its acc.
 struct State {
   float m, l;

@@ -31,8 +31,6 @@ template <typename T>
 PD_DEVICE void touch(const T&) {}
 PD_DEVICE unsigned long long launch_number() { return 8 * 0x9e3779b97f4a7c15ull; }
 
-constexpr float kHalfBelow = 7.f;
-
 struct Fp16 {
   static constexpr DType kDType = DType::kFloat16;
 };
