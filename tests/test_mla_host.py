@@ -21,10 +21,9 @@ def library(tmp_path_factory):
     in_shared_memory = [
         (
             "mla/combine.cu",
-            f"__shared__ {sums} shared_sums;",
-            f"{sums}& shared_sums = *reinterpret_cast<{sums}*>(block_raw());",
+            "__shared__ WarpSums<kWarps> sums;",
+            "WarpSums<kWarps>& sums = *reinterpret_cast<WarpSums<kWarps>*>(block_raw());",
         )
-        for sums in ("FewSums", "ManySums")
     ]
     for path, control in (("mla/kernel.cuh", "MlaControl"), ("mla/narrow_kernel.cuh", "NarrowControl<Sizes>")):
         in_shared_memory += [

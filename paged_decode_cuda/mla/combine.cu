@@ -3,9 +3,9 @@
 // A share is 32 columns of 16 rows: what a warp loads of a part is 512 bytes at a time, as the parts lie in memory. A
 // warp takes share after share. Where the whole call has few, the warps of a block have one together, each with some of
 // its parts. So they do too for the few requests of a batch that are much longer than the others, as one warp would
-// still be adding their parts when all others are through: those shares have 8 columns, so that many blocks take part.
-// Which rows have parts stands in the records of the clusters: every warp finds that out by itself. Where every pair
-// has the same number of clusters, it knows which record it needs.
+// still be adding their parts when all others are through. Both ways are the same code, as every instruction is fetched
+// for the first time. Which rows have parts stands in the records of the clusters: every warp finds that out by itself.
+// Where every pair has the same number of clusters, it knows which record it needs.
 #include "../rows.cuh"
 #include "instances.h"
 #include "shape.cuh"
@@ -21,17 +21,12 @@ PD_DEVICE void clear_published(const MlaCall& call) {
   }
 }
 
-// Some of the clusters.
+// Some of the clusters, as a warp has them: lane i has a bit for each of 32 * i to 32 * i + 31.
 struct ClusterSet {
   static constexpr int kWords = MlaSizes::kMostClusters / kWarp;
-  unsigned has[kWords];  // a bit for each
+  unsigned has = 0;
 
-  PD_MEMBER uint32_t count() const {
-    uint32_t n = 0;
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) n += __popc(has[i]);
-    return n;
-  }
+  PD_MEMBER uint32_t count() const { return __reduce_add_sync(~0u, __popc(has)); }
 
   // Number `n` of them; -1: there are not so many.
   PD_MEMBER int find(int n) const {
@@ -39,10 +34,11 @@ struct ClusterSet {
     int found = -1;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      const bool own = has[i] >> lane & 1 && __popc(has[i] & ((1u << lane) - 1)) == n;
+      const unsigned word = __shfl_sync(~0u, has, i);
+      const bool own = word >> lane & 1 && __popc(word & ((1u << lane) - 1)) == n;
       const unsigned bit = __ballot_sync(~0u, own);
       if (bit != 0) found = i * kWarp + __popc(bit - 1);
-      n -= __popc(has[i]);
+      n -= __popc(word);
     }
     return found;
   }
@@ -62,15 +58,11 @@ struct RecordList {
     }
 #pragma unroll
     for (int i = 0; i < ClusterSet::kWords; ++i) {
-      all.has[i] = __ballot_sync(~0u, behind[i] > 0);
-      many.has[i] = __ballot_sync(~0u, behind[i] > MlaSizes::kCombineAlone);
+      const unsigned any = __ballot_sync(~0u, behind[i] > 0);
+      const unsigned long_ones = __ballot_sync(~0u, behind[i] > MlaSizes::kCombineAlone);
+      if (lane == i) all.has = any;
+      if (lane == i) many.has = long_ones;
     }
-  }
-
-  // What blocks add together, a warp does not add.
-  PD_MEMBER void leave_out_many() {
-#pragma unroll
-    for (int i = 0; i < ClusterSet::kWords; ++i) all.has[i] &= ~many.has[i];
   }
 };
 
@@ -81,9 +73,9 @@ PD_DEVICE int even_record(const MlaCall& call, int pair) {
 
 // A share of kSteps * 8 columns, or the sum of some of its parts, whose loads are on their way kBatch at a time. A lane
 // has the rows lane / 4 and 8 below, and two columns of every step of 8.
-template <int kSteps_, int kBatch>
 struct CombineShare {
-  static constexpr int kSteps = kSteps_, kHalfSteps = MlaSizes::kDimV / 8;
+  static constexpr int kSteps = MlaSizes::kCombineSteps, kBatch = MlaSizes::kCombineBatch;
+  static constexpr int kHalfSteps = MlaSizes::kDimV / 8;
   static constexpr int kShares = 2 * kHalfSteps / kSteps;                  // of 16 rows
   float m[2] = {-INFINITY, -INFINITY}, l[2] = {}, acc[2][kSteps][2] = {};  // by row
   int rank, row, half, step;  // of a part: row of this lane, first step of its half
@@ -168,23 +160,18 @@ struct CombineShare {
   }
 };
 
-using PlainShare = CombineShare<MlaSizes::kCombineSteps, MlaSizes::kCombineBatch>;
-using NarrowShare = CombineShare<MlaSizes::kTogetherSteps, MlaSizes::kTogetherBatch>;
-
 // Of a share, what each warp of a block has added.
-template <typename Share, int kWarps_>
+template <int kWarps>
 struct WarpSums {
-  static constexpr int kWarps = kWarps_;
-  float2 ml[kWarps][16], values[kWarps][2 * Share::kSteps][kWarp];
+  float2 ml[kWarps][16], values[kWarps][2 * CombineShare::kSteps][kWarp];
 };
 
-// Adds a share with all warps of the block: each has every kWarps-th part. They meet here once.
-template <typename Share, int kWarps>
-PD_DEVICE void add_together(const Problem& p, const MlaCall& call, int cluster, const MlaRecord& record, Share& share,
-                            WarpSums<Share, kWarps>& sums) {
-  constexpr int kSteps = Share::kSteps;
+// The warps of the block meet, each with its part of the sum of a share, and write the whole.
+template <int kWarps>
+PD_DEVICE void write_together(const Problem& p, const MlaCall& call, const MlaRecord& record, const CombineShare& share,
+                              WarpSums<kWarps>& sums) {
+  constexpr int kSteps = CombineShare::kSteps;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  share.add(call, cluster, record.behind, warp, kWarps);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (lane % 4 == 0) sums.ml[warp][lane / 4 + 8 * r] = make_float2(share.m[r], share.l[r]);
@@ -223,61 +210,65 @@ PD_DEVICE void start_combine(const Problem& p, const MlaCall& call) {
   if (call.adds_two) clear_published(call);
 }
 
-// The cluster with the first keys of share `number`; -1: there is no such share, nor a later one with `balanced`.
-PD_DEVICE int cluster_of_share(const Problem& p, const MlaCall& call, const RecordList& list, uint32_t number) {
-  const int n = static_cast<int>(number >> call.combine_shift);
-  return call.balanced ? list.all.find(n) : first_keys_block(p, call, n);
+// The number of a share is that of its item, then its own of the item's.
+PD_DEVICE int item_of_share(const MlaCall& call, uint32_t number) {
+  return static_cast<int>(number >> call.combine_shift);
 }
 PD_DEVICE int share_of_item(const MlaCall& call, uint32_t number) {
   return static_cast<int>(number & ((1u << call.combine_shift) - 1));
 }
 
-using ManySums = WarpSums<NarrowShare, kCombineThreads / kWarp>;
-
-// The records with many parts, a narrow share for each block, the last block first: the first ones have most of the
-// other shares. Where they would be more than two rounds of all blocks, the shares of these records keep all warps busy
-// anyway, and nothing is done.
-PD_DEVICE void combine_long(const Problem& p, const MlaCall& call, RecordList& list, ManySums& sums) {
-  const int shift = call.combine_shift + MlaSizes::kTogetherShift - MlaSizes::kShareShift;
-  const uint32_t shares = list.many.count() << shift;
-  if (shares == 0 || shares > 2 * gridDim.x) return;
-  list.leave_out_many();
-#pragma unroll 1
-  for (uint32_t number = gridDim.x - 1 - blockIdx.x; number < shares; number += gridDim.x) {
-    const int cluster = list.many.find(static_cast<int>(number >> shift));
-    const MlaRecord record = call.records[cluster];
-    NarrowShare share(static_cast<int>(number & ((1u << shift) - 1)));
-    if (share.first_row() >= record.rows) continue;
-    add_together(p, call, cluster, record, share, sums);
-    __syncthreads();  // the sums of the next share take their place
-  }
-}
-
-// A share for each warp, but for records with many parts.
-__global__ void __launch_bounds__(kCombineThreads, MlaSizes::kCombineBlocks)
+// A share for each warp. But shares of records with many parts are first, each for a block, the last block first: the
+// first ones have most of the other shares. Where they would be more than two rounds of all blocks, they keep all warps
+// busy anyway, and are as others.
+__global__ void __launch_bounds__(kCombineManyThreads, MlaSizes::kCombineManyBlocks)
     mla_combine_many(const __grid_constant__ Problem p, const __grid_constant__ MlaCall call) {
-  constexpr int kWarps = kCombineThreads / kWarp;
-  __shared__ ManySums shared_sums;
+  constexpr int kWarps = kCombineManyThreads / kWarp;
+  __shared__ WarpSums<kWarps> sums;
+  const int warp = threadIdx.x / kWarp;
   RecordList list;
   start_combine(p, call);
   const bool even = call.blocks_each.divisor > 0 && call.records[even_record(call, 0)].even;
+  uint32_t of_blocks = 0;
   if (call.balanced && !even) {
     list.read(call);
-    combine_long(p, call, list, shared_sums);
+    of_blocks = list.many.count() << call.combine_shift;
+    if (of_blocks > 2 * gridDim.x) of_blocks = 0;
+    if (of_blocks > 0) list.all.has &= ~list.many.has;
   }
+  uint32_t next_of_block = gridDim.x - 1 - blockIdx.x, next_of_warp = blockIdx.x * kWarps + warp;
 #pragma unroll 1
-  for (uint32_t number = blockIdx.x * kWarps + threadIdx.x / kWarp; number < call.combine_shares;
-       number += gridDim.x * kWarps) {
-    const int cluster = even ? even_record(call, static_cast<int>(number >> call.combine_shift))
-                             : cluster_of_share(p, call, list, number);
-    if (cluster < 0 && call.balanced) return;
-    if (cluster < 0) continue;
+  while (true) {
+    const bool together = next_of_block < of_blocks;
+    const uint32_t number = together ? next_of_block : next_of_warp;
+    if (!together && number >= call.combine_shares) return;
+    if (together) {
+      next_of_block += gridDim.x;
+    } else {
+      next_of_warp += gridDim.x * kWarps;
+    }
+    const int item = item_of_share(call, number);
+    int cluster;
+    if (even) {
+      cluster = even_record(call, item);
+    } else if (call.balanced) {
+      cluster = (together ? list.many : list.all).find(item);
+      if (cluster < 0) return;
+    } else {
+      cluster = first_keys_block(p, call, item);
+      if (cluster < 0) continue;
+    }
     const MlaRecord record = call.records[cluster];
-    PlainShare share(share_of_item(call, number));
+    CombineShare share(share_of_item(call, number));
     if (record.behind == 0 || share.first_row() >= record.rows) continue;
-    share.add(call, cluster, record.behind, 0, 1);
+    share.add(call, cluster, record.behind, together ? warp : 0, together ? kWarps : 1);
+    if (together) {
+      write_together(p, call, record, share, sums);
+      __syncthreads();  // the sums of the next share take their place
+    } else {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) share.write(p, call, record, r, 0, share.m[r], share.l[r], share.acc[r]);
+      for (int r = 0; r < 2; ++r) share.write(p, call, record, r, 0, share.m[r], share.l[r], share.acc[r]);
+    }
   }
 }
 
@@ -288,22 +279,24 @@ __global__ void __launch_bounds__(kCombineThreads, MlaSizes::kCombineBlocks)
 template <int kThreads, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     mla_combine_few(const __grid_constant__ Problem p, const __grid_constant__ MlaCall call) {
-  using FewSums = WarpSums<PlainShare, kThreads / kWarp>;
-  __shared__ FewSums shared_sums;
-  PlainShare share(share_of_item(call, blockIdx.x));
-  int cluster = even_record(call, static_cast<int>(blockIdx.x >> call.combine_shift));
+  constexpr int kWarps = kThreads / kWarp;
+  __shared__ WarpSums<kWarps> sums;
+  CombineShare share(share_of_item(call, blockIdx.x));
+  const int item = item_of_share(call, blockIdx.x);
+  int cluster = even_record(call, item);
   start_combine(p, call);
   MlaRecord record = {};
   if (call.blocks_each.divisor > 0) record = call.records[cluster];
   if (!record.even) {
     RecordList list;
     if (call.balanced) list.read(call);
-    cluster = cluster_of_share(p, call, list, blockIdx.x);
+    cluster = call.balanced ? list.all.find(item) : first_keys_block(p, call, item);
     if (cluster < 0) return;
     record = call.records[cluster];
   }
   if (record.behind == 0 || share.first_row() >= record.rows) return;
-  add_together(p, call, cluster, record, share, shared_sums);
+  share.add(call, cluster, record.behind, threadIdx.x / kWarp, kWarps);
+  write_together(p, call, record, share, sums);
 }
 
 }  // namespace

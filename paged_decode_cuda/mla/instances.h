@@ -5,8 +5,9 @@
 
 namespace paged_attn {
 
-// Threads of a block of the kernels that add parts: of many rows, or of fewer; of few rows, with up to so many parts,
-// and with more.
+// Threads of a block of the kernels that add parts: of many rows; of fewer; of few rows, with up to so many parts, and
+// with more.
+constexpr int kCombineManyThreads = 256;
 constexpr int kCombineThreads = 128, kCombineFewThreads = 256, kCombineMostThreads = 512;
 constexpr int kCombineFewParts = 32;
 

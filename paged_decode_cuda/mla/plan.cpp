@@ -99,8 +99,8 @@ void plan_combine(const Problem& p, const DeviceLimits& limits, MlaPlan& plan) {
   // How many threads share a row decides the order of its sums, so with `deterministic` the batch may not.
   const int64_t at_once = int64_t{MlaSizes::kCombineBlocks} * limits.processors;
   plan.combine_together = !p.deterministic && plan.combine_shares <= 2 * at_once;
-  plan.combine_threads = kCombineThreads;
   if (plan.combine_together) {
+    plan.combine_threads = kCombineThreads;
     plan.combine_blocks = plan.combine_shares;
     if (plan.combine_shares > 2 * limits.processors) return;
     const int64_t most = plan.work.balanced
@@ -109,8 +109,11 @@ void plan_combine(const Problem& p, const DeviceLimits& limits, MlaPlan& plan) {
     plan.combine_threads = most <= kCombineFewParts ? kCombineFewThreads : kCombineMostThreads;
     return;
   }
-  plan.combine_blocks = pd_ceil_div(plan.combine_shares, kCombineThreads / 32);
-  if (plan.work.balanced) plan.combine_blocks = pd_min(plan.combine_blocks, at_once);
+  plan.combine_threads = kCombineManyThreads;
+  plan.combine_blocks = pd_ceil_div(plan.combine_shares, kCombineManyThreads / 32);
+  if (plan.work.balanced) {
+    plan.combine_blocks = pd_min(plan.combine_blocks, int64_t{MlaSizes::kCombineManyBlocks} * limits.processors);
+  }
 }
 
 }  // namespace

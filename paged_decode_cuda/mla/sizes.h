@@ -35,11 +35,9 @@ struct MlaSizes {
   // a warp has of 16 rows, log2 of the warps that have all columns of 16 rows.
   static constexpr int kCombineBlocks = 4, kCombineBatch = 4, kCombineSteps = 4, kShareShift = 4;
   static_assert(1 << kShareShift == kLatents / 8 / kCombineSteps);
-  // The same where the warps of a block add together, which they do for a row with more other parts than kCombineAlone:
-  // a warp alone would wait for four batches or more, a block waits for one of kTogetherBatch parts a warp.
-  static constexpr int kCombineAlone = 3 * kCombineBatch;
-  static constexpr int kTogetherBatch = 8, kTogetherSteps = 1, kTogetherShift = 6;
-  static_assert(1 << kTogetherShift == kLatents / 8 / kTogetherSteps);
+  // Blocks of the kernel for many rows. There, the warps of a block together add a row with more other parts than the
+  // second: a warp alone would wait for four batches or more.
+  static constexpr int kCombineManyBlocks = 2, kCombineAlone = 3 * kCombineBatch;
   static constexpr int kMostClusters = 160;  // of a grid that balances
   static constexpr int kRowShift = 6, kTileShift = 6;
   static constexpr int kLeastRowShift = 4;  // of items; a share of the adding kernel has as many rows
