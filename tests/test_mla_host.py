@@ -113,8 +113,10 @@ CASES = {
     # The warps of a block add the parts of 16 rows together.
     "one_long": {"lens": [*[1] * 5, 1900, 1, 90], "processors": 40},
     "one_very_long": {"lens": [1, 1, 4400, *[1] * 5], "processors": 60},
-    # With more rows each warp adds by itself, but blocks add those of a long one; two of them are too many for that.
+    # With more rows each warp adds by itself, but blocks add those of two long ones; three are too many for that.
     "two_long_of_64_rows": {"lens": [1900, 1900, *[1] * 6], "processors": 60, "q_heads": 64},
+    "three_long_of_64_rows": {"lens": [1900, 1900, 1900, *[1] * 5], "processors": 60, "q_heads": 64},
+    "long_and_others_of_64_rows": {"lens": [300, 1900, 200, *[1] * 5, 260], "processors": 60, "q_heads": 64},
     "one_long_cluster": {"lens": [1900, *[1] * 7], "processors": 80, "q_heads": 128},
     "one_long_kv_heads": {"lens": [0, *[1] * 6, 1900], "processors": 80, "kv_heads": 2, "apart": True},
     "two_long": {"lens": [1900, 1900, *[1] * 6], "processors": 60},
