@@ -95,6 +95,7 @@ struct Thread {
   bool done;
   Place thread, block;
   const char* waits_for;
+  std::function<bool()> may_go_on;  // empty: it does not wait
 };
 
 struct Machine {
@@ -115,11 +116,16 @@ inline bool chance() { return machine.dice() & 1; }
 
 inline void yield() { swapcontext(&machine.current->context, &machine.scheduler); }
 
+// The scheduler asks, in the place of the thread: to change stacks takes longer.
 template <typename Condition>
 void wait_until(const char* what, Condition condition) {
-  machine.current->waits_for = what;
-  while (!condition()) yield();
-  machine.current->waits_for = "";
+  if (!condition()) {
+    machine.current->waits_for = what;
+    machine.current->may_go_on = std::ref(condition);
+    yield();
+    machine.current->may_go_on = nullptr;
+    machine.current->waits_for = "";
+  }
   ++machine.events;
 }
 
@@ -147,6 +153,7 @@ inline void start_cluster(int cluster, int threads, int x) {
       thread.thread = {t, 0};
       thread.block = {x, y};
       thread.waits_for = "its turn";
+      thread.may_go_on = nullptr;
       getcontext(&thread.context);
       thread.context.uc_stack = {thread.stack.get(), 0, kStack};
       thread.context.uc_link = nullptr;
@@ -195,6 +202,7 @@ inline void run_cluster() {
         machine.current = &thread;
         threadIdx = thread.thread;
         blockIdx = thread.block;
+        if (thread.may_go_on && !thread.may_go_on()) continue;
         swapcontext(&machine.scheduler, &thread.context);
       }
     }
