@@ -35,9 +35,10 @@ struct MlaSizes {
   // a warp has of 16 rows, log2 of the warps that have all columns of 16 rows.
   static constexpr int kCombineBlocks = 4, kCombineBatch = 4, kCombineSteps = 4, kShareShift = 4;
   static_assert(1 << kShareShift == kLatents / 8 / kCombineSteps);
-  // Blocks of the kernel for many rows. There, the warps of a block together add a row with more other parts than the
-  // second: a warp alone would wait for four batches or more.
-  static constexpr int kCombineManyBlocks = 2, kCombineAlone = 3 * kCombineBatch;
+  static constexpr int kCombineManyBlocks = 2;  // those of the kernel for many rows, on a multiprocessor
+  // There the warps of a block together add a row with more other parts than this: a warp alone would wait for four
+  // batches or more.
+  static constexpr int kCombineAlone = 3 * kCombineBatch;
   static constexpr int kMostClusters = 160;  // of a grid that balances
   static constexpr int kRowShift = 6, kTileShift = 6;
   static constexpr int kLeastRowShift = 4;  // of items; a share of the adding kernel has as many rows

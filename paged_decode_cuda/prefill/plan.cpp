@@ -78,10 +78,9 @@ class CutTimes {
   double part_, combine_;
 };
 
-// Tiles of rows, if no request is longer than it is said to be. With cu_seqlens_q `most` has about one more for every
-// request, and a last round would seem to have few, or many, for tiles that are not there.
-int64_t expected_tiles(const Problem& p, int64_t most, int rows) {
-  return pd_min(most, p.batch * pd_ceil_div(longest_query(p) * p.group, rows) * p.kv_heads);
+// Tiles of rows, if every request is as long as the longest one is said to be.
+int64_t expected_tiles(const Problem& p, int rows) {
+  return p.batch * pd_ceil_div(longest_query(p) * p.group, rows) * p.kv_heads;
 }
 
 // As asked for, else the number of parts that pays from the fewest keys on. The kernel compares that with the lengths
@@ -94,7 +93,9 @@ Cuts cuts_of(const Problem& p, int64_t tiles, const PrefillInstance& instance, c
   const int64_t keys = most_keys(p, instance.rows), processors = limits.processors;
   int64_t least = 2, most = pd_min(pd_min(kPartTiles * processors / tiles, keys / kPartKeys), kMostParts);
   if (tiles * kIdle <= processors) least = most = pd_min(most, processors / tiles);
-  const CutTimes times(p, expected_tiles(p, tiles, instance.rows), instance, limits);
+  // With cu_seqlens_q there may be about one more for every request, and a last round would seem to have few, or many,
+  // for tiles that are not there.
+  const CutTimes times(p, pd_min(tiles, expected_tiles(p, instance.rows)), instance, limits);
   Cuts best = none;
   for (int64_t parts = pd_max(least, 2); parts <= most; ++parts) {
     const double from = times.least_keys(parts);
@@ -152,7 +153,7 @@ PrefillInstance instance_for(const Problem& p, int processors) {
 }  // namespace
 
 int64_t most_tiles(const Problem& p, int rows) {
-  if (!p.cu_seqlens_q) return p.batch * pd_ceil_div(p.max_q_len * p.group, rows) * p.kv_heads;
+  if (!p.cu_seqlens_q) return expected_tiles(p, rows);
   // The last tile of every request has a row at least.
   const int64_t unused = pd_min(p.batch, p.total_q) * (rows - 1);
   return (p.total_q * p.group + unused) / rows * p.kv_heads;

@@ -153,7 +153,6 @@ inline void start_cluster(int cluster, int threads, int x) {
       thread.thread = {t, 0};
       thread.block = {x, y};
       thread.waits_for = "its turn";
-      thread.may_go_on = nullptr;
       getcontext(&thread.context);
       thread.context.uc_stack = {thread.stack.get(), 0, kStack};
       thread.context.uc_link = nullptr;
