@@ -28,13 +28,13 @@ COPY_BYTES = 200e6  # of keys and values of all copies
 class Inputs:
     """q[r], k[r], v[r] of copy r: packed, or caches whose pages lie in random order."""
 
-    def __init__(self, case):
+    def __init__(self, case, most_copies=4):
         generator = torch.Generator("cuda").manual_seed(1)
         head_dim_v = case.head_dim_v or case.head_dim
         self.case, keys = case, sum(case.kv_lens)
         dtype, kv_dtype = (getattr(torch, name) for name in (case.dtype, case.kv_dtype or case.dtype))
         row = kv_dtype.itemsize * case.kv_heads * (case.head_dim + head_dim_v)
-        self.copies = max(2, min(4, math.ceil(COPY_BYTES / (keys * row))))
+        self.copies = max(2, min(most_copies, math.ceil(COPY_BYTES / (keys * row))))
 
         def random(dtype, *shape):
             return [torch.randn(*shape, generator=generator, device="cuda").to(dtype) for _ in range(self.copies)]
@@ -49,6 +49,7 @@ class Inputs:
             for n in (case.q_lens, case.kv_lens)
         )
         self.kv_lens = torch.tensor(case.kv_lens, dtype=torch.int32, device="cuda")
+        self.sinks = torch.randn(case.q_heads, generator=generator, device="cuda").to(dtype) if case.sinks else None
         self.tables = []
         for _ in range(self.copies if case.page_size else 0):
             order = torch.randperm(sum(pages), generator=generator, device="cuda").int()
@@ -61,6 +62,7 @@ class Inputs:
 def ours(x):
     kernel, case = load_ours(), x.case
     common = {"causal": case.causal, "window_size": (case.window_left, -1), "max_seqlen_q": max(case.q_lens)}
+    common |= {"softcap": case.softcap, "s_aux": x.sinks}
     if case.page_size:
         return [
             lambda r=r: kernel.flash_attn_with_kvcache(
@@ -76,17 +78,26 @@ def ours(x):
     ]
 
 
-def fa3(x):
+def fa3(x, planned=False):
     case, (library, off) = x.case, fa3_library()
     if case.kv_dtype:
         raise Missing("q and the cache in one dtype only")
-    window_right = 0 if case.causal and case.window_left >= 0 else -1
-    options = off | {
+    common = {
         "is_causal": case.causal, "num_splits": 0, "sm_margin": 0, "window_size_left": case.window_left,
-        "window_size_right": window_right, "softmax_scale": case.head_dim**-0.5, "softcap": 0.0,
-        "is_rotary_interleaved": True, "cp_world_size": 1, "cp_rank": 0, "cu_seqlens_q": x.cu_q,
+        "window_size_right": 0 if case.causal and case.window_left >= 0 else -1, "cu_seqlens_q": x.cu_q,
         "max_seqlen_q": max(case.q_lens),
     }  # fmt: skip
+    options = off | common | {
+        "softmax_scale": case.head_dim**-0.5, "softcap": case.softcap, "s_aux": x.sinks, "is_rotary_interleaved": True,
+        "cp_world_size": 1, "cp_rank": 0,
+    }  # fmt: skip
+    if planned:  # once per step of an engine, so not part of a call
+        options["scheduler_metadata"] = library.get_scheduler_metadata(
+            batch_size=len(case.q_lens), max_seqlen_k=x.tables[0].shape[1] * case.page_size, num_heads=case.q_heads,
+            num_heads_k=case.kv_heads, headdim=case.head_dim, headdim_v=case.head_dim, qkv_dtype=x.q[0].dtype,
+            seqused_k=x.kv_lens, cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None, leftpad_k=None,
+            page_size=case.page_size, max_seqlen_k_new=0, has_softcap=case.softcap > 0, pack_gqa=None, **common,
+        )  # fmt: skip
     if not case.page_size:
         options |= {"cu_seqlens_k": x.cu_k, "max_seqlen_k": max(case.kv_lens)}
     calls = []
@@ -101,7 +112,8 @@ def fa3(x):
 def cudnn(x):
     case = x.case
     equal = len(set(case.q_lens)) == 1 and case.q_lens == case.kv_lens
-    if case.page_size or not equal or case.window_left >= 0 or case.dtype != "bfloat16" or case.kv_dtype:
+    features = case.window_left >= 0 or case.softcap or case.sinks
+    if case.page_size or not equal or features or case.dtype != "bfloat16" or case.kv_dtype:
         raise Missing("equal prompts in 16 bits only")
     backend = torch.nn.attention.SDPBackend.CUDNN_ATTENTION
 

@@ -52,6 +52,8 @@ class Prompts:
     page_size: int = 0  # 0: packed keys
     causal: bool = True
     window_left: int = -1
+    softcap: float = 0.0
+    sinks: bool = False
     dtype: str = "bfloat16"  # of q, k and v
     kv_dtype: str = ""  # of k and v, where it is another one
 
@@ -114,4 +116,51 @@ def last_round_cases():
         Prompts("B1 300 on 8192", [300], [8192], page_size=16),
         Prompts("B1 600 on 8192", [600], [8192], page_size=16),
         Prompts("B17 4k, 8 tokens", [8] * 17, [4096] * 17, page_size=16),
+    ]
+
+
+# Attention of models, from their configurations: q_heads, kv_heads, head_dim, and what a layer has besides.
+MODELS = {
+    "Llama 3.1 8B": (32, 8, 128, {}),
+    "Llama 3.3 70B, of 8 GPUs": (8, 1, 128, {}),
+    "Llama 3.2 1B": (32, 8, 64, {}),
+    "Llama 4": (40, 8, 128, {}),
+    "Qwen2.5 7B": (28, 4, 128, {}),
+    "Qwen3 0.6B": (16, 8, 128, {}),
+    "Qwen3 30B": (32, 4, 128, {}),
+    "Qwen3 235B": (64, 4, 128, {}),
+    "Qwen3 Next": (16, 2, 256, {}),
+    "GLM 4.5": (96, 8, 128, {}),
+    "GPT-OSS 120B": (64, 8, 64, {"sinks": True}),
+    "GPT-OSS 120B, window 128": (64, 8, 64, {"sinks": True, "window_left": 127}),
+    "Gemma 2 9B": (16, 8, 256, {"softcap": 50.0}),
+    "Gemma 2 9B, window 4096": (16, 8, 256, {"softcap": 50.0, "window_left": 4095}),
+    "Gemma 3 27B": (32, 16, 128, {}),
+    "Gemma 3 27B, window 1024": (32, 16, 128, {"window_left": 1023}),
+    "Gemma 3 4B": (8, 4, 256, {}),
+    "Gemma 3 4B, window 1024": (8, 4, 256, {"window_left": 1023}),
+    "Phi-3 mini": (32, 32, 96, {}),
+    "Phi-4": (40, 10, 128, {}),
+    "StarCoder2 7B": (36, 4, 128, {}),
+    "SmolLM 135M": (9, 3, 64, {}),
+    "Falcon 7B": (71, 1, 64, {}),
+}
+
+# What an engine asks for in one step: new tokens and all keys of every request.
+STEPS = {
+    "1 of 4k": ([1], [4096]),
+    "32 of 2k": ([1] * 32, [2048] * 32),
+    "32 of 128..8k": ([1] * 32, [round(128 * 64 ** (i / 31)) for i in range(32)]),
+    "16 of 4k, 4 tokens": ([4] * 16, [4096] * 16),
+    "512 on 4k": ([512], [4096]),
+    "8 x 512": ([512] * 8, [512] * 8),
+    "30 x 1 and 2 x 512 on 2k": ([1] * 30 + [512] * 2, [2048] * 32),
+}
+
+
+def model_cases(model):
+    q_heads, kv_heads, head_dim, more = MODELS[model]
+    return [
+        Prompts(step, q_lens, kv_lens, q_heads, kv_heads, head_dim, page_size=16, **more)
+        for step, (q_lens, kv_lens) in STEPS.items()
     ]

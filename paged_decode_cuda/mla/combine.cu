@@ -71,6 +71,11 @@ PD_DEVICE int even_record(const MlaCall& call, int pair) {
   return (pair + 1) * static_cast<int>(call.blocks_each.divisor) - 1;
 }
 
+// Where the record of an item stands, of those that `set` has. -1: it has no parts to be added.
+PD_DEVICE int record_of(const Problem& p, const MlaCall& call, const ClusterSet& set, int item) {
+  return call.balanced ? set.find(item) : first_keys_block(p, call, item);
+}
+
 // A share of kSteps * 8 columns, or the sum of some of its parts, whose loads are on their way kBatch at a time. A lane
 // has the rows lane / 4 and 8 below, and two columns of every step of 8.
 struct CombineShare {
@@ -248,16 +253,8 @@ __global__ void __launch_bounds__(kCombineManyThreads, MlaSizes::kCombineManyBlo
       next_of_warp += gridDim.x * kWarps;
     }
     const int item = item_of_share(call, number);
-    int cluster;
-    if (even) {
-      cluster = even_record(call, item);
-    } else if (call.balanced) {
-      cluster = (together ? list.many : list.all).find(item);
-      if (cluster < 0) return;
-    } else {
-      cluster = first_keys_block(p, call, item);
-      if (cluster < 0) continue;
-    }
+    const int cluster = even ? even_record(call, item) : record_of(p, call, together ? list.many : list.all, item);
+    if (cluster < 0) continue;
     const MlaRecord record = call.records[cluster];
     CombineShare share(share_of_item(call, number));
     if (record.behind == 0 || share.first_row() >= record.rows) continue;
@@ -290,7 +287,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   if (!record.even) {
     RecordList list;
     if (call.balanced) list.read(call);
-    cluster = call.balanced ? list.all.find(item) : first_keys_block(p, call, item);
+    cluster = record_of(p, call, list.all, item);
     if (cluster < 0) return;
     record = call.records[cluster];
   }
