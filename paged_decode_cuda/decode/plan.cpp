@@ -125,7 +125,7 @@ void plan_balanced(const Problem& p, const RowTiles& tiles, const DeviceLimits& 
   Plan& work = plan.work;
   plan_direct_rows(p, tiles.instance.row_shift, tiles.each, work);
   const int64_t pairs = work.items * p.kv_heads;
-  const int64_t units = pairs * pd_ceil_div(capacity_of(p), int64_t{1} << tiles.instance.tile_shift);
+  const int64_t most = pd_ceil_div(most_keys(p, tiles.instance.rows), int64_t{1} << tiles.instance.tile_shift);
   // Few pairs: most are cut, and a big block of each multiprocessor leaves fewer partials. With more of them, all its
   // warps would meet too often. 8 rows of 16 bits make the end of a segment short: there a big block also pays where it
   // has whole pairs and small ones would have none. Only where results may depend on the batch, as the number of warps
@@ -133,11 +133,18 @@ void plan_balanced(const Problem& p, const RowTiles& tiles, const DeviceLimits& 
   const bool short_ends = tiles.instance.row_tiles == 1 && tiles.instance.bytes == 2;
   const int64_t most_few = limits.processors * (short_ends ? tiles.instance.blocks : 1);
   const bool one_each = has_about_one_pair_each(pairs, tiles.instance, limits);
-  const bool few = (pairs <= most_few || one_each) && most_warps(tiles.instance, limits) > tiles.instance.warps;
-  plan_block(limits, few, units, plan);
+  // Not where big blocks would take more pairs in turn than a warp of a small one takes tiles.
+  const bool short_pairs =
+      pd_ceil_div(most, int64_t{tiles.instance.warps}) < pd_ceil_div(pairs, int64_t{limits.processors});
+  const bool few =
+      (pairs <= most_few || one_each) && !short_pairs && most_warps(tiles.instance, limits) > tiles.instance.warps;
+  plan_block(limits, few, pairs * most, plan);
   plan.blocks = int64_t{limits.processors} * plan.blocks_per_processor;
   plan_balanced_cuts(p, plan.blocks, kPairCost / plan.blocks_per_processor, (few ? 1 : 2) * plan.warps, work);
-  if (one_each) work.whole_pairs = 0;
+  if (one_each) {
+    work.whole_pairs = 0;
+    work.line_pairs = static_cast<int32_t>(pairs);
+  }
   plan_lines(p, plan.blocks, work);
   work.surplus_rounds = static_cast<int32_t>(pd_ceil_div(tiles.surplus * p.kv_heads, plan.blocks));
 }

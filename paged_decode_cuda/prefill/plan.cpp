@@ -26,13 +26,6 @@ constexpr int64_t kMostE4m3Dims = 128;
 constexpr int64_t kShortPrompt = 4096, kTilesOfShortPrompts = 3;
 constexpr int64_t kFewWidenedRows = 32;  // take less time in the decode kernel where they leave multiprocessors idle
 
-// Keys that a tile of rows may see.
-int64_t most_keys(const Problem& p, int rows) {
-  const int64_t keys = capacity_of(p);
-  if (p.window_left < 0) return keys;
-  return pd_min(keys, p.window_left + pd_max(p.window_right, 0) + pd_ceil_div(rows, p.group));
-}
-
 // How the keys of tiles of rows are cut: into so many parts, where the longest tile sees so many keys.
 struct Cuts {
   int64_t parts, keys;

@@ -99,15 +99,30 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
     }
   }
 
-  // From q.k to scores, where these are no positive multiples of it.
+  // From q.k to scores, where these are no positive multiples of it: as pd_score(), of some at a time. With one at a
+  // time each would wait for the one before, with all of them registers spill.
   PD_MEMBER void score(const Problem& p, float (&s)[kKeys / 2], int first_key) const {
     if constexpr (kFull) {
+      constexpr int kAtOnce = 16;
       const int column = first_key + threadIdx.x % 4 * 2;
 #pragma unroll
-      for (int i = 0; i < kKeys / 2; ++i) {
-        const int r = i / 2 % 2, key = column + i / 4 * 8 + i % 2;
-        if constexpr (kDividesQueries<Shape>) s[i] *= this->factor[r];
-        s[i] = pd_score(s[i], natural_scale, p.softcap, slope[r], fabsf(static_cast<float>(q_pos[r] - key)));
+      for (int first = 0; first < kKeys / 2; first += kAtOnce) {
+#pragma unroll
+        for (int i = first; i < first + kAtOnce; ++i) {
+          if constexpr (kDividesQueries<Shape>) s[i] *= this->factor[i / 2 % 2];
+          s[i] *= natural_scale;
+        }
+        if (p.softcap != 0.f) {
+#pragma unroll
+          for (int i = first; i < first + kAtOnce; ++i) s[i] = pd_tanh(s[i] * (1.f / p.softcap)) * p.softcap;
+        }
+        if (p.alibi_slopes) {
+#pragma unroll
+          for (int i = first; i < first + kAtOnce; ++i) {
+            const int r = i / 2 % 2, key = column + i / 4 * 8 + i % 2;
+            s[i] -= fabsf(static_cast<float>(q_pos[r] - key)) * slope[r];
+          }
+        }
       }
     } else if (!(natural_scale > 0.f)) {
 #pragma unroll
