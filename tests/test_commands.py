@@ -40,6 +40,8 @@ ELSEWHERE = {
     "make": "builds; every test needs it",
     "make PYTHON=python3.12": "another interpreter",
     "make build": "every test needs it",
+    "make build BACKEND=cpu": "every test needs it",
+    ".venv/bin/python": "what runs this",
     "make compile-cuda": ".ci/run",
     "make format lint": ".ci/run lints",
     "make run BACKEND=cpu": "make run",

@@ -4,8 +4,10 @@ says what it is short of.
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -85,12 +87,26 @@ def test_a_missing_emulator_is_skipped_unless_required(tmp_path, emulator, requi
     assert ("skipped" in (run.stdout + run.stderr).lower()) != required
 
 
-def test_every_planted_fault_applies():
-    """Each is a text that stands once in its file; none goes stale unseen."""
+@pytest.fixture(scope="module")
+def plant_faults():
     tool = TESTS.parent / "tools" / "plant_faults.py"
     spec = importlib.util.spec_from_file_location("plant_faults", tool)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    reasons = [module.does_not_apply(fault) for fault in module.FAULTS]
+    return module
+
+
+def test_every_planted_fault_applies(plant_faults):
+    """Each is a text that stands once in its file; none goes stale unseen."""
+    reasons = [plant_faults.does_not_apply(fault) for fault in plant_faults.FAULTS]
     assert not any(reasons), [reason for reason in reasons if reason]
-    assert len({fault.name for fault in module.FAULTS}) == len(reasons) >= 30
+    assert len({fault.name for fault in plant_faults.FAULTS}) == len(reasons) >= 30
+
+
+def test_the_page_counts_the_planted_faults(plant_faults):
+    """docs/testing.md: how many there are, and how many of each group."""
+    page = (TESTS.parent / "docs" / "testing.md").read_text()
+    assert int(re.search(r"plants (\d+) faults", page)[1]) == len(plant_faults.FAULTS)
+    table = page[page.index("| group | faults |") :].partition("\n\n")[0]
+    counted = {group: int(faults) for group, faults in re.findall(r"^\| (\w+)[^|]* \| (\d+) \|", table, re.M)}
+    assert counted == Counter(fault.group for fault in plant_faults.FAULTS)
