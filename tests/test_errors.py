@@ -1415,6 +1415,22 @@ def test_merge_attn_states_of_another_layout(paged_attn, device):
         paged_attn.merge_attn_states(out, lse, out, lse)
 
 
+def test_new_keys_beside_packed_ones(paged_attn, device):
+    """No function asks for both, but an operator can be called directly: packed keys have no room for new ones."""
+    cache = torch.full((2, 10, 2, 64), torch.nan, device=device)
+    q, out, k = (torch.zeros(n, h, 64, device=device) for n, h in ((4, 4), (4, 4), (2, 2)))
+    arguments = {
+        "q": q, "k_cache": cache[0], "v_cache": cache[1], "out": out, "lse": None, "block_table": None, "k": k, "v": k,
+        "cache_seqlens": int32(4, 4).to(device), "softmax_scale": 1.0, "max_seqlen_q": 2,
+        "cu_seqlens_q": int32(0, 2, 4).to(device), "cu_seqlens_k": int32(0, 5, 10).to(device),
+        "cu_seqlens_k_new": int32(0, 1, 2).to(device),
+    }  # fmt: skip
+    match = r"^cu_seqlens_k: expected None with new keys \(k and v\), got a tensor$"
+    with pytest.raises(RuntimeError, match=match):
+        getattr(torch.ops, paged_attn._ops.ops.name).flash_attn_with_kvcache_append(**arguments)
+    assert cache.isnan().all()
+
+
 @pytest.mark.runs_tests
 def test_again_with_checks(device):
     """PAGED_ATTN_CHECK is read once, so the other way needs a process of its own."""
