@@ -68,7 +68,9 @@ void run_attention(const Problem& problem) {
 std::string explain_attention(const Problem& problem) {
   Problem p = problem;
   bound_positions(p);
-  const DeviceLimits limits = current_context().limits;
+  const Context context = current_context();
+  if (checks_enabled()) check_values_on_device(p, context.stream);
+  const DeviceLimits& limits = context.limits;
   if (rotates(p)) use_rotated_queries(p, nullptr);
   Explanation explanation;
   explanation.route = "none";  // no queries

@@ -47,14 +47,19 @@ def assert_nothing_outside(call, before):
 
 
 def refused(paged_attn, device, case, match, change, by_value=False):
-    """change(arguments) makes the call of a case bad; arguments hold k_cache and v_cache too."""
+    """change(arguments) makes the call of a case bad; arguments hold k_cache and v_cache too. explain looks at values
+    as the call does."""
     call, before = cases.build(case).to(device), cases.build(case)
     arguments = call.kwargs | dict(zip(("k_cache", "v_cache"), call.caches()))
     change(arguments)
     if by_value and not values_are_checked(device):
+        paged_attn.explain(**arguments)
         paged_attn.flash_attn_with_kvcache(**arguments)
         assert_nothing_outside(call, before)
         return
+    if by_value:
+        with pytest.raises(ERRORS, match=match):
+            paged_attn.explain(**arguments)
     with pytest.raises(ERRORS, match=match) as caught:
         paged_attn.flash_attn_with_kvcache(**arguments)
     assert "\n" not in str(caught.value).strip(), "one sentence"
@@ -1429,6 +1434,18 @@ def test_new_keys_beside_packed_ones(paged_attn, device):
     with pytest.raises(RuntimeError, match=match):
         getattr(torch.ops, paged_attn._ops.ops.name).flash_attn_with_kvcache_append(**arguments)
     assert cache.isnan().all()
+
+
+def test_a_new_token_without_a_page_that_no_query_sees(paged_attn, device):
+    """The window hides the first page, but the new tokens are written to it."""
+    refused(
+        paged_attn,
+        device,
+        Case(batch=1, lens=(0,), append=32, page_size=16, window=(3, 0)),
+        r"^block_table: expected page numbers in \[0, num_pages = \d+\), got 99 for batch entry 0, page 0$",
+        lambda arguments: arguments["block_table"].__setitem__((0, 0), 99),
+        by_value=True,
+    )
 
 
 @pytest.mark.runs_tests
