@@ -432,8 +432,8 @@ def test_workspace_is_bounded(paged_attn, device, options):
 def test_no_memory_for_the_workspace_leaves_the_cache_as_it_was(paged_attn, device, rotary_dim):
     """An allocator without room is asked before the new tokens are written."""
     case = Case(
-        batch=8, lens=(2000,) * 8, append=1, q_heads=64, kv_heads=8, head_dim=64, head_dim_v=256, rotary_dim=rotary_dim,
-        dtype="bfloat16", num_splits=32,
+        batch=8, lens=(2000,) * 8, append=1, q_heads=128, kv_heads=8, head_dim=64, head_dim_v=256, dtype="bfloat16",
+        rotary_dim=rotary_dim, num_splits=32,
     )  # fmt: skip
     call, before = cases.build(case).to(device), cases.build(case)
     k_cache, v_cache = call.caches()
