@@ -15,7 +15,6 @@
 #include "kv_write.h"
 #include "plan.h"
 #include "spec/check_tables.h"
-#include "spec/request.h"
 
 namespace paged_attn {
 namespace {
@@ -116,6 +115,63 @@ void clear_spare_tokens(const Problem& p) {
     }
 }
 
+// How much of a call is multiplied in which way.
+struct Tally {
+  int64_t packed_items = 0, few_items = 0, read_ahead_items = 0;
+  int64_t packed_cost = 0, tiles_cost = 0, few_cost = 0, cost = 0;
+  int64_t most_rows = 0, most_keys = 0;
+};
+
+Tally tally_of(const Problem& p, const Plan& plan, const Products& products) {
+  Tally t;
+  for (const Work& work : plan.works) {
+    const bool tiles = products.in_tiles_in_place(work.item);
+    const bool packed = !tiles && work.item.rows() >= products.min_packed_rows;
+    const bool few = !tiles && work.item.rows() <= products.most_few_rows;
+    t.packed_items += packed;
+    t.few_items += few;
+    t.packed_cost += packed ? cost_of(work.item) : 0;
+    t.tiles_cost += tiles ? cost_of(work.item) : 0;
+    t.few_cost += few ? cost_of(work.item) : 0;
+    t.cost += cost_of(work.item);
+    t.read_ahead_items += !packed && work.item.reads_ahead(p, tiles);
+    t.most_rows = pd_max(t.most_rows, work.item.rows());
+    t.most_keys = pd_max(t.most_keys, work.item.num_keys());
+  }
+  return t;
+}
+
+// A call is of the way in which it spends most of its work; items of few rows in a batch with long prompts take
+// another.
+const char* route_of(const Products& products, const Tally& t) {
+  if (t.packed_items > 0 && 2 * t.packed_cost >= t.cost) return products.packed;
+  if (t.tiles_cost > 0 && 2 * t.tiles_cost >= t.cost) return products.tiles_in_place;
+  const bool mostly_few = t.few_items > 0 && 2 * t.few_cost >= t.cost - t.packed_cost - t.tiles_cost;
+  return mostly_few ? products.in_place_few : products.in_place;
+}
+
+// Why none of the ways before `route`, best first, of those that there are for this dtype.
+void add_reasons(const Problem& p, const Products& products, const Tally& t, const char* route, Explanation& e) {
+  if (const char* refusal = amx_refusal(); *refusal && p.q_dtype != DType::kFloat32)
+    e.why_not.emplace_back(p.q_dtype == DType::kFloat16 ? "tiles_fp16" : "tiles_bf16", refusal);
+  if (route == products.packed) return;
+  if (route == products.tiles_in_place) {
+    e.why_not.emplace_back(products.packed, "few rows read keys and values where they lie");
+    return;
+  }
+  if (products.tiles_in_place)
+    e.why_not.emplace_back(
+        products.tiles_in_place,
+        "expected " + std::to_string(products.min_tile_rows) + " to " + std::to_string(products.most_tile_rows) +
+            " rows (q_len * group) of a kv_head in an item and at least " + std::to_string(products.min_tile_keys) +
+            " keys, got " + std::to_string(t.most_rows) + " rows and " + std::to_string(t.most_keys) + " keys");
+  e.why_not.emplace_back(products.packed, t.packed_items > 0
+                                              ? "most of the work is in items of fewer rows than it pays for"
+                                              : "expected at least " + std::to_string(products.min_packed_rows) +
+                                                    " rows (q_len * group) of a kv_head in an item, got " +
+                                                    std::to_string(t.most_rows));
+}
+
 }  // namespace
 
 std::string unsupported_reason(const Problem&) { return ""; }
@@ -134,57 +190,23 @@ void run_attention(const Problem& p) {
   run_plan(p, kernel, plan, shared);
 }
 
-// The ways to multiply, best first. A call is of the route in which it spends most of its work; items of few rows in a
-// batch with long prompts take the other.
 std::string explain_attention(const Problem& p) {
   const Kernel& kernel = kernel_of_this_cpu();
   check_values(p);
+  check_new_places(p);
   Explanation e;
   e.route = "none";  // no queries, or no heads
   if (p.total_q == 0 || p.q_heads == 0) return e.json();
   const Plan plan = make_plan(p, kernel, torch::stable::get_num_threads());
   const Products products = kernel.products(p);
-  int64_t packed_items = 0, few_items = 0, packed_cost = 0, tiles_cost = 0, few_cost = 0, cost = 0;
-  int64_t most_rows = 0, most_keys = 0, read_ahead_items = 0;
-  for (const Work& work : plan.works) {
-    const bool tiles = products.in_tiles_in_place(work.item);
-    const bool packed = !tiles && work.item.rows() >= products.min_packed_rows;
-    const bool few = !tiles && work.item.rows() <= products.most_few_rows;
-    packed_items += packed;
-    few_items += few;
-    packed_cost += packed ? cost_of(work.item) : 0;
-    tiles_cost += tiles ? cost_of(work.item) : 0;
-    few_cost += few ? cost_of(work.item) : 0;
-    cost += cost_of(work.item);
-    read_ahead_items += !packed && work.item.reads_ahead(p, tiles);
-    most_rows = pd_max(most_rows, work.item.rows());
-    most_keys = pd_max(most_keys, work.item.num_keys());
-  }
-  if (const char* refusal = amx_refusal(); *refusal) e.why_not.emplace_back("tiles_bf16", refusal);
-  if (packed_items > 0 && 2 * packed_cost >= cost) {
-    e.route = products.packed;
-  } else if (tiles_cost > 0 && 2 * tiles_cost >= cost) {
-    e.route = products.tiles_in_place;
-    e.why_not.emplace_back(products.packed, "few rows read keys and values where they lie");
-  } else {
-    const bool mostly_few = few_items > 0 && 2 * few_cost >= cost - packed_cost - tiles_cost;
-    e.route = mostly_few ? products.in_place_few : products.in_place;
-    if (products.tiles_in_place)
-      e.why_not.emplace_back(
-          products.tiles_in_place,
-          "expected " + std::to_string(products.min_tile_rows) + " to " + std::to_string(products.most_tile_rows) +
-              " rows (q_len * group) of a kv_head in an item and at least " + std::to_string(products.min_tile_keys) +
-              " keys, got " + std::to_string(most_rows) + " rows and " + std::to_string(most_keys) + " keys");
-    e.why_not.emplace_back(products.packed, packed_items > 0
-                                                ? "most of the work is in items of fewer rows than it pays for"
-                                                : "expected at least " + std::to_string(products.min_packed_rows) +
-                                                      " rows (q_len * group) of a kv_head in an item, got " +
-                                                      std::to_string(most_rows));
-  }
+  const Tally tally = tally_of(p, plan, products);
+  const char* const route = route_of(products, tally);
+  e.route = route;
+  add_reasons(p, products, tally, route, e);
   e.plan = {{"threads", plan.threads},
             {"items", static_cast<int64_t>(plan.works.size())},
-            {"packed_items", packed_items},
-            {"read_ahead_items", read_ahead_items},
+            {"packed_items", tally.packed_items},
+            {"read_ahead_items", tally.read_ahead_items},
             {"tasks", static_cast<int64_t>(plan.tasks.size())},
             {"splits", max_splits_of(plan)},
             {"heads_per_walk", plan.works.empty() ? 0 : plan.works[0].item.heads()},

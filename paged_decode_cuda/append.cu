@@ -44,7 +44,7 @@ const void* copy_kernel_of(bool fp8) {
 
 }  // namespace
 
-void append_tokens(const Problem& p, bool rotates, void* rotated_q, const Context& context) {
+void add_append(const Problem& p, bool rotates, void* rotated_q, Launches& launches) {
   AppendPlan plan = {};
   plan.page_size = FastDivisor(pd_max(p.cache.page_size, 1));
   plan.seqlen_new = FastDivisor(pd_max(p.append.seqlen_new, 1));
@@ -60,8 +60,8 @@ void append_tokens(const Problem& p, bool rotates, void* rotated_q, const Contex
     const int64_t pairs = pd_max(p.kv_heads * (pairs_k + pairs_v), rotates ? p.q_heads * pairs_k : 0);
     plan.parts = FastDivisor(pd_max(pd_ceil_div(pairs, kAppendThreads), 1));
     const int64_t blocks = tokens * plan.parts.divisor;
-    plan.early_successor = blocks <= context.limits.processors;
-    launch(append_kernel_of(p.append.dtype), {blocks, kAppendThreads, 0}, context, p, plan);
+    plan.early_successor = blocks <= launches.limits().processors;
+    launches.add(append_kernel_of(p.append.dtype), {blocks, kAppendThreads, 0}, p, plan);
     return;
   }
   const int64_t bytes = dtype_bytes(p.append.dtype);
@@ -71,10 +71,10 @@ void append_tokens(const Problem& p, bool rotates, void* rotated_q, const Contex
   plan.width = FastDivisor(pd_max(pd_min(pieces, kAppendThreads), 1));
   plan.rows = static_cast<int32_t>(kAppendThreads / plan.width.divisor);
   // Several pieces per thread keep more of the memory busy, once there are tokens for every multiprocessor.
-  const bool many = tokens > 8 * int64_t{context.limits.processors};
+  const bool many = tokens > 8 * int64_t{launches.limits().processors};
   const bool fp8 = p.append.dtype != p.cache.dtype;
   const void* kernel = many ? copy_kernel_of<kManyTokens>(fp8) : copy_kernel_of<1>(fp8);
-  launch(kernel, {pd_ceil_div(tokens, many ? kManyTokens : 1), kAppendThreads, 0}, context, p, plan);
+  launches.add(kernel, {pd_ceil_div(tokens, many ? kManyTokens : 1), kAppendThreads, 0}, p, plan);
 }
 
 }  // namespace paged_attn

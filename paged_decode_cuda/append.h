@@ -6,8 +6,8 @@
 
 namespace paged_attn {
 
-// Writes the new tokens. `rotated_q` is where rotated queries go, [total_q, q_heads, head_dim]; without `rotates` it is
-// not used.
-void append_tokens(const Problem& p, bool rotates, void* rotated_q, const Context& context);
+// The kernel that writes the new tokens. `rotated_q` is where rotated queries go, [total_q, q_heads, head_dim];
+// without `rotates` it is not used.
+void add_append(const Problem& p, bool rotates, void* rotated_q, Launches& launches);
 
 }  // namespace paged_attn

@@ -2,7 +2,6 @@
 // stream; nothing reads device memory or waits for the device, except under PAGED_ATTN_CHECK.
 #include "backend.h"
 
-#include <optional>
 #include <string>
 
 #include "append.h"
@@ -55,19 +54,23 @@ void run_attention(const Problem& problem) {
   const Context context = current_context();
   if (checks_enabled()) check_values_on_device(p, context.stream);
 
-  std::optional<Workspace> rotated;
+  Launches launches(context);
   if (appends(p)) {
-    if (rotates(p)) rotated.emplace(p.total_q * p.q_heads * p.head_dim * dtype_bytes(p.q_dtype));
-    append_tokens(p, rotates(p), rotated ? rotated->data() : nullptr, context);
-    if (rotated) use_rotated_queries(p, rotated->data());
+    const int64_t bytes = rotates(p) ? p.total_q * p.q_heads * p.head_dim * dtype_bytes(p.q_dtype) : 0;
+    void* const rotated_q = launches.workspace(bytes);
+    add_append(p, rotates(p), rotated_q, launches);
+    if (rotates(p)) use_rotated_queries(p, rotated_q);
   }
-  if (attends(p)) find_route(p, context.limits).run(p, context);
+  if (attends(p)) find_route(p, context.limits).add(p, launches);
+  launches.run();
 }
 
 std::string explain_attention(const Problem& problem) {
   Problem p = problem;
   bound_positions(p);
-  const DeviceLimits limits = current_context().limits;
+  const Context context = current_context();
+  if (checks_enabled()) check_values_on_device(p, context.stream);
+  const DeviceLimits& limits = context.limits;
   if (rotates(p)) use_rotated_queries(p, nullptr);
   Explanation explanation;
   explanation.route = "none";  // no queries
@@ -84,7 +87,9 @@ std::string explain_attention(const Problem& problem) {
 void run_kv_write(const Problem& p) {
   const Context context = current_context();
   if (checks_enabled()) check_values_on_device(p, context.stream);
-  append_tokens(p, /*rotates=*/false, nullptr, context);
+  Launches launches(context);
+  add_append(p, /*rotates=*/false, nullptr, launches);
+  launches.run();
 }
 
 std::string instruction_set() { return ""; }

@@ -1,9 +1,9 @@
 #include "check.h"
 
 #include <memory>
-#include <stdexcept>
 #include <vector>
 
+#include "runtime.h"
 #include "spec/check_tables.h"
 #include "spec/ranges.h"
 
@@ -21,7 +21,7 @@ class HostCopies {
     cudaError_t error =
         cudaMemcpyAsync(copies_.back().get(), array, pd_max(count, 0) * sizeof(T), cudaMemcpyDeviceToHost, stream_);
     if (error == cudaSuccess) error = cudaStreamSynchronize(stream_);
-    if (error != cudaSuccess) throw std::runtime_error(std::string("PAGED_ATTN_CHECK: ") + cudaGetErrorString(error));
+    check_cuda(error, "PAGED_ATTN_CHECK");
     array = reinterpret_cast<const T*>(copies_.back().get());
   }
 
@@ -34,7 +34,11 @@ class HostCopies {
 
 void check_values_on_device(const Problem& problem, cudaStream_t stream) {
   cudaStreamCaptureStatus status;
-  if (cudaStreamIsCapturing(stream, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone) return;
+  if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) {
+    cudaGetLastError();  // or torch's next check would raise it
+    return;
+  }
+  if (status != cudaStreamCaptureStatusNone) return;
   Problem p = problem;
   HostCopies host(stream);
   fetch_tables(p, [&](auto& table, int64_t count) { host.fetch(table, count); });

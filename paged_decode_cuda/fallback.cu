@@ -33,11 +33,10 @@ Numbers fallback_numbers(const FallbackPlan& plan) {
           {"blocks", plan.blocks},           {"workspace_bytes", plan.workspace_bytes}};
 }
 
-void launch_fallback(const Problem& p, const FallbackPlan& plan, const Context& context) {
+void add_fallback(const Problem& p, const FallbackPlan& plan, Launches& launches) {
   Plan work = plan.work;
-  const Workspace workspace(plan.workspace_bytes);
-  work.partials = static_cast<TaggedWord*>(workspace.data());
-  launch(kernel_of(p), {plan.blocks, kFallbackWarps * kWarp, 0}, context, p, work);
+  work.partials = static_cast<TaggedWord*>(launches.workspace(plan.workspace_bytes));
+  launches.add(kernel_of(p), {plan.blocks, kFallbackWarps * kWarp, 0}, p, work);
 }
 
 }  // namespace paged_attn

@@ -7,6 +7,6 @@
 namespace paged_attn {
 
 Numbers fallback_numbers(const FallbackPlan& plan);
-void launch_fallback(const Problem& p, const FallbackPlan& plan, const Context& context);
+void add_fallback(const Problem& p, const FallbackPlan& plan, Launches& launches);
 
 }  // namespace paged_attn

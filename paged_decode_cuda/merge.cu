@@ -77,7 +77,9 @@ const void* merge_kernel_of(DType dtype) {
 
 void run_merge(const MergeProblem& p) {
   const int64_t blocks = pd_ceil_div(p.tokens * p.heads, int64_t{kMergeWarps});
-  launch(merge_kernel_of(p.dtype), {blocks, 32 * kMergeWarps, 0}, current_context(), p);
+  Launches launches(current_context());
+  launches.add(merge_kernel_of(p.dtype), {blocks, 32 * kMergeWarps, 0}, p);
+  launches.run();
 }
 
 }  // namespace paged_attn

@@ -190,7 +190,9 @@ const void* kernel_of(DType dtype) {
 
 void run_merge_with_peers(const PeerMergeProblem& p) {
   const int64_t blocks = pd_ceil_div(int64_t{p.tokens} * p.heads, int64_t{kMergeWarps});
-  launch(kernel_of(p.dtype), {blocks, 32 * kMergeWarps, 0}, current_context(), p);
+  Launches launches(current_context());
+  launches.add(kernel_of(p.dtype), {blocks, 32 * kMergeWarps, 0}, p);
+  launches.run();
 }
 
 }  // namespace paged_attn

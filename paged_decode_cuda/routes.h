@@ -6,7 +6,7 @@
 //   const char* why_not(const Problem&, const DeviceLimits&)   "" when it fits, else what keeps the call from it
 //   Plan        plan(const Problem&, const DeviceLimits&)      any type; arithmetic only, no CUDA
 //   Numbers     numbers(const Plan&)                           the plan as explain() shows it
-//   void        launch(const Problem&, const Plan&, const Context&)
+//   void        add(const Problem&, const Plan&, Launches&)    its kernels, with their workspace
 #pragma once
 
 #include <stdint.h>
@@ -25,13 +25,13 @@ struct Route {
   const char* name;
   const char* (*why_not)(const Problem&, const DeviceLimits&);
   Numbers (*numbers)(const Problem&, const DeviceLimits&);
-  void (*run)(const Problem&, const Context&);
+  void (*add)(const Problem&, Launches&);
 };
 
-template <auto kWhyNot, auto kPlan, auto kNumbers, auto kLaunch>
+template <auto kWhyNot, auto kPlan, auto kNumbers, auto kAdd>
 constexpr Route make_route(const char* name) {
   return {name, kWhyNot, [](const Problem& p, const DeviceLimits& limits) { return kNumbers(kPlan(p, limits)); },
-          [](const Problem& p, const Context& context) { kLaunch(p, kPlan(p, context.limits), context); }};
+          [](const Problem& p, Launches& launches) { kAdd(p, kPlan(p, launches.limits()), launches); }};
 }
 
 // The list, ended by a route without a name.

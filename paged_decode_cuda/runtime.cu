@@ -53,20 +53,21 @@ struct Kernel {
   int shared_bytes;  // that a launch may ask for
 };
 
-// Whether the kernel waits. Asks the driver on the first launch, and when a launch needs more shared memory than any
+// Whether the kernel waits. Asks the driver for the first launch, and when a launch needs more shared memory than any
 // before.
-bool prepare(const void* kernel, int shared_bytes, int device) {
+bool prepare_kernel(const void* kernel, int shared_bytes, int device) {
   static std::mutex mutex;
   static std::map<std::pair<const void*, int>, Kernel> known;
   std::lock_guard<std::mutex> lock(mutex);
-  const auto [found, fresh] = known.try_emplace(std::make_pair(kernel, device));
-  Kernel& k = found->second;
-  if (fresh) {
+  const auto key = std::make_pair(kernel, device);
+  auto found = known.find(key);
+  if (found == known.end()) {
     cudaFuncAttributes attributes;
     check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
     // Code for older devices, which a newer one may compile for itself, lacks the instruction.
-    k = {attributes.ptxVersion >= 90, attributes.maxDynamicSharedSizeBytes};
+    found = known.emplace(key, Kernel{attributes.ptxVersion >= 90, attributes.maxDynamicSharedSizeBytes}).first;
   }
+  Kernel& k = found->second;
   if (shared_bytes > k.shared_bytes) {
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
                "cudaFuncSetAttribute");
@@ -78,7 +79,9 @@ bool prepare(const void* kernel, int shared_bytes, int device) {
 }  // namespace
 
 void check_cuda(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  cudaGetLastError();
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
 Context current_context() {
@@ -91,40 +94,51 @@ Context current_context() {
   return context;
 }
 
-void launch_kernel(const void* kernel, const Grid& grid, const Context& context, void** arguments) {
-  launch_kernel_in_clusters(kernel, grid, 1, context, arguments);
+Launches::~Launches() {
+  while (workspaces_ > 0) aoti_torch_cuda_caching_allocator_raw_delete(memory_[--workspaces_]);
 }
 
-void launch_kernel_in_clusters(const void* kernel, const Grid& grid, int cluster, const Context& context,
-                               void** arguments) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(grid.blocks), cluster);
-  config.blockDim = dim3(grid.threads);
-  config.dynamicSmemBytes = grid.shared_bytes;
-  config.stream = context.stream;
-  cudaLaunchAttribute attributes[2] = {};
-  config.attrs = attributes;
-  if (prepare(kernel, grid.shared_bytes, context.device)) {
-    cudaLaunchAttribute& early = attributes[config.numAttrs++];
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+void* Launches::workspace(int64_t bytes) {
+  if (bytes == 0) return nullptr;
+  void*& memory = memory_.at(workspaces_);
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(static_cast<uint64_t>(bytes), &memory));
+  ++workspaces_;
+  return memory;
+}
+
+Launches::Launch& Launches::prepare(const void* kernel, const Grid& grid) {
+  Launch& launch = launches_.at(kernels_);
+  launch.kernel = kernel;
+  launch.grid = grid;
+  launch.waits = prepare_kernel(kernel, grid.shared_bytes, context_.device);
+  ++kernels_;
+  return launch;
+}
+
+void Launches::run() {
+  for (int i = 0; i < kernels_; ++i) {
+    Launch& launch = launches_[i];
+    const Grid& grid = launch.grid;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(grid.blocks), grid.cluster);
+    config.blockDim = dim3(grid.threads);
+    config.dynamicSmemBytes = grid.shared_bytes;
+    config.stream = context_.stream;
+    cudaLaunchAttribute attributes[2] = {};
+    config.attrs = attributes;
+    if (launch.waits) {
+      cudaLaunchAttribute& early = attributes[config.numAttrs++];
+      early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      early.val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (grid.cluster > 1) {
+      cudaLaunchAttribute& clusters = attributes[config.numAttrs++];
+      clusters.id = cudaLaunchAttributeClusterDimension;
+      clusters.val.clusterDim.x = clusters.val.clusterDim.z = 1;
+      clusters.val.clusterDim.y = grid.cluster;
+    }
+    check_cuda(cudaLaunchKernelExC(&config, launch.kernel, launch.arguments), "launch");
   }
-  if (cluster > 1) {
-    cudaLaunchAttribute& clusters = attributes[config.numAttrs++];
-    clusters.id = cudaLaunchAttributeClusterDimension;
-    clusters.val.clusterDim.x = clusters.val.clusterDim.z = 1;
-    clusters.val.clusterDim.y = cluster;
-  }
-  check_cuda(cudaLaunchKernelExC(&config, kernel, arguments), "launch");
-}
-
-Workspace::Workspace(int64_t bytes) {
-  if (bytes == 0) return;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(static_cast<uint64_t>(bytes), &data_));
-}
-
-Workspace::~Workspace() {
-  if (data_) aoti_torch_cuda_caching_allocator_raw_delete(data_);
 }
 
 }  // namespace paged_attn

@@ -4,6 +4,7 @@
 #include <ATen/mps/MPSStream.h>
 #import <Foundation/Foundation.h>
 
+#include <new>
 #include <vector>
 
 #include "encode.h"
@@ -28,6 +29,7 @@ class HostCopies {
     if (!table || count <= 0) return;
     id<MTLBuffer> copy = [at::mps::MPSDevice::getInstance()->device() newBufferWithLength:count * sizeof(T)
                                                                                   options:MTLResourceStorageModeShared];
+    if (!copy) throw std::bad_alloc();
     buffers_.push_back(copy);
     Call call;
     call.bind(kTableBuffer, table);

@@ -130,6 +130,7 @@ void run_attention(const Problem& p) {
 }
 
 std::string explain_attention(const Problem& p) {
+  if (checks_enabled()) check_values_on_device(p);
   Explanation e;
   if (!attends(p)) {
     e.route = "none";

@@ -152,6 +152,22 @@ def test_refused_permission(tiles_emulated):
     assert reason == "(no AMX: the operating system refused the permission to use tiles)"
 
 
+# Of a call in each dtype: the ways in tiles that `why_not` has.
+WHY = """
+import conftest, kernels, torch
+paged_attn = kernels.get_kernel(conftest.KERNEL, version=1, backend="cpu", trust_remote_code=True)
+for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    x = torch.zeros(1, 1, 1, 64, dtype=dtype)
+    print(*(way for way in paged_attn.explain(x, x, x).why_not if way.startswith("tiles")), sep=",")
+"""
+
+
+@pytest.mark.runs_tests
+def test_refused_permission_is_a_reason_in_the_dtypes_of_tiles(tiles_emulated):
+    asked = run(tiles_emulated | {"PAGED_ATTN_EMULATED_AMX": "refused"}, "-c", WHY)
+    assert asked.stdout.splitlines() == ["tiles_bf16", "tiles_fp16", ""], asked.stderr
+
+
 @pytest.mark.runs_tests
 def test_forced_without_permission(tiles_emulated):
     """What was asked for by name and cannot be had is an error."""

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,6 +121,26 @@ def check_peers(kernel, group):
         )
 
 
+def check_group_of_peers(kernel, pair):
+    """None and the default group are two names of the same ranks."""
+    pages = Pages(kernel, KV_HEADS, torch.float32)
+    q = torch.randn(2, 1, Q_HEADS, HEAD_DIM, device=DEVICE)
+
+    def attend(made_for, group):
+        peers = SimpleNamespace(group=made_for, take=lambda *result: False)  # only CUDA has others
+        kernel.integrations.context_parallel.attention(
+            q, pages.k, pages.v, owner=0, peers=peers, group=group, cache_seqlens=pages.lengths, block_table=pages.table
+        )
+
+    for made_for in (None, dist.group.WORLD):
+        for group in (None, dist.group.WORLD):
+            attend(made_for, group)
+        with pytest.raises(ValueError, match=r"group: expected None or that of peers \(.*\), got "):
+            attend(made_for, pair)
+    with pytest.raises(ValueError, match=r"group: expected None or that of peers \(.*\), got "):
+        attend(pair, dist.group.WORLD)
+
+
 def check_tensor_parallel(kernel, group):
     """By kv_heads: every rank holds all keys of its heads, and nothing is exchanged before the next product."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -210,6 +231,7 @@ def be_a_rank(rank: int, file: str) -> None:
     if RANKS == 3:
         pair = dist.new_group([1, 2])
         groups += [pair] if rank else []
+        check_group_of_peers(kernel, pair)
     for group in groups:
         for heads in ("all", "own"):
             for features in FEATURES.values():

@@ -12,7 +12,7 @@ import cases
 import pytest
 import torch
 from cases import Case
-from compare import check, judge, run
+from compare import assert_same_bytes, check, judge, run
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -426,6 +426,30 @@ def test_workspace_is_bounded(paged_attn, device, options):
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         partials = batch * 8 * options.get("num_splits", 2) if options else 3 * processors
         assert torch.cuda.max_memory_allocated() - before <= partials * 8 * (128 // 4) * 3 * 16 + 4096
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 64])
+def test_no_memory_for_the_workspace_leaves_the_cache_as_it_was(paged_attn, device, rotary_dim):
+    """An allocator without room is asked before the new tokens are written."""
+    case = Case(
+        batch=8, lens=(2000,) * 8, append=1, q_heads=128, kv_heads=8, head_dim=64, head_dim_v=256, dtype="bfloat16",
+        rotary_dim=rotary_dim, num_splits=32,
+    )  # fmt: skip
+    call, before = cases.build(case).to(device), cases.build(case)
+    k_cache, v_cache = call.caches()
+    needed = paged_attn.explain(k_cache=k_cache, v_cache=v_cache, **call.kwargs).plan["workspace_bytes"]
+    assert needed > 32 << 20  # more than lies about in the allocator; half of it is enough for the results
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + needed / 2) / total)
+    try:
+        with pytest.raises(RuntimeError):
+            run(paged_attn, call)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    for after, expected in zip(call.storage, before.storage, strict=True):
+        assert_same_bytes("cache", after.cpu(), expected)
+    judge(*run(paged_attn, call), call, before)
 
 
 @pytest.mark.parametrize("head_dim, blocks, rows", [(126, 64, 4), (128, 6, 64)], ids=["fallback", "float32"])

@@ -47,14 +47,19 @@ def assert_nothing_outside(call, before):
 
 
 def refused(paged_attn, device, case, match, change, by_value=False):
-    """change(arguments) makes the call of a case bad; arguments hold k_cache and v_cache too."""
+    """change(arguments) makes the call of a case bad; arguments hold k_cache and v_cache too. explain looks at values
+    as the call does."""
     call, before = cases.build(case).to(device), cases.build(case)
     arguments = call.kwargs | dict(zip(("k_cache", "v_cache"), call.caches()))
     change(arguments)
     if by_value and not values_are_checked(device):
+        paged_attn.explain(**arguments)
         paged_attn.flash_attn_with_kvcache(**arguments)
         assert_nothing_outside(call, before)
         return
+    if by_value:
+        with pytest.raises(ERRORS, match=match):
+            paged_attn.explain(**arguments)
     with pytest.raises(ERRORS, match=match) as caught:
         paged_attn.flash_attn_with_kvcache(**arguments)
     assert "\n" not in str(caught.value).strip(), "one sentence"
@@ -1413,6 +1418,34 @@ def test_merge_attn_states_of_another_layout(paged_attn, device):
     message = "lse_a: expected (batch, q_heads, seqlen_q) or (q_heads, total_q) for out_a (5, 4, 64), got (5, 4)"
     with pytest.raises(ERRORS, match=f"^{re.escape(message)}$"):
         paged_attn.merge_attn_states(out, lse, out, lse)
+
+
+def test_new_keys_beside_packed_ones(paged_attn, device):
+    """No function asks for both, but an operator can be called directly: packed keys have no room for new ones."""
+    cache = torch.full((2, 10, 2, 64), torch.nan, device=device)
+    q, out, k = (torch.zeros(n, h, 64, device=device) for n, h in ((4, 4), (4, 4), (2, 2)))
+    arguments = {
+        "q": q, "k_cache": cache[0], "v_cache": cache[1], "out": out, "lse": None, "block_table": None, "k": k, "v": k,
+        "cache_seqlens": int32(4, 4).to(device), "softmax_scale": 1.0, "max_seqlen_q": 2,
+        "cu_seqlens_q": int32(0, 2, 4).to(device), "cu_seqlens_k": int32(0, 5, 10).to(device),
+        "cu_seqlens_k_new": int32(0, 1, 2).to(device),
+    }  # fmt: skip
+    match = r"^cu_seqlens_k: expected None with new keys \(k and v\), got a tensor$"
+    with pytest.raises(RuntimeError, match=match):
+        getattr(torch.ops, paged_attn._ops.ops.name).flash_attn_with_kvcache_append(**arguments)
+    assert cache.isnan().all()
+
+
+def test_a_new_token_without_a_page_that_no_query_sees(paged_attn, device):
+    """The window hides the first page, but the new tokens are written to it."""
+    refused(
+        paged_attn,
+        device,
+        Case(batch=1, lens=(0,), append=32, page_size=16, window=(3, 0)),
+        r"^block_table: expected page numbers in \[0, num_pages = \d+\), got 99 for batch entry 0, page 0$",
+        lambda arguments: arguments["block_table"].__setitem__((0, 0), 99),
+        by_value=True,
+    )
 
 
 @pytest.mark.runs_tests

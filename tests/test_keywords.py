@@ -146,6 +146,18 @@ def test_companions_without_their_tensors(paged_attn, device, case, name):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("features", [{}, {"softcap": 3.0}], ids=str)
+def test_companions_without_new_keys_are_not_looked_at(paged_attn, device, features):
+    """Whatever they are, in either function."""
+    call = cases.build(Case(q_len=3)).to(device)
+    k_cache, v_cache = call.caches()
+    for function in (paged_attn.flash_attn_with_kvcache, paged_attn.fa3.flash_attn_with_kvcache):
+        whole = dict(k_cache=k_cache, v_cache=v_cache, **call.kwargs, **features)
+        with_them = function(**whole, cu_seqlens_k_new=[0, 1], rotary_seqlens=torch.zeros(7, 7))
+        for a, b in zip(with_them, function(**whole)):
+            assert torch.equal(a, b)
+
+
 def test_rotary_seqlens_with_new_keys_but_no_angles(paged_attn, device):
     case = Case(q_len=3, append=2)
     calls = [cases.build(case).to(device) for _ in range(2)]

@@ -16,7 +16,8 @@ std::string unsupported_reason(const Problem& problem);
 void run_attention(const Problem& problem);
 
 // How run_attention would run the problem, as JSON: {"route": its name, "why_not": {route: reason, ...} for every route
-// that would be tried before it, "plan": {name: number, ...}} (explanation.h makes it). Nothing runs.
+// that would be tried before it, "plan": {name: number, ...}} (explanation.h makes it). Nothing runs. Throws what
+// run_attention would throw of values.
 std::string explain_attention(const Problem& problem);
 
 // Writes problem.append into problem.cache; nothing is attended.

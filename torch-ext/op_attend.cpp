@@ -94,6 +94,7 @@ void check_qv(const AttendArguments& a, const Like& q, Sizes& s, QuerySizes& n, 
 void check_new_tokens(const AttendArguments& a, const Like& q, Sizes& s, Problem* p) {
   if (!a.k != !a.v) fail("k and v: expected both or neither, got only one of them");
   if (!a.k) return;
+  if (a.cu_seqlens_k) fail("cu_seqlens_k: expected None with new keys (k and v), got a tensor");
   if (a.cu_seqlens_k_new && a.k->dim() != 3)
     fail("k: expected [total_new, kv_heads, head_dim] with cu_seqlens_k_new, got " + shape_str(*a.k));
   if (!a.cu_seqlens_k_new && a.k->dim() != 4)

@@ -35,15 +35,14 @@ Numbers decode_numbers(const DecodePlan& plan) {
           {"workspace_bytes", plan.workspace_bytes}};
 }
 
-void launch_decode(const Problem& p, const DecodePlan& plan, const Context& context) {
+void add_decode(const Problem& p, const DecodePlan& plan, Launches& launches) {
   Plan work = plan.work;
-  const Workspace workspace(plan.workspace_bytes);
-  work.partials = static_cast<TaggedWord*>(workspace.data());
+  work.partials = static_cast<TaggedWord*>(launches.workspace(plan.workspace_bytes));
   const Grid grid = {plan.blocks, plan.warps * kWarp, plan.shared_bytes};
   if (plan.basic) {
-    launch(kernel_of(p, plan), grid, context, basic_call(p, work));
+    launches.add(kernel_of(p, plan), grid, basic_call(p, work));
   } else {
-    launch(kernel_of(p, plan), grid, context, p, work);
+    launches.add(kernel_of(p, plan), grid, p, work);
   }
 }
 

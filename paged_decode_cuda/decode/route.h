@@ -8,6 +8,6 @@
 namespace paged_attn {
 
 Numbers decode_numbers(const DecodePlan& plan);
-void launch_decode(const Problem& p, const DecodePlan& plan, const Context& context);
+void add_decode(const Problem& p, const DecodePlan& plan, Launches& launches);
 
 }  // namespace paged_attn

@@ -16,12 +16,11 @@ Numbers float32_numbers(const Float32Plan& plan) {
           {"workspace_bytes", plan.workspace_bytes}};
 }
 
-void launch_float32(const Problem& p, const Float32Plan& plan, const Context& context) {
+void add_float32(const Problem& p, const Float32Plan& plan, Launches& launches) {
   Plan work = plan.work;
-  const Workspace workspace(plan.workspace_bytes);
-  work.partials = static_cast<TaggedWord*>(workspace.data());
-  launch(float32_kernel_of(plan.instance), {plan.blocks, plan.instance.threads, plan.instance.shared_bytes}, context, p,
-         work);
+  work.partials = static_cast<TaggedWord*>(launches.workspace(plan.workspace_bytes));
+  const Float32Instance& instance = plan.instance;
+  launches.add(float32_kernel_of(instance), {plan.blocks, instance.threads, instance.shared_bytes}, p, work);
 }
 
 }  // namespace paged_attn

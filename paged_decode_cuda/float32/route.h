@@ -7,6 +7,6 @@
 namespace paged_attn {
 
 Numbers float32_numbers(const Float32Plan& plan);
-void launch_float32(const Problem& p, const Float32Plan& plan, const Context& context);
+void add_float32(const Problem& p, const Float32Plan& plan, Launches& launches);
 
 }  // namespace paged_attn

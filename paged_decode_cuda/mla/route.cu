@@ -1,7 +1,5 @@
 #include "route.h"
 
-#include <optional>
-
 #include "../prefill/tensor_map.h"
 #include "instances.h"
 #include "shape.cuh"
@@ -9,11 +7,12 @@
 namespace paged_attn {
 namespace {
 
-// The workspace: sums of all parts, then (m, l) of their rows, then where the parts of every pair begin.
+// The workspace: sums of all parts, then (m, l) of their rows, then the record of every cluster, then what is published
+// of either half of every part.
 struct Layout {
   int64_t ml, records, published, end;  // bytes
 
-  explicit Layout(const Problem& p, const MlaPlan& plan) {
+  explicit Layout(const MlaPlan& plan) {
     const int64_t rows = plan.parts * MlaSizes::kRows;
     ml = rows * MlaSizes::kLatents * static_cast<int64_t>(sizeof(float));
     records = pd_ceil_div(ml + rows * static_cast<int64_t>(sizeof(float2)), 32) * 32;
@@ -64,13 +63,12 @@ Numbers mla_numbers(const MlaPlan& plan) {
           {"parts", plan.parts}};
 }
 
-void launch_mla(const Problem& p, const MlaPlan& plan, const Context& context) {
+void add_mla(const Problem& p, const MlaPlan& plan, Launches& launches) {
   const Problem split = split_latents(p);
   MlaCall call = mla_call(split, plan);
-  std::optional<Workspace> workspace;
   if (plan.cut) {
-    const Layout layout(split, plan);
-    char* const data = static_cast<char*>(workspace.emplace(layout.end).data());
+    const Layout layout(plan);
+    char* const data = static_cast<char*>(launches.workspace(layout.end));
     call.slots = plan.work.balanced ? 2 : 1;
     call.sums = reinterpret_cast<float*>(data);
     call.ml = reinterpret_cast<float2*>(data + layout.ml);
@@ -80,11 +78,10 @@ void launch_mla(const Problem& p, const MlaPlan& plan, const Context& context) {
     call.combine_shares = static_cast<uint32_t>(plan.combine_shares);
     call.combine_shift = plan.combine_shift;
   }
-  const Grid grid = {plan.clusters, plan.threads, plan.shared_bytes};
-  launch_in_clusters(find_kernel(p, plan), grid, plan.cluster, context, split, call);
+  launches.add(find_kernel(p, plan), {plan.clusters, plan.threads, plan.shared_bytes, plan.cluster}, split, call);
   if (plan.cut) {
     const void* const kernel = mla_combine_kernel(plan.combine_threads, plan.combine_together);
-    launch(kernel, {plan.combine_blocks, plan.combine_threads, 0}, context, split, call);
+    launches.add(kernel, {plan.combine_blocks, plan.combine_threads, 0}, split, call);
   }
 }
 

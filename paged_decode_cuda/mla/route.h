@@ -7,6 +7,6 @@
 namespace paged_attn {
 
 Numbers mla_numbers(const MlaPlan& plan);
-void launch_mla(const Problem& p, const MlaPlan& plan, const Context& context);
+void add_mla(const Problem& p, const MlaPlan& plan, Launches& launches);
 
 }  // namespace paged_attn

@@ -27,12 +27,7 @@ struct Layout {
 PrefillCall prefill_call(const Problem& p, const PrefillPlan& plan, const Layout& layout, char* workspace) {
   const Cache& c = p.cache;
   PrefillCall call = {};
-  call.page_size = FastDivisor(c.block_table ? c.page_size : 1);
-  call.group = FastDivisor(p.group);
-  call.kv_heads = FastDivisor(p.kv_heads);
-  call.chunk = FastDivisor(pd_max(p.attention_chunk, 1));
-  call.max_keys = static_cast<int32_t>(capacity_of(p));
-  call.max_pages = c.block_table ? static_cast<int32_t>(c.max_pages) : 0;
+  plan_tables(p, 0, call);
   plan_pieces(p, call);
   const CacheStrides k = {c.k_stride_page, c.k_stride_slot, c.k_stride_head};
   const CacheStrides v = {c.v_stride_page, c.v_stride_slot, c.v_stride_head};
@@ -75,22 +70,21 @@ Numbers prefill_numbers(const PrefillPlan& plan) {
           {"shared_bytes", plan.instance.shared_bytes}};
 }
 
-void launch_prefill(const Problem& p, const PrefillPlan& plan, const Context& context) {
+void add_prefill(const Problem& p, const PrefillPlan& plan, Launches& launches) {
   const Layout layout(p, plan);
-  const Workspace workspace(layout.end);
-  const PrefillCall call = prefill_call(p, plan, layout, static_cast<char*>(workspace.data()));
+  char* const workspace = static_cast<char*>(launches.workspace(layout.end));
+  const PrefillCall call = prefill_call(p, plan, layout, workspace);
   const auto kernel_of = plan.widens                           ? prefill_kernel_narrow
                          : p.cache.dtype == DType::kFloat8E4M3 ? prefill_kernel_e4m3
                          : p.cache.dtype == DType::kBFloat16   ? prefill_kernel_bf16
                                                                : prefill_kernel_fp16;
   const void* const kernel = kernel_of(plan.instance, plan.all_scores);
-  const Grid grid = {plan.blocks, plan.instance.threads, plan.instance.shared_bytes};
-  launch(kernel, grid, context, p, call);
+  launches.add(kernel, {plan.blocks, plan.instance.threads, plan.instance.shared_bytes}, p, call);
   if (plan.parts > 1) {
     const int64_t warps = p.total_q * p.q_heads * call.combine_warps;
     const int64_t blocks = pd_ceil_div(warps, kCombineThreads / kWarp);
-    const int64_t at_once = kCombineBlocks * context.limits.processors;
-    launch(prefill_combine_kernel(), {pd_min(blocks, at_once), kCombineThreads, 0}, context, p, call);
+    const int64_t at_once = kCombineBlocks * launches.limits().processors;
+    launches.add(prefill_combine_kernel(), {pd_min(blocks, at_once), kCombineThreads, 0}, p, call);
   }
 }
 

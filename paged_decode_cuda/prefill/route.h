@@ -7,6 +7,6 @@
 namespace paged_attn {
 
 Numbers prefill_numbers(const PrefillPlan& plan);
-void launch_prefill(const Problem& p, const PrefillPlan& plan, const Context& context);
+void add_prefill(const Problem& p, const PrefillPlan& plan, Launches& launches);
 
 }  // namespace paged_attn

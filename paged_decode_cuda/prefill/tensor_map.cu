@@ -2,7 +2,6 @@
 
 #include <cuda_runtime.h>
 
-#include "../layout.h"
 #include "sizes.h"
 
 namespace paged_attn {
@@ -16,6 +15,7 @@ decltype(&cuTensorMapEncodeTiled) encode_function() {
     cudaDriverEntryPointQueryResult result;
     const cudaError_t error =
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, kSince, cudaEnableDefault, &result);
+    if (error != cudaSuccess) cudaGetLastError();  // or torch's next check would raise it
     return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? found : nullptr;
   }();
   return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);

@@ -25,16 +25,15 @@ Numbers prefill_mma_numbers(const PrefillMmaPlan& plan) {
           {"shared_bytes", plan.instance.shared_bytes}};
 }
 
-void launch_prefill_mma(const Problem& p, const PrefillMmaPlan& plan, const Context& context) {
-  const Workspace workspace(sizeof(unsigned long long));
+void add_prefill_mma(const Problem& p, const PrefillMmaPlan& plan, Launches& launches) {
   PrefillMmaCall call = {};
   plan_tables(p, 0, call);
   plan_pieces(p, call);
   call.blocks_in_grid = static_cast<int32_t>(plan.blocks);
   call.l2_keys = static_cast<int32_t>(plan.l2_keys);
-  call.tickets = static_cast<unsigned long long*>(workspace.data());
+  call.tickets = static_cast<unsigned long long*>(launches.workspace(sizeof(unsigned long long)));
   const PrefillMmaInstance& instance = plan.instance;
-  launch(kernel_of(p.q_dtype, instance), {plan.blocks, instance.threads, instance.shared_bytes}, context, p, call);
+  launches.add(kernel_of(p.q_dtype, instance), {plan.blocks, instance.threads, instance.shared_bytes}, p, call);
 }
 
 }  // namespace paged_attn

@@ -7,6 +7,6 @@
 namespace paged_attn {
 
 Numbers prefill_mma_numbers(const PrefillMmaPlan& plan);
-void launch_prefill_mma(const Problem& p, const PrefillMmaPlan& plan, const Context& context);
+void add_prefill_mma(const Problem& p, const PrefillMmaPlan& plan, Launches& launches);
 
 }  // namespace paged_attn

@@ -247,6 +247,15 @@ def test_merge_as_vllm_calls_it(with_prefix):
     torch.testing.assert_close(*results)
 
 
+def test_a_refused_merge_has_written_nothing():
+    prefix, suffix = torch.zeros(2, 6, 4, 32).unbind()
+    lse = torch.zeros(4, 6)
+    output, output_lse = torch.full_like(prefix, torch.nan), torch.full_like(lse, torch.nan)
+    with pytest.raises(ValueError, match="out_b: expected "):
+        merge_attn_states(output, prefix, lse, suffix[:, :3], lse, output_lse, 3)
+    assert output.isnan().all() and output_lse.isnan().all()
+
+
 def test_server_with_streaming_clients(make_model, expect, tmp_path):
     """The server in processes of its own, where only the entry point brings the plugin."""
     expected = expect("Llama", MIXED)

@@ -82,7 +82,8 @@ def flash_attn_with_kvcache(
         v_cache: the same with head_dim_v. head_dim and head_dim_v are 1 to 256 each, or (512, 512), or
             (576, 512), or (64, 512) with `qv`.
         k, v: (batch, seqlen_new, kv_heads, head_dim / head_dim_v), or (total_new, ...) with
-            `cu_seqlens_k_new`: written into the cache from position `cache_seqlens` on. They change the cache.
+            `cu_seqlens_k_new`: written into the cache from position `cache_seqlens` on. They change the cache. Without
+            them `cu_seqlens_k_new` and `rotary_seqlens` ask for nothing.
         rotary_cos, rotary_sin: (rotary_len, rotary_dim / 2), in q's dtype. Rotates `k` at its position, and `q` at
             the same positions when causal or windowed, else all of q at `cache_seqlens`.
         cache_seqlens: int32 (batch,) or an int: the length before `k` and `v` are appended. An entry of minus the
@@ -135,11 +136,12 @@ def flash_attn_with_kvcache(
         and not (softcap or num_splits or attention_chunk or deterministic)
     )  # fmt: skip
     features = None if plain else (
-        cu_seqlens_q, None, cu_seqlens_k_new,
+        cu_seqlens_q, None, None if k is None else cu_seqlens_k_new,
         softcap or 0.0, num_splits or 0, deterministic,
         cache_batch_idx, cache_leftpad, alibi_slopes, sink, attention_chunk or 0,
         qv, q_descale, k_descale, v_descale,
-        rotary_cos, rotary_sin, True if rotary_interleaved is None else rotary_interleaved, rotary_seqlens,
+        rotary_cos, rotary_sin, True if rotary_interleaved is None else rotary_interleaved,
+        None if k is None else rotary_seqlens,
     )  # fmt: skip
     return run(
         _NAMES[page_table is not None, sinks is not None], q, k_cache, v_cache, out, return_softmax_lse, cache_seqlens,

@@ -21,9 +21,6 @@ def merge_attn_states(
     if output_scale is not None:
         raise ValueError("output_scale: expected None (the kernel does not quantize its output), got a tensor")
     merged = output.shape[0] if prefill_tokens_with_context is None else prefill_tokens_with_context
-    output[merged:] = suffix_output[merged:]
-    if output_lse is not None:
-        output_lse[:, merged:] = suffix_lse[:, merged:]
     kernel().merge_attn_states(
         prefix_output[:merged],
         _empty_is_minus_inf(prefix_lse[:, :merged]),
@@ -32,6 +29,10 @@ def merge_attn_states(
         out=output[:merged],
         lse=None if output_lse is None else output_lse[:, :merged],
     )
+    # Only now: a refused call has written nothing.
+    output[merged:] = suffix_output[merged:]
+    if output_lse is not None:
+        output_lse[:, merged:] = suffix_lse[:, merged:]
 
 
 def _empty_is_minus_inf(lse: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,10 @@ struct PlanNumbers {
 // "" or why the route does not serve the call. Without `out` it is only planned.
 const char* attend(const Call* call, PlanNumbers* numbers) {
   const Problem p = problem_of(*call);
-  const Context context = {{static_cast<int>(call->processors), 232448, 233472, 90}};
-  const char* const reason = mla_why_not(p, context.limits);
+  Launches launches({static_cast<int>(call->processors), 232448, 233472, 90});
+  const char* const reason = mla_why_not(p, launches.limits());
   if (*reason != '\0') return reason;
-  const MlaPlan plan = plan_mla(p, context.limits);
+  const MlaPlan plan = plan_mla(p, launches.limits());
   *numbers = {plan.clusters,
               plan.cluster,
               plan.cut,
@@ -28,7 +28,9 @@ const char* attend(const Call* call, PlanNumbers* numbers) {
               plan.work.items,
               plan.rows};
   machine.dice.seed(static_cast<unsigned>(call->seed));
-  if (call->out != 0) launch_mla(p, plan, context);
+  if (call->out == 0) return "";
+  add_mla(p, plan, launches);
+  launches.run();
   return "";
 }
 

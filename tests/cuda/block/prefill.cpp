@@ -55,11 +55,12 @@ struct PlanNumbers {
 const char* attend(const Call* call, PlanNumbers* numbers) {
   const Problem p = problem_of(*call);
   const int processors = static_cast<int>(call->processors);
-  const Context context = {{processors, 232448, 233472, 90, processors * 3352 / 132}};  // so much of an H100
-  const PrefillPlan plan = plan_prefill(p, context.limits);
+  Launches launches({processors, 232448, 233472, 90, processors * 3352 / 132});  // so much of an H100
+  const PrefillPlan plan = plan_prefill(p, launches.limits());
   *numbers = {plan.blocks, plan.box_rows, plan.parts, plan.instance.rows};
   machine.dice.seed(static_cast<unsigned>(call->seed));
-  launch_prefill(p, plan, context);
+  add_prefill(p, plan, launches);
+  launches.run();
   return "";
 }
 

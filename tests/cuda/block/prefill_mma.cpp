@@ -24,14 +24,14 @@ struct PlanNumbers {
 const char* attend(const Call* call, PlanNumbers* numbers) {
   const Problem p = problem_of(*call);
   const bool little = call->little_shared != 0;
-  const Context context = {
-      {static_cast<int>(call->processors), little ? 101376 : 166912, little ? 102400 : 167936, 80}};
-  const char* const reason = prefill_mma_why_not(p, context.limits);
+  Launches launches({static_cast<int>(call->processors), little ? 101376 : 166912, little ? 102400 : 167936, 80});
+  const char* const reason = prefill_mma_why_not(p, launches.limits());
   if (*reason != '\0') return reason;
-  const PrefillMmaPlan plan = plan_prefill_mma(p, context.limits);
+  const PrefillMmaPlan plan = plan_prefill_mma(p, launches.limits());
   *numbers = {plan.blocks, plan.instance.keys};
   machine.dice.seed(static_cast<unsigned>(call->seed));
-  launch_prefill_mma(p, plan, context);
+  add_prefill_mma(p, plan, launches);
+  launches.run();
   return "";
 }
 

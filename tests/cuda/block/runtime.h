@@ -3,39 +3,48 @@
 
 #include <stdint.h>
 
+#include <functional>
+#include <memory>
+#include <vector>
+
 #include "lanes.h"
 #include "limits.h"
 
 namespace paged_attn {
 
-struct Context {
-  DeviceLimits limits;
-};
-
 struct Grid {
   int64_t blocks;
   int threads, shared_bytes;
+  int cluster = 1;
 };
 
-template <typename... Arguments>
-void launch_in_clusters(const void* kernel, const Grid& grid, int cluster, const Context&, Arguments... arguments) {
-  const auto function = reinterpret_cast<void (*)(Arguments...)>(const_cast<void*>(kernel));
-  run_grid(static_cast<int>(grid.blocks), cluster, grid.threads, [=] { function(arguments...); });
-}
-
-template <typename... Arguments>
-void launch(const void* kernel, const Grid& grid, const Context& context, Arguments... arguments) {
-  launch_in_clusters(kernel, grid, 1, context, arguments...);
-}
-
-// Nothing of it is set.
-class Workspace {
+class Launches {
  public:
-  explicit Workspace(int64_t bytes) : data_(new uint8_t[bytes]) { memset(data_.get(), 0xff, bytes); }
-  void* data() const { return data_.get(); }
+  explicit Launches(const DeviceLimits& limits) : limits_(limits) {}
+
+  const DeviceLimits& limits() const { return limits_; }
+
+  // Nothing of it is set.
+  void* workspace(int64_t bytes) {
+    const auto& memory = memory_.emplace_back(new uint8_t[bytes]);
+    return memset(memory.get(), 0xff, bytes);
+  }
+
+  template <typename... Arguments>
+  void add(const void* kernel, const Grid& grid, const Arguments&... arguments) {
+    const auto function = reinterpret_cast<void (*)(Arguments...)>(const_cast<void*>(kernel));
+    kernels_.push_back(
+        [=] { run_grid(static_cast<int>(grid.blocks), grid.cluster, grid.threads, [=] { function(arguments...); }); });
+  }
+
+  void run() {
+    for (const auto& kernel : kernels_) kernel();
+  }
 
  private:
-  std::unique_ptr<uint8_t[]> data_;
+  DeviceLimits limits_;
+  std::vector<std::unique_ptr<uint8_t[]>> memory_;
+  std::vector<std::function<void()>> kernels_;
 };
 
 }  // namespace paged_attn

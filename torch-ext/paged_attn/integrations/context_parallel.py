@@ -143,9 +143,11 @@ def start(
         if value is not None and value is not False:
             raise ValueError(f"{name}: expected None or False (finish makes the results), got {shown(value)}")
     sink = one_of("s_aux", s_aux, "sinks", sinks)
-    if peers and group not in (None, peers.group):
-        raise ValueError(f"group: expected None or that of peers, got {group}")
-    group = peers.group if peers else group
+    if peers:
+        own = peers.group or dist.group.WORLD
+        if group not in (None, own):
+            raise ValueError(f"group: expected None or that of peers ({own}), got {group}")
+        group = own
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     q_heads, head_dim_v = q.shape[-2], v_cache.shape[-1]
     if not 0 <= owner < ranks:

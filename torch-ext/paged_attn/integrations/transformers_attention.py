@@ -83,11 +83,12 @@ def make_mask(
             window = _window_of(mask_function, 1, q_offset, q_length, kv_offset, kv_length, "cpu", local_size)
     else:
         may_see_later = not allow_is_causal_skip and q_length > 1
-        if use_vmap or (may_see_later and _sees_next(mask_function, batch_size, q_length, q_offset, device)):
-            stored = int(q_offset + q_length - kv_offset)
+        has_window = use_vmap or (may_see_later and _sees_next(mask_function, batch_size, q_length, q_offset, device))
+        if has_window or attention_mask is None:
+            stored = int(q_offset + q_length - kv_offset)  # a static cache counts in a tensor: the host waits for it
+        if has_window:
             window = _window_of(mask_function, batch_size, q_offset, q_length, kv_offset, stored, device)
         if attention_mask is None:
-            stored = int(q_offset + q_length - kv_offset)  # a static cache counts in a tensor: the host waits for it
             if stored < kv_length:
                 attention_mask = torch.ones(batch_size, stored, dtype=torch.bool, device=device)
         elif attention_mask.shape[1] > q_length:
