@@ -22,11 +22,11 @@
 //     head 0   AAAAAAAAAAAABBBBBBBBB        blocks   [  4  ][  2  ][  0  ]
 //     head 1   AAAAAAAAAAAABBBBBBBBB                 [  5  ][  3  ][  1  ]
 //
-// Even: where the lengths hardly differ, or none is worth a cut, every pair counts as many units as the longest one. If
-// there are at least as many blocks as pairs, each pair gets the same number of blocks: fewer cuts, and no block serves
-// two pairs. If there are more pairs than blocks, every block gets the same number of whole pairs, and only the
-// remainder is a line that is cut. That line comes first, so that partials are added while the memory is busy.
-// Neighbouring blocks then read the heads of the same keys at the same time.
+// Even: where the lengths hardly differ, every pair counts as many units as the longest one. If there are at least as
+// many blocks as pairs, each pair gets the same number of blocks: fewer cuts, and no block serves two pairs. If there
+// are more pairs than blocks, every block gets the same number of whole pairs, and only the remainder is a line that is
+// cut. That line comes first, so that partials are added while the memory is busy. Neighbouring blocks then read the
+// heads of the same keys at the same time.
 //
 //     pairs    AAAA BBBB                           AAAA BBBB CCCC DDDD EEEE FFFF GGGG HHHH
 //     blocks   3322 1100    blocks for each        3333 2222 1111 0000|3333 2222 1111 0000    whole ones
@@ -236,15 +236,12 @@ PD_DEVICE void deal_evenly(const Plan& plan, int most, Walker& walker, Dealing& 
     walker.left = walker.pair < 0 ? 0 : max(0, min(most - walker.unit, dealing.length));
     return;
   }
-  const int of_a_line = kLines ? plan.lines.divide(plan.line_pairs) : 0;
-  const bool several = kLines && of_a_line * static_cast<int>(plan.lines.divisor) == plan.line_pairs;
-  const int pairs = several ? of_a_line : plan.line_pairs;
-  const FastDivisor& blocks = several ? plan.line_blocks : plan.blocks;
+  const int pairs = kLines ? plan.lines.divide(plan.line_pairs) : 0;
+  const bool several = kLines && pairs * static_cast<int>(plan.lines.divisor) == plan.line_pairs;
   walker.whole_pairs = plan.whole_pairs;
-  // Pairs that are not worth a cut stay whole, however short.
-  const int least =
-      most > plan.min_units ? plan.min_units : most * blocks.divide(pairs + static_cast<int>(blocks.divisor) - 1);
-  const int position = deal_line(plan, pairs * most, least, several, walker, dealing);
+  // A whole pair is worth a block, however short.
+  const int total = (several ? pairs : plan.line_pairs) * most, least = min(plan.min_units, most);
+  const int position = deal_line(plan, total, least, several, walker, dealing);
   divide_small(position, most, walker.pair, walker.unit);
   if (several) walker.pair = pair_of_line(plan, walker.pair);
 }
@@ -266,11 +263,9 @@ PD_DEVICE void find_stretch(const Problem& p, const Plan& plan, Walker& walker, 
     const int begin = first_item + lane * items_of_lane, end = min(plan.items, begin + items_of_lane);
     const TileCount count = count_tiles(p, plan, begin, end);
     if (plan.surplus_rounds > 0 && __any_sync(~0u, count.surplus)) dealing.surplus_rounds = plan.surplus_rounds;
-    if (dealing.length == 0) {
+    if (dealing.length == 0 && (plan.blocks_each.divisor > 0 || plan.whole_pairs > 0)) {
       const int most = __reduce_max_sync(~0u, count.most), all = __reduce_add_sync(~0u, count.sum);
-      const bool even = plan.blocks_each.divisor > 0 || plan.whole_pairs > 0;
-      // Or no pair is worth a cut.
-      if (most > 0 && (most <= plan.min_units || (even && most * plan.items - all <= all / 16))) {
+      if (most * plan.items - all <= all / 16) {
         deal_evenly<kLines>(plan, most, walker, dealing);
         return;
       }

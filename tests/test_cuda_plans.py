@@ -8,6 +8,7 @@ shared memory are bounded.
 
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,21 @@ def judge(numbers, shares, lens, options):
     assert numbers.workspace_bytes <= numbers.blocks * numbers.rows_per_tile * words * 16
     if numbers.splits == 1 and not numbers.balanced:
         assert not partials and numbers.workspace_bytes == 0
+
+
+@pytest.mark.parametrize("head_dim, group", [(64, 8), (128, 4), (128, 8), (256, 2)])
+@pytest.mark.parametrize("window", [-1, 31])
+def test_short_pairs_of_one_length_stay_whole(library, head_dim, group, window):
+    """More pairs than blocks: none is cut, and no block has two pairs more than another."""
+    for batch in (17, 20, 32, 50, 130):
+        for keys in (1, 20, 64):
+            options = {"kv_heads": 8, "group": group, "head_dim": head_dim, "window_left": window}
+            numbers, shares = plan(library, shares=100_000, lens=[keys] * batch, **options)
+            if numbers.blocks > 8 * batch:
+                continue
+            assert len(shares) == 8 * batch and all(s.first and s.partials == 0 for s in shares), (batch, keys)
+            most = max(Counter(s.block for s in shares).values())
+            assert most == -(-8 * batch // numbers.blocks), (batch, keys)
 
 
 @pytest.mark.parametrize("seed", range(4))
