@@ -620,7 +620,7 @@ template <class Ops>
       Item rows = rows_of(item, h, r, end);
       const position_t begin = pd_max(keys.begin, s.visible[r].begin);
       rows.keys = {begin, pd_max(begin, pd_min(keys.end, s.visible[r].end))};
-      float* rows_partial = partial ? partial + (h * item.rows() + r) * (p.head_dim_v + 2) : nullptr;
+      float* rows_partial = partial ? partial + (h * item.rows() + r) * partial_floats(p.head_dim_v) : nullptr;
       attend_f32(p, rows, rows.keys, memory, rows_partial);
     }
 }
@@ -717,7 +717,7 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
       const float factor = partial ? 1.f : finish_row(p, request, item.batch, row_at.token, head, s.m[i], l);
       zero |= scale_sums<Ops>(s.acc + i * s.width, s.width, s.scales[h].v_descale, factor, s.row);
       if (partial) {
-        float* out = partial + (h * rows + r) * (p.head_dim_v + 2);
+        float* out = partial + (h * rows + r) * partial_floats(p.head_dim_v);
         memcpy(out, s.row, p.head_dim_v * sizeof(float));
         out[p.head_dim_v] = s.m[i];
         out[p.head_dim_v + 1] = l;
@@ -737,7 +737,7 @@ inline void merge_partials(const Problem& p, const Item& item, int64_t count, fl
   for (int64_t h = 0; h < item.heads(); ++h) {
     RowAt at(p, item);
     for (int64_t r = 0; r < item.rows(); ++r, at.next()) {
-      float* first = partials + (h * item.rows() + r) * (width + 2);
+      float* first = partials + (h * item.rows() + r) * partial_floats(width);
       const auto state_of = [&](int64_t i) {
         const float* part = first + i * stride;
         return State{part[width], part[width + 1]};

@@ -42,9 +42,10 @@ struct Item {
   }
 };
 
-// A partial result of every row of an item: acc[width], m, l (spec/state.h), heads outermost.
+// A partial result of a row: acc[width], m, l (spec/state.h). Of every row of an item: heads outermost.
+static inline int64_t partial_floats(int64_t width) { return width + 2; }
 static inline int64_t partial_floats(const Item& item, int64_t width) {
-  return item.heads() * item.rows() * (width + 2);
+  return item.heads() * item.rows() * partial_floats(width);
 }
 
 // One new token and where it goes.

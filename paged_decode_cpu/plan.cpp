@@ -220,7 +220,7 @@ int64_t most_heads(const Problem& p, const SeenKeys& seen, int64_t threads) {
 
 // Splits of the keys of a request whose partial results fit into kRequestPartials. It sees nothing but the request.
 int64_t most_splits(const Problem& p, int64_t b) {
-  return pd_max(1, kRequestPartials / (request_of(p, b).q_len * p.q_heads * (p.head_dim_v + 2)));
+  return pd_max(1, kRequestPartials / (request_of(p, b).q_len * p.q_heads * partial_floats(p.head_dim_v)));
 }
 
 int64_t fixed_splits(const Problem& p, const Item& item) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "spec/problem.h"
-#include "spec/request.h"
 #include "spec/rotary.h"
 #include "vec.h"
 

@@ -5,6 +5,7 @@
 // Ops says how numbers are held (ops_f32.h, ops_pairs.h). "Row" is one query token and head.
 #pragma once
 
+#include "ops_defaults.h"
 #include "spec/ranges.h"
 #include "vec.h"
 
@@ -23,8 +24,7 @@ constexpr int kVectorRegisters = 16;
 constexpr int64_t kMaxTile = PD_MAX_TILE;                    // keys
 constexpr int64_t kLine = 64;                                // bytes of a line of the processor's caches
 constexpr int64_t kPaddedKeys = 32;                          // addresses of a tile are filled up to a multiple of it
-constexpr int kPackedRows = 6;                               // rows of one step of the matrix kernel
-constexpr int kPackedRegs = kVectorRegisters == 32 ? 4 : 2;  // and its columns, in registers
+constexpr int kPackedRegs = kVectorRegisters == 32 ? 4 : 2;  // columns of a step of the matrix kernel, in registers
 constexpr int kPanel = kPackedRegs * kLanes;                 // and in numbers
 
 // An address that the compiler takes as it is. It would otherwise keep each constant distance from it in a register of
@@ -400,8 +400,9 @@ template <class Ops>
 struct MatrixRows {
   using Function = void (*)(const typename Ops::Elem*, int64_t, const typename Ops::Elem*, int64_t, int64_t, float*,
                             int64_t, const float*, Prefetcher&);
-  static constexpr Function kTable[kPackedRows] = {matrix_rows<Ops, 1>, matrix_rows<Ops, 2>, matrix_rows<Ops, 3>,
-                                                   matrix_rows<Ops, 4>, matrix_rows<Ops, 5>, matrix_rows<Ops, 6>};
+  static constexpr Function kTable[OpsDefaults::kStepRows] = {matrix_rows<Ops, 1>, matrix_rows<Ops, 2>,
+                                                              matrix_rows<Ops, 3>, matrix_rows<Ops, 4>,
+                                                              matrix_rows<Ops, 5>, matrix_rows<Ops, 6>};
 };
 
 // The product with all panels of b, which hold panel_steps steps each, of which the first `steps`
@@ -415,7 +416,7 @@ void matrix(int64_t rows, const typename Ops::Elem* a, int64_t a_stride, const t
   for (int64_t column = 0; column < columns; column += kPanel)
     for (int64_t done = 0, left = rows; left > 0;) {
       // Steps of almost equal height: a last one of a single row would wait for its own sums.
-      const int64_t count = pd_ceil_div(left, pd_ceil_div(left, kPackedRows));
+      const int64_t count = pd_ceil_div(left, pd_ceil_div(left, OpsDefaults::kStepRows));
       by_rows[count - 1](a + done * a_stride, a_stride, b + column * panel_steps * Ops::kDepth, steps, columns - column,
                          c + done * c_stride + column, c_stride, carry, next);
       done += count;

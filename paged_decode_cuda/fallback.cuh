@@ -1,6 +1,6 @@
 // Attention for everything that the kernels of the matrix unit do not take: float32 queries over an 8-bit cache, head
-// dims that are no multiple of 8 or above 256, qv outside of MLA's sizes, caches whose rows are not aligned to 16
-// bytes. A warp handles one row, its lanes the dimensions; float32 arithmetic throughout.
+// dims above 256, qv outside of MLA's sizes, tensors whose rows are no whole pieces of 16 bytes. A warp handles one
+// row, its lanes the dimensions; float32 arithmetic throughout.
 //
 // Grid: one block per (item, kv_head, split); the warps of a block are the rows of an item and share its keys in L1.
 #pragma once

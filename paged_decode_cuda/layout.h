@@ -10,8 +10,6 @@
 
 namespace paged_attn {
 
-constexpr int64_t kMaxKeys = int64_t{1} << 30;  // of one request: sums of two positions still fit into 32 bits
-
 inline bool aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
 
 // A dimension of a tensor: its entries, and the elements from one to the next. Of a single entry these say nothing:

@@ -11,6 +11,12 @@ struct DeviceLimits {
   int read_rate = 3352;      // GB/s of memory, by its clock and width; of an H100 unless said otherwise
 };
 
+// The only capability whose matrix unit has wgmma.
+constexpr int kHopper = 90;
+inline const char* hopper_why_not(const DeviceLimits& limits) {
+  return limits.capability == kHopper ? "" : "a device of another compute capability than 9.0";
+}
+
 constexpr int kSharedCostOfBlock = 1024;  // bytes that the system takes for every block
 
 }  // namespace paged_attn

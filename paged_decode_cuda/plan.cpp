@@ -1,6 +1,5 @@
 #include "plan.h"
 
-#include <initializer_list>
 #include <numeric>
 
 #include "layout.h"

@@ -38,8 +38,6 @@ struct Call {
   }
 };
 
-constexpr int64_t kMaxKeys = int64_t{1} << 30;  // of a request; positions and their sums fit into 32 bits
-
 // Everything that writing and attending have in common.
 Call shared_call(const Problem& problem);
 

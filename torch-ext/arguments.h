@@ -1,4 +1,4 @@
-// The arguments of the operators. Their order is written once, in the two tables below: schemas, the functions that
+// The arguments of the operators. Their order is written once, in the tables below: schemas, the functions that
 // torch calls and the Python package (which reads the schemas) follow it.
 #pragma once
 

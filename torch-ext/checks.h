@@ -6,10 +6,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <initializer_list>
-#include <optional>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 namespace [[gnu::visibility("hidden")]] paged_attn {
 

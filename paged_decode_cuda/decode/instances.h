@@ -2,7 +2,6 @@
 #pragma once
 
 #include "sizes.h"
-#include "spec/problem.h"
 
 namespace paged_attn {
 

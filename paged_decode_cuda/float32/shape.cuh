@@ -11,7 +11,6 @@ namespace paged_attn {
 template <typename Sizes>
 struct Float32Shape : Sizes {
   static constexpr int kHeadDim = Sizes::kHeadDim;
-  static constexpr int kChunks = kHeadDim / 16;       // of a product over dimensions: 4 pieces
   static constexpr int kValueChunks = kHeadDim / 32;  // of a row of values: 8 pieces
   // Sums of more than 128 products are cut off too often on the matrix unit. Added in float32 every 128 products they
   // leave room for parts of keys and values that are cut off.

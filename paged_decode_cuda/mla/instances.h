@@ -1,8 +1,6 @@
 // The kernels that exist, of a Problem and an MlaCall.
 #pragma once
 
-#include "plan.h"
-
 namespace paged_attn {
 
 // Threads of a block of the kernels that add parts: of many rows; of fewer; of few rows, with up to so many parts, and

@@ -3,29 +3,36 @@
 //
 //   warpgroup 0   warps 0 to 2 copy tiles of keys, warp 3 finds work;      88 registers per thread
 //                 where pages hold no boxes, warp 3 copies too
-//   warpgroup 1   scores, weights, latents 0..255 of the output           208
-//   warpgroup 2   latents 256..511 of the output                          208
+//   warpgroup 1   consumer 0: latents 0..255 of the output                208
+//   warpgroup 2   consumer 1: latents 256..511 of the output              208
 //
-//                  tile n                                 tile n + 1
-//   warpgroup 1    K Q | weights n |    V[0:256] W n      K Q | weights n + 1 | ...
-//   warpgroup 2                    |    V[256:512] W n |                      | ...
-//   loaders        <---- tile n + 1 arrives ---->|        <---- tile n + 2
+// The consumers take turns with the tiles: the one whose turn it is computes scores and weights of all 64 rows, for
+// both. So the weights of one are made beside products of the other.
+//
+//   warpgroup 1    weights n | V[0:256] W n   | K Q n + 2     | V[0:256] W n + 1   | weights n + 2 | ...
+//   warpgroup 2    K Q n + 1 | V[256:512] W n | weights n + 1 | V[256:512] W n + 1 | K Q n + 3     | ...
+//
+// A tile has two halves: the columns that are values of consumer 0, and the others. Loaders bring a half of tile n + 2
+// as soon as its consumer has added that half of tile n.
 //
 // A block has 64 rows, which fill its shared memory with queries and two tiles of keys, and its registers with 64 x 512
-// sums. Weights travel through shared memory in the order of registers: a thread of warpgroup 2 has the rows and keys
-// of its counterpart. Blocks of a cluster have 64 rows each of the same request and share every copy.
+// sums. Weights travel through shared memory in the order of registers: a thread has the rows and keys of its
+// counterpart in the other consumer. Blocks of a cluster have 64 rows each of the same request and share every copy.
 //
-// Who waits for whom; every count is that of a phase.
+// Who waits for whom; every count is that of a phase. Keys have a barrier for each half of a stage.
 //
 //   barrier        arrivals                                   waited for by
 //   work_full      1: the director                            loaders, consumers
 //   work_empty     3 or 4 warps of loaders and 8 of           the director
 //                  consumers, all threads
-//   keys_full      3 loader warps and 73728 bytes, or the     consumers
-//                  128 threads of 4 that copy in pieces
-//   keys_empty     8 consumer warps of every block of the     loaders
-//                  cluster
-//   edge           1: loader 0, and 73728 bytes               loaders, where a tile has rows that nobody sees
+//   keys_full      3 loader warps and the bytes of the        consumers
+//                  half (32768, 40960), or the 128 threads
+//                  of 4 that copy in pieces
+//   keys_empty     4 warps of the half's consumer in every    loaders
+//                  block of the cluster
+//   edge           1: loader 0, and the bytes of the half,    loaders
+//                  where a tile has rows that nobody sees:
+//                  keys_full then counts no bytes
 //   meet           256 threads of the consumers               themselves: queries are there; a finished row's (base,
 //                                                             sum) is there, and nobody reads its queries any more
 //   ready          128 threads of the consumer that has       the other one
@@ -67,7 +74,7 @@ PD_DEVICE void copy_mla_queries(const Problem& p, const MlaCall& call, const Ite
 
 // What both consumers know of themselves and do alike.
 struct MlaConsumer {
-  int half;  // 0: scores, and latents 0..255; 1: the others
+  int half;  // of the latents and of a tile, which it adds; the tiles of the stage of this number are its own
   int lane;
   int row;  // of the block; this thread has that and the one 8 below
   uint32_t shared;

@@ -1,6 +1,5 @@
 #include "plan.h"
 
-#include <initializer_list>
 #include <numeric>
 
 #include "../layout.h"
@@ -9,7 +8,6 @@
 namespace paged_attn {
 namespace {
 
-constexpr int kCapability = 90;   // wgmma exists on this one only
 constexpr int kSplitKeys = 2048;  // of a request whose splits must not depend on the batch
 constexpr int kDeterministicSplits = 16;
 constexpr int kPairCost = 3;  // tiles that a block reads while it ends one item and begins another
@@ -120,7 +118,7 @@ void plan_combine(const Problem& p, const DeviceLimits& limits, MlaPlan& plan) {
 
 const char* mla_why_not(const Problem& p, const DeviceLimits& limits) {
   if (!joined(p) && !apart(p)) return "head_dim and head_dim_v other than (576, 512), or (64, 512) with qv";
-  if (limits.capability != kCapability) return "a device of another compute capability than 9.0";
+  if (*hopper_why_not(limits) != '\0') return hopper_why_not(limits);
   if (p.q_dtype == DType::kFloat32 || p.cache.dtype == DType::kFloat32) return "float32";
   if (p.batch == 0) return "no requests";
   if (dtype_bytes(p.q_dtype) == 1) return "8-bit q";

@@ -43,7 +43,7 @@ PD_DEVICE RowSum add_parts(const Problem& p, const PrefillCall& call, int token,
       ml[i] = make_float2(-INFINITY, 0.f);
       values[i] = make_float4(0.f, 0.f, 0.f, 0.f);
       if (first + i * step >= call.parts) continue;
-      const int64_t row = part_row(p, call, first + i * step, token, q_head);
+      const int64_t row = part_row(p, first + i * step, token, q_head);
       ml[i] = call.ml[row];
       values[i] = reinterpret_cast<const float4*>(call.sums + row * p.head_dim_v)[quad];
     }

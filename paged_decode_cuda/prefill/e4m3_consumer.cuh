@@ -43,7 +43,7 @@ class MatrixPlaces {
 template <typename Shape, bool kFull>
 struct E4m3Consumer {
   static constexpr int kParts = Shape::kDimV / Shape::kPartDims;
-  static constexpr int kKeys = Shape::kStepKeys, kSteps = Shape::kKeys / kKeys;
+  static constexpr int kKeys = Shape::kStepKeys;
   using Weights = uint32_t[kKeys / 8];
 
   using Scores = float[kKeys / 2];
@@ -166,7 +166,7 @@ struct E4m3Consumer {
       if (row >= item.rows) continue;
       if (work.cut) {
         const QueryRow query = query_row(p, plan, item, work.head, row);
-        const int64_t place = part_row(p, plan, work.part, first_token + query.token, query.q_head);
+        const int64_t place = part_row(p, work.part, first_token + query.token, query.q_head);
         if (t == 0) plan.ml[place] = make_float2(rows.base[r], l);
 #pragma unroll
         for (int i = 0; i < Shape::kDimV / 16; ++i) {
@@ -308,11 +308,11 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
         await(control.keys_full[keys.stage], keys.phase);
 #pragma unroll 1
         for (; at >= 0; --at) {
-          typename Consumer::Weights weights;
+          typename Consumer::Weights of_step;
           own.find_weights(p, plan, work.item, places, queries_at(), keys_at(at), first_row,
-                           tile * Shape::kKeys + at * kStepKeys, weights);
+                           tile * Shape::kKeys + at * kStepKeys, of_step);
           await(control.transposed_full[values.stage], values.phase);
-          own.template add_values<0>(weights, values_of(at));
+          own.template add_values<0>(of_step, values_of(at));
         }
         release_keys();
         release_values();

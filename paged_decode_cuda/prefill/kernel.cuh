@@ -1,11 +1,11 @@
 // Attention of many rows on Hopper's matrix unit.
 //
-// A block has a producer warpgroup, which copies keys and values into a ring of tiles, two consumer warpgroups of 64
-// rows each (a row is a token and one head of the kv_head's group), and a warp that finds what is to be done. A
+// A block has a producer warpgroup, which copies keys and values into a ring of tiles, two to four consumer warpgroups
+// of 64 rows each (a row is a token and one head of the kv_head's group), and a warp that finds what is to be done. A
 // consumer issues the product q.k of a tile, then the product of the weights of the tile before with its values, and
-// computes the weights of the tile while the latter or the products of the other consumer run. Where head_dim is above
-// 128, the consumers take turns at issuing. Blocks stay and take tile of rows after tile of rows; keys go from the last
-// one to the first one.
+// computes the weights of the tile while the latter or the products of the other consumers run (four of them fill each
+// other's waits without that). Where head_dim is above 128, or with three consumers, they take turns at issuing. Blocks
+// stay and take tile of rows after tile of rows; keys go from the last one to the first one.
 #pragma once
 
 #include "e4m3_consumer.cuh"

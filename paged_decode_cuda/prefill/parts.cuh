@@ -7,7 +7,7 @@
 namespace paged_attn {
 
 // Where the sums of a row of a part wait for the combine kernel.
-PD_DEVICE int64_t part_row(const Problem& p, const PrefillCall& plan, int part, int token, int q_head) {
+PD_DEVICE int64_t part_row(const Problem& p, int part, int token, int q_head) {
   return (part * p.total_q + token) * p.q_heads + q_head;
 }
 
@@ -24,7 +24,7 @@ PD_DEVICE void store_part(const Problem& p, const PrefillCall& plan, const Work&
     const float l = row_sum(rows.l[r]);
     if (row >= item.rows) continue;
     const QueryRow query = query_row(p, plan, item, work.head, row);
-    const int64_t place = part_row(p, plan, work.part, first_token + query.token, query.q_head);
+    const int64_t place = part_row(p, work.part, first_token + query.token, query.q_head);
     if (t == 0) plan.ml[place] = make_float2(rows.base[r], l);
     float* const sums = plan.sums + place * p.head_dim_v;
 #pragma unroll

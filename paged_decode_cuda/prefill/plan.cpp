@@ -12,7 +12,6 @@
 namespace paged_attn {
 namespace {
 
-constexpr int kCapability = 90;     // wgmma and its registers exist on this one only
 constexpr int64_t kPartKeys = 512;  // fewer are not worth a part
 constexpr int64_t kMostParts = 32;  // that are chosen
 constexpr int64_t kPartTiles = 5;   // times the multiprocessors: tiles of rows whose parts there is memory for
@@ -153,7 +152,7 @@ int64_t most_tiles(const Problem& p, int rows) {
 }
 
 const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
-  if (limits.capability != kCapability) return "a device of another compute capability than 9.0";
+  if (*hopper_why_not(limits) != '\0') return hopper_why_not(limits);
   if (has_few_rows(p)) return "no more rows than one tile of the decode kernel";
   if (p.q_dtype == DType::kFloat32) return "float32";
   const char* const reason = decode_why_not(p, limits);

@@ -103,22 +103,6 @@ PD_DEVICE void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The same; whether any of the threads says so.
-PD_DEVICE bool named_barrier_any(int id, int threads, bool says) {
-  uint32_t any;
-  asm volatile(
-      "{\n"
-      ".reg .pred own, any;\n"
-      "setp.ne.u32 own, %3, 0;\n"
-      "barrier.cta.red.or.pred any, %1, %2, own;\n"
-      "selp.u32 %0, 1, 0, any;\n"
-      "}\n"
-      : "=r"(any)
-      : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(says))
-      : "memory");
-  return any != 0;
-}
-
 PD_DEVICE void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -207,10 +191,6 @@ PD_DEVICE void load_shared_floats(uint32_t shared, float& x, float& y) {
 
 PD_DEVICE void store_shared_floats(uint32_t shared, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared), "f"(x), "f"(y) : "memory");
-}
-
-PD_DEVICE void store_shared_word(uint32_t shared, uint32_t x) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
 }
 
 // Loads 16 bytes that are read once by this block, or gives zeros.

@@ -60,13 +60,12 @@ struct PrefillSizes {
 
 // The same as numbers.
 struct PrefillInstance {
-  int head_dim, head_dim_v;  // which it is
-  int rows, keys, threads, shared_bytes;
+  int head_dim, rows, keys, threads, shared_bytes;
 };
 
 template <typename Sizes>
 constexpr PrefillInstance prefill_instance() {
-  return {Sizes::kDim, Sizes::kDimV, Sizes::kRows, Sizes::kKeys, Sizes::kThreads, Sizes::kSharedBytes};
+  return {Sizes::kDim, Sizes::kRows, Sizes::kKeys, Sizes::kThreads, Sizes::kSharedBytes};
 }
 
 using PrefillSizes64 = PrefillSizes<64, 64, 128>;

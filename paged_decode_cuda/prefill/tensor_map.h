@@ -1,4 +1,4 @@
-// Describes keys and values to the bulk copies. The maps are made on the host from the strides alone.
+// Describes keys, values and queries to the bulk copies. The maps are made on the host from the strides alone.
 #pragma once
 
 #include <cuda.h>

@@ -8,8 +8,6 @@
 namespace paged_attn {
 namespace {
 
-constexpr int kHopper = 90;
-
 PrefillMmaInstance instance_of(const Problem& p, const DeviceLimits& limits) {
   return find_prefill_mma_instance(dtype_bytes(p.cache.dtype), p.head_dim, p.head_dim_v, all_scores(p), limits);
 }

@@ -27,8 +27,6 @@ struct Dispatch {
   int64_t threads, least_threads;
 };
 
-constexpr int64_t kMaxKeys = int64_t{1} << 30;  // as call.h has it
-
 struct uint3 {
   uint32_t x, y, z;
 };

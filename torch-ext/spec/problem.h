@@ -1,6 +1,6 @@
 // What was asked: sizes, strides, scalars and addresses of one call. Filled once, by name, in
-// op_attend.cpp and op_write.cpp; every backend reads it. How the work is cut (splits, tiles, threads) is the
-// backend's private plan and never appears here.
+// op_attend.cpp, op_write.cpp and op_parts.cpp; every backend reads it. How the work is cut (splits, tiles, threads) is
+// the backend's private plan and never appears here.
 //
 // Strides count elements. The last dimension of every tensor is contiguous. What may be left out is an
 // Optional, and every scalar has a neutral value, so "off" is no special path.
@@ -13,6 +13,7 @@ namespace [[gnu::visibility("hidden")]] paged_attn {
 // The widest head_dim and head_dim_v of any supported pair (576 for MLA's joined keys).
 constexpr int64_t kMaxHeadDim = 576;
 constexpr int64_t kMaxHeadDimV = 512;
+constexpr int64_t kMaxKeys = int64_t{1} << 30;  // of one request on a GPU: sums of two positions still fit into 32 bits
 
 enum class DType : int32_t { kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2 };
 

@@ -127,15 +127,6 @@ PD_DEVICE void named_barrier_sync(int id, int threads) {
   static const char* const names[] = {"named barrier 0", "named barrier 1", "named barrier 2", "named barrier 3"};
   meet(own_block().named[id], threads, names[id % 4]);
 }
-// An answer is that of the meeting of its number; that after the next one comes when everybody has read it.
-PD_DEVICE bool named_barrier_any(int id, int threads, bool says) {
-  Meeting& meeting = own_block().named[id];
-  const uint64_t number = meeting.generation + 1;
-  uint64_t& said = own_block().said[id][number % 2];
-  if (says) said = number;
-  named_barrier_sync(id, threads);
-  return said == number;
-}
 PD_DEVICE void named_barrier_arrive(int id, int threads) { arrive(own_block().named[id], threads); }
 template <int kCount>
 PD_DEVICE void give_registers() {}
@@ -224,7 +215,6 @@ PD_DEVICE void store_shared_floats(uint32_t target, float x, float y) {
   const float pair[2] = {x, y};
   memcpy(shared_at(target), pair, 8);
 }
-PD_DEVICE void store_shared_word(uint32_t target, uint32_t x) { memcpy(shared_at(target), &x, 4); }
 PD_DEVICE void load_piece(uint32_t target, uint32_t& x, uint32_t& y, uint32_t& z, uint32_t& w) {
   uint32_t words[4];
   memcpy(words, shared_at(target), 16);

@@ -84,8 +84,7 @@ struct Block {
   std::unique_ptr<uint8_t[]> arena{new uint8_t[kArena]};
   std::unordered_map<uint32_t, Barrier> barriers;
   Meeting named[16], all;
-  uint64_t said[16][2] = {};  // the last meeting at a named barrier where somebody said yes
-  int running = 0;            // threads
+  int running = 0;  // threads
   std::vector<Warp> warps;
 };
 
