@@ -1,6 +1,7 @@
 """Keywords of other kernels: accepted where they ask for nothing, refused by name where they ask for something."""
 
 import ast
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import cases
 import pytest
 import torch
 from cases import Case
-from compare import run
+from compare import assert_same_bits, assert_same_bytes, run
 
 CASE = Case(q_len=3, kv_len=90, causal=True, varlen_q=True)
 
@@ -152,6 +153,52 @@ def test_rotary_seqlens_with_new_keys_but_no_angles(paged_attn, device):
     given = run(paged_attn, calls[0], rotary_seqlens=torch.arange(4, dtype=torch.int32, device=device))
     for a, b in zip(given, run(paged_attn, calls[1])):
         assert torch.equal(a, b)
+
+
+WILD = {name: torch.full((7, 3, 2), torch.nan, dtype=torch.float64) for name in ("q_descale", "k_descale", "v_descale")}
+UNSCALED = {
+    "plain": (with_kvcache, {}),
+    "a feature": (with_kvcache, {"sink": "float32"}),
+    "append": (with_kvcache, {"append": 3, "varlen_q": False}),
+    "an append with a rotation": (with_kvcache, {"append": 3, "varlen_q": False, "rotary_dim": 32}),
+    "MLA with qv": (with_kvcache, {"qv": True, "head_dim_v": 512, "kv_heads": 1}),
+    "varlen": (varlen, {}),
+    "dense": (func, {}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", UNSCALED)
+def test_descales_of_more_than_8_bits_ask_for_nothing(paged_attn, device, name, dtype):
+    """As in FlashAttention 3, which does not look at them: engines pass the scales of a checkpoint whatever the cache.
+    So neither their values count nor their shapes, dtypes and devices."""
+    function, fields = UNSCALED[name]
+    case = dataclasses.replace(CASE, dtype=dtype, **fields)
+    calls = [cases.build(case).to(device) for _ in range(2)]
+    assert_same_bits(function(paged_attn, calls[0], **WILD), function(paged_attn, calls[1]))
+    for a, b in zip(*(call.storage for call in calls)):
+        assert_same_bytes("cache", a, b.cpu())
+
+
+def test_the_descale_of_a_16_bit_query_over_8_bits(paged_attn, device):
+    """Each tensor by itself: the scales of the cache count."""
+    calls = [cases.build(Case(kv_dtype="float8_e4m3fn", descale="full")).to(device) for _ in range(3)]
+    given, without = run(paged_attn, calls[0], q_descale=WILD["q_descale"]), run(paged_attn, calls[1])
+    assert_same_bits(given, without)
+    assert not torch.equal(run(paged_attn, calls[2], v_descale=None)[0], without[0])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_descales_of_a_cache_of_more_than_8_bits_are_not_written(paged_attn, device, dtype):
+    calls = [cases.build(Case(append=3, dtype=dtype)).to(device) for _ in range(2)]
+    names = ("k", "v", "block_table", "cache_seqlens")
+    for call, scales in zip(calls, ({name: WILD[name] for name in ("k_descale", "v_descale")}, {})):
+        k_cache, v_cache = call.caches()
+        paged_attn.kv_paged_write(
+            k_cache=k_cache, v_cache=v_cache, **{name: call.kwargs[name] for name in names}, **scales
+        )
+    for a, b in zip(*(call.storage for call in calls)):
+        assert_same_bytes("cache", a, b.cpu())
 
 
 def test_features_stand_in_the_order_of_the_operators(paged_attn):

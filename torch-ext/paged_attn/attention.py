@@ -104,7 +104,8 @@ def flash_attn_with_kvcache(
             error where lengths are checked (on the CPU, or with PAGED_ATTN_CHECK=1).
         rotary_seqlens: int32 (batch,): rotary positions start here instead of at `cache_seqlens`.
         qv: like q with head_dim_v: the score is q . k + qv . v (multi-head latent attention).
-        q_descale, k_descale, v_descale: float32 (batch, kv_heads), either may be 1: value = stored * descale.
+        q_descale, k_descale, v_descale: float32 (batch, kv_heads), either may be 1: value = stored * descale. Ignored
+            with a tensor of more than 8 bits.
         attention_chunk: a token sees only keys of its own chunk of this many positions, counted from the first key
             that exists (`cache_leftpad`); 0 is off.
         s_aux: (q_heads,): one more logit per head, without a value. `sinks` is another name of it.
