@@ -37,6 +37,13 @@ NOTHING = {
     "sfk": None,
     "sfv": None,
     "q_v": None,
+    "gather_kv_indices": None,
+    "gather_kv_valid_length": None,
+    "min_seqlen_k": None,
+    "aux_scalars": None,
+    "seqlen_k_per_split": None,
+    "disable_scheduler_metadata": False,
+    "return_lse": False,
     "fa_version": 3,
     "ver": 4,
     "scheduler_metadata": None,
@@ -51,6 +58,13 @@ SOMETHING = {
     "output_scale": torch.ones(1),
     "cp_world_size": 2,
     "sfq": torch.ones(2, 2),
+    "gather_kv_indices": torch.zeros(4, 8, dtype=torch.int32),
+    "gather_kv_valid_length": torch.ones(4, dtype=torch.int32),
+    "min_seqlen_k": 16,
+    "aux_scalars": (1.0,),
+    "seqlen_k_per_split": 128,
+    "disable_scheduler_metadata": True,
+    "return_lse": True,
 }
 
 
@@ -153,6 +167,33 @@ def test_rotary_seqlens_with_new_keys_but_no_angles(paged_attn, device):
     given = run(paged_attn, calls[0], rotary_seqlens=torch.arange(4, dtype=torch.int32, device=device))
     for a, b in zip(given, run(paged_attn, calls[1])):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("module", ["", "fa3"])
+@pytest.mark.parametrize("name", ["flash_attn_with_kvcache", "flash_attn_varlen_func", "flash_attn_func"])
+def test_q_v_is_another_name_of_qv(paged_attn, device, name, module):
+    """vLLM's."""
+    function = getattr(getattr(paged_attn, module) if module else paged_attn, name)
+    torch.manual_seed(0)
+    q, k, v, qv = (torch.randn(2, 5, h, d, device=device) for h, d in ((4, 64), (1, 64), (1, 512), (4, 512)))
+    arguments = {"q": q, "k_cache" if name.endswith("cache") else "k": k, "causal": True}
+    arguments["v_cache" if name.endswith("cache") else "v"] = v
+    if "varlen" in name:
+        cu_seqlens = torch.tensor([0, 5, 10], dtype=torch.int32, device=device)
+        arguments = {n: x.flatten(0, 1) if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
+        arguments |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": 5, "max_seqlen_k": 5}
+        qv = qv.flatten(0, 1)
+    out = function(**arguments, q_v=qv)
+    assert torch.equal(out, function(**arguments, qv=qv)) and not torch.equal(out, function(**arguments, qv=qv * 0))
+    with pytest.raises(ValueError, match=r"^qv and q_v are two names of one argument: expected one of"):
+        function(**arguments, qv=qv, q_v=qv)
+    with pytest.raises((ValueError, RuntimeError), match=r"^q_v: expected "):
+        function(**arguments, q_v=qv[..., :-8].contiguous())
+    if module:
+        alone = {n: x for n, x in arguments.items() if n not in ("q", "k", "k_cache")}
+        keys = "k_cache" if name.endswith("cache") else "k"
+        expected = function(q=None, **{keys: None}, **alone, qv=qv, only_qv=True)
+        assert torch.equal(function(q=None, **{keys: None}, **alone, q_v=qv, only_qv=True), expected)
 
 
 WILD = {name: torch.full((7, 3, 2), torch.nan, dtype=torch.float64) for name in ("q_descale", "k_descale", "v_descale")}

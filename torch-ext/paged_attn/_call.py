@@ -64,7 +64,9 @@ _ABSENT = {
     "aux_tensor_leading_dims": None, "block_sparse_tensors": None, "leftpad_k": None, "dynamic_causal": None,
     "output_scale": None, "learnable_sink": None, "cp_world_size": 1, "cp_rank": 0, "cp_tot_seqused_k": None,
     "sfq": None, "sfk": None, "sfv": None, "rel_bias": None, "rel_bias_k": None, "rel_bias_q": None,
-    "rel_bias_prep_cache": None, "rel_extra_h": None, "q_v": None, "softmax_offset": None,
+    "rel_bias_prep_cache": None, "rel_extra_h": None, "softmax_offset": None,
+    "gather_kv_indices": None, "gather_kv_valid_length": None, "min_seqlen_k": None, "aux_scalars": None,
+    "seqlen_k_per_split": None, "disable_scheduler_metadata": None, "return_lse": None,
 }  # fmt: skip
 
 
@@ -206,6 +208,11 @@ def one_of(name, value, other_name, other):
     if value is not None and other is not None:
         raise ValueError(f"{name} and {other_name} are two names of one argument: expected one of them, got both")
     return other if value is None else value
+
+
+def with_q_v(names):
+    """How errors name arguments where qv was given under its second name."""
+    return {name: "q_v" if said == "qv" else said for name, said in names.items()} | {"qv": "q_v"}
 
 
 def refuse_others(function, others):
