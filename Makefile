@@ -112,7 +112,7 @@ test-engines: test-sglang test-vllm
 test-sglang test-vllm: test-%: $(ENGINES)/%/.requirements $(STAMP)
 	$(BUILD) cpu
 	$(if $(filter vllm,$*),$(ENGINES)/vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation ./engines/vllm)
-	PAGED_ATTN_ENGINE=$* PAGED_ATTN_TEST_DEVICE=cpu LOCAL_KERNELS=$(kernels_$*) \
+	PAGED_ATTN_ENGINE=$* PAGED_ATTN_TEST_DEVICE=cpu LOCAL_KERNELS=$(kernels_$*) SGLANG_USE_SGL_FA3_KERNEL=0 \
 	$(ENGINES)/$*/bin/python -m pytest $(wildcard tests/engines/test_$**.py) $(PYTEST)
 
 lint: $(STAMP)

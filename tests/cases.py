@@ -263,7 +263,7 @@ FEATURES = {
     "e5m2": {"kv_dtype": "float8_e5m2"},
     "descale": {"kv_dtype": "float8_e4m3fn", "descale": "full"},
     "descale_shared": {"kv_dtype": "float8_e5m2", "descale": "shared"},
-    "q_descale": {"q_descale": "full"},
+    "descale_of_16_bits": {"descale": "full", "q_descale": "full"},
     "q_e4m3": {"dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn", "q_descale": "full"},
     "q_e5m2": {"dtype": "float8_e5m2", "kv_dtype": "float8_e5m2", "q_descale": "shared"},
     "several_q": {"q_len": 5},

@@ -271,6 +271,12 @@ def per_token(dice, lens, packed, heads, dim, dtype, factor, spare):
     return x
 
 
+def is_ignored(arguments, name):
+    """A descale of a tensor that is not of 8 bits."""
+    scaled = arguments["q"] if name == "q_descale" else arguments.get("v_cache", arguments.get("v"))
+    return scaled.dtype not in FP8
+
+
 def descale(dice, batch, kv_heads, low=0.5):
     shape = dice.choice(((batch, kv_heads), (1, 1), (1, kv_heads), (batch, 1)))
     x = torch.rand(shape) + low

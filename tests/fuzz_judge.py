@@ -12,7 +12,7 @@ import cases
 import reference
 import torch
 from compare import EIGHT_BIT_SUMS
-from fuzz_calls import FP8, MergeCall, locality, place, visible
+from fuzz_calls import FP8, MergeCall, is_ignored, locality, place, visible
 
 EPS32 = torch.finfo(torch.float32).eps
 STEP = 4  # keys that a kernel takes at a time, at least
@@ -29,7 +29,7 @@ def table_of(arguments):
 
 def descale_of(arguments, name, b, kv_heads):
     table = arguments.get(name)
-    if table is None:
+    if table is None or is_ignored(arguments, name):
         return torch.ones(kv_heads, dtype=torch.float64)
     return table[b if table.shape[0] > 1 else 0].double().expand(kv_heads)
 

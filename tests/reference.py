@@ -134,6 +134,10 @@ def attend(q, k_cache, v_cache, *, cache_seqlens, block_table=None, seqlens_new=
     out is shaped like q; lse is (batch, q_heads, tokens), or (q_heads, total_q) with cu_seqlens_q. Tokens of q that no
     request has see nothing, like rows without keys: out 0, lse -inf.
     """
+    q_descale, k_descale, v_descale = (
+        descale if x.dtype.itemsize == 1 else None  # other tensors have no scale
+        for x, descale in ((q, q_descale), (k_cache, k_descale), (v_cache, v_descale))
+    )
     window_left, window_right = window_size[0], 0 if causal else window_size[1]
     q_heads, head_dim, head_dim_v = q.shape[-2], q.shape[-1], v_cache.shape[-1]
     group, number = q_heads // max(1, k_cache.shape[2]), arithmetic.number

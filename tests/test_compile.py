@@ -60,6 +60,26 @@ def test_with_kvcache(paged_attn, device, name, backend):
         assert torch.equal(copy.view(torch.uint8), cache.contiguous().view(torch.uint8))
 
 
+def test_descales_of_a_16_bit_cache(paged_attn, device, backend):
+    """Left out of the graph: no operator sees them, whatever their shape."""
+    case = Case(append=3, q_len=3, causal=True)
+    call, before = cases.build(case).to(device), cases.build(case)
+    k_cache, v_cache = call.caches()
+    names = ("q", "k", "v", "block_table", "cache_seqlens")
+
+    def step(k_cache, v_cache, scale, q, k, v, table, lens):
+        scales = {"k_descale": scale, "v_descale": scale}
+        paged_attn.kv_paged_write(k * 1, v * 1, k_cache, v_cache, table, lens, **scales)
+        return paged_attn.flash_attn_with_kvcache(
+            q * 1, k_cache, v_cache, k * 1, v * 1, cache_seqlens=lens, block_table=table, causal=True,
+            return_softmax_lse=True, **scales,
+        )  # fmt: skip
+
+    scale, given = torch.full((7, 3), torch.nan, device=device), [call.kwargs[name] for name in names]
+    out, lse = torch.compile(step, backend=backend, fullgraph=True)(k_cache, v_cache, scale, *given)
+    judge(out, lse, call, before)
+
+
 def test_kv_paged_write(paged_attn, device, backend):
     case = Case(append=3)
     call, before = cases.build(case).to(device), cases.build(case)

@@ -132,7 +132,6 @@ REASONS = {  # of a route: what keeps a call from it
         "softcap": {"softcap": 20.0},
         "alibi_slopes": {"alibi": "head"},
         "sinks that are not of q's dtype": {"sink": "float32"},
-        "descales of a 16-bit cache": {"descale": "full"},
         "another dtype of q than the usual one": {"dtype": "float16", "kv_dtype": "float8_e4m3fn"},
         "head_dim and head_dim_v differ": {"head_dim_v": 64},
         "a head_dim other than 64, 128 and 256": {"head_dim": 96},

@@ -1,5 +1,6 @@
 """The named cases, every feature by itself, every size; and the ways of saying the same thing."""
 
+import dataclasses
 import errno
 import mmap
 import platform
@@ -76,6 +77,7 @@ NEUTRAL = {
     "s_aux": torch.full((4,), -torch.inf),
     "k_descale": torch.ones(4, 2),
     "v_descale": torch.ones(4, 2),
+    "q_descale": torch.ones(4, 2),
     "softmax_scale": 64**-0.5,
     "num_splits": 0,
     "pack_gqa": True,
@@ -94,6 +96,8 @@ def test_neutral_value_changes_no_bit(paged_attn, device, name, dtype):
     value = NEUTRAL[name]
     value = value.to(device) if isinstance(value, torch.Tensor) else value
     case = Case(q_len=5, kv_len=200, varlen_q=name == "max_seqlen_q", dtype=dtype)
+    if name.endswith("_descale"):
+        case = dataclasses.replace(case, dtype="float8_e4m3fn" if name[0] == "q" else dtype, kv_dtype="float8_e4m3fn")
     assert_same_bits(*both(paged_attn, device, case, lambda kwargs: kwargs.update({name: value})))
 
 

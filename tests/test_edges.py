@@ -68,7 +68,9 @@ FACTORS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FACTORS)
 def test_factor(paged_attn, device, name, dtype, q_len):
-    calls = both_calls(Case(kv_len=150, q_len=q_len, dtype=dtype), device)
+    kv_dtype = "float8_e4m3fn" if "descale" in name else ""
+    case = Case(kv_len=150, q_len=q_len, dtype=kv_dtype if name[0] == "q" else dtype, kv_dtype=kv_dtype)
+    calls = both_calls(case, device)
     change(calls, **FACTORS[name])
     judge(*run(paged_attn, calls[0]), *calls)
 
@@ -136,7 +138,7 @@ def test_descale_of_values_with_qv(paged_attn, device, v_descale):
     """The values are in the score too then, if they count for anything."""
     if v_descale == 1e-39 and torch.device(device).type != "cpu":
         pytest.skip("a number that only the CPU does not take for 0")
-    calls = both_calls(Case(kv_len=60, head_dim_v=512, qv=True, descale="full"), device)
+    calls = both_calls(Case(kv_len=60, head_dim_v=512, qv=True, kv_dtype="float8_e4m3fn", descale="full"), device)
     for call in calls:
         call.kwargs["v_descale"] = torch.full((4, 2), v_descale, device=call.kwargs["q"].device)
     judge(*run(paged_attn, calls[0]), *calls)

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 from cases import Case, build
-from compare import judge
+from compare import assert_same_bits, judge
 
 WITH_KVCACHE = """q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad page_table
     cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens q_descale k_descale v_descale softmax_scale causal
@@ -175,6 +175,34 @@ def test_latent_values_in_8_bits(paged_attn, device):
     qv = call.kwargs["q"]
     result = paged_attn.fa3.flash_attn_with_kvcache(qv[..., :0], None, v_cache, qv=qv, **given)
     judge(*result, call, before)
+
+
+@pytest.mark.parametrize("name", ["decode", "window", "ragged append", "latent", "only qv", "varlen", "dense"])
+def test_descales_of_16_bits_ask_for_nothing(paged_attn, device, name):
+    """SGLang passes a checkpoint's scales over a bfloat16 cache too, of its own batch. FlashAttention 3 reads scales
+    where the tensor is of 8 bits."""
+    fa3, wild = paged_attn.fa3, torch.full((2, 7), torch.nan)
+    scales = {"q_descale": wild, "k_descale": wild, "v_descale": wild}
+    results = []
+    for given in ({}, scales):
+        if name in CASES:
+            call = build(CASES[name]).to(device)
+            positional, keywords = by_position(call, *call.caches())
+            arguments = dict(zip(WITH_KVCACHE.split(), positional, strict=True)) | keywords | given
+            results.append((*fa3.flash_attn_with_kvcache(**arguments), *(x.nan_to_num() for x in call.storage)))
+            continue
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(2, 9, heads, 64, device=device).bfloat16() for heads in (4, 2, 2))
+        if name == "only qv":
+            out = fa3.flash_attn_func(None, None, v, qv=q, only_qv=True, **given)
+        elif name == "dense":
+            out = fa3.flash_attn_func(q, k, v, causal=True, **given)
+        else:
+            cu_seqlens = torch.tensor([0, 9, 18], dtype=torch.int32, device=device)
+            packed = [x.flatten(0, 1) for x in (q, k, v)]
+            out = fa3.flash_attn_varlen_func(*packed, cu_seqlens, cu_seqlens, 9, 9, causal=True, **given)
+        results.append((out,))
+    assert_same_bits(*results)
 
 
 def test_merge_takes_lse_as_tokens_and_heads(paged_attn, device):

@@ -1,6 +1,7 @@
 """Keywords of other kernels: accepted where they ask for nothing, refused by name where they ask for something."""
 
 import ast
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import cases
 import pytest
 import torch
 from cases import Case
-from compare import run
+from compare import assert_same_bits, assert_same_bytes, run
 
 CASE = Case(q_len=3, kv_len=90, causal=True, varlen_q=True)
 
@@ -36,6 +37,13 @@ NOTHING = {
     "sfk": None,
     "sfv": None,
     "q_v": None,
+    "gather_kv_indices": None,
+    "gather_kv_valid_length": None,
+    "min_seqlen_k": None,
+    "aux_scalars": None,
+    "seqlen_k_per_split": None,
+    "disable_scheduler_metadata": False,
+    "return_lse": False,
     "fa_version": 3,
     "ver": 4,
     "scheduler_metadata": None,
@@ -50,6 +58,13 @@ SOMETHING = {
     "output_scale": torch.ones(1),
     "cp_world_size": 2,
     "sfq": torch.ones(2, 2),
+    "gather_kv_indices": torch.zeros(4, 8, dtype=torch.int32),
+    "gather_kv_valid_length": torch.ones(4, dtype=torch.int32),
+    "min_seqlen_k": 16,
+    "aux_scalars": (1.0,),
+    "seqlen_k_per_split": 128,
+    "disable_scheduler_metadata": True,
+    "return_lse": True,
 }
 
 
@@ -164,6 +179,79 @@ def test_rotary_seqlens_with_new_keys_but_no_angles(paged_attn, device):
     given = run(paged_attn, calls[0], rotary_seqlens=torch.arange(4, dtype=torch.int32, device=device))
     for a, b in zip(given, run(paged_attn, calls[1])):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("module", ["", "fa3"])
+@pytest.mark.parametrize("name", ["flash_attn_with_kvcache", "flash_attn_varlen_func", "flash_attn_func"])
+def test_q_v_is_another_name_of_qv(paged_attn, device, name, module):
+    """vLLM's."""
+    function = getattr(getattr(paged_attn, module) if module else paged_attn, name)
+    torch.manual_seed(0)
+    q, k, v, qv = (torch.randn(2, 5, h, d, device=device) for h, d in ((4, 64), (1, 64), (1, 512), (4, 512)))
+    arguments = {"q": q, "k_cache" if name.endswith("cache") else "k": k, "causal": True}
+    arguments["v_cache" if name.endswith("cache") else "v"] = v
+    if "varlen" in name:
+        cu_seqlens = torch.tensor([0, 5, 10], dtype=torch.int32, device=device)
+        arguments = {n: x.flatten(0, 1) if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
+        arguments |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": 5, "max_seqlen_k": 5}
+        qv = qv.flatten(0, 1)
+    out = function(**arguments, q_v=qv)
+    assert torch.equal(out, function(**arguments, qv=qv)) and not torch.equal(out, function(**arguments, qv=qv * 0))
+    with pytest.raises(ValueError, match=r"^qv and q_v are two names of one argument: expected one of"):
+        function(**arguments, qv=qv, q_v=qv)
+    with pytest.raises((ValueError, RuntimeError), match=r"^q_v: expected "):
+        function(**arguments, q_v=qv[..., :-8].contiguous())
+    if module:
+        alone = {n: x for n, x in arguments.items() if n not in ("q", "k", "k_cache")}
+        keys = "k_cache" if name.endswith("cache") else "k"
+        expected = function(q=None, **{keys: None}, **alone, qv=qv, only_qv=True)
+        assert torch.equal(function(q=None, **{keys: None}, **alone, q_v=qv, only_qv=True), expected)
+
+
+WILD = {name: torch.full((7, 3, 2), torch.nan, dtype=torch.float64) for name in ("q_descale", "k_descale", "v_descale")}
+UNSCALED = {
+    "plain": (with_kvcache, {}),
+    "a feature": (with_kvcache, {"sink": "float32"}),
+    "append": (with_kvcache, {"append": 3, "varlen_q": False}),
+    "an append with a rotation": (with_kvcache, {"append": 3, "varlen_q": False, "rotary_dim": 32}),
+    "MLA with qv": (with_kvcache, {"qv": True, "head_dim_v": 512, "kv_heads": 1}),
+    "varlen": (varlen, {}),
+    "dense": (func, {}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", UNSCALED)
+def test_descales_of_more_than_8_bits_ask_for_nothing(paged_attn, device, name, dtype):
+    """As in FlashAttention 3, which does not look at them: engines pass the scales of a checkpoint whatever the cache.
+    So neither their values count nor their shapes, dtypes and devices."""
+    function, fields = UNSCALED[name]
+    case = dataclasses.replace(CASE, dtype=dtype, **fields)
+    calls = [cases.build(case).to(device) for _ in range(2)]
+    assert_same_bits(function(paged_attn, calls[0], **WILD), function(paged_attn, calls[1]))
+    for a, b in zip(*(call.storage for call in calls)):
+        assert_same_bytes("cache", a, b.cpu())
+
+
+def test_the_descale_of_a_16_bit_query_over_8_bits(paged_attn, device):
+    """Each tensor by itself: the scales of the cache count."""
+    calls = [cases.build(Case(kv_dtype="float8_e4m3fn", descale="full")).to(device) for _ in range(3)]
+    given, without = run(paged_attn, calls[0], q_descale=WILD["q_descale"]), run(paged_attn, calls[1])
+    assert_same_bits(given, without)
+    assert not torch.equal(run(paged_attn, calls[2], v_descale=None)[0], without[0])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_descales_of_a_cache_of_more_than_8_bits_are_not_written(paged_attn, device, dtype):
+    calls = [cases.build(Case(append=3, dtype=dtype)).to(device) for _ in range(2)]
+    names = ("k", "v", "block_table", "cache_seqlens")
+    for call, scales in zip(calls, ({name: WILD[name] for name in ("k_descale", "v_descale")}, {})):
+        k_cache, v_cache = call.caches()
+        paged_attn.kv_paged_write(
+            k_cache=k_cache, v_cache=v_cache, **{name: call.kwargs[name] for name in names}, **scales
+        )
+    for a, b in zip(*(call.storage for call in calls)):
+        assert_same_bytes("cache", a, b.cpu())
 
 
 def test_features_stand_in_the_order_of_the_operators(paged_attn):

@@ -4,6 +4,7 @@ function that it sets, with other caches."""
 import copy
 import logging
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import small_models
@@ -1169,6 +1170,26 @@ def test_keywords_that_would_change_the_result(attend, name):
     assert torch.equal(attend(**{name: None}), plain)
     with pytest.raises(ValueError, match=rf"{name}: expected None or False .*, got a tensor of shape \(2, 3\)"):
         attend(**{name: torch.zeros(2, 3)})
+
+
+@pytest.mark.parametrize("kept", [1, 3])
+def test_masks_for_the_last_queries_of_a_prompt(attend, device, kept):
+    """transformers 5.23 gives layers that share keys the last queries of a prompt, and takes their rows of a mask as
+    below. A mask of keys holds for all queries."""
+    make_mask = transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["paged_attn"]
+    padded = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6], dtype=torch.bool, device=device)
+    config = SimpleNamespace(num_kv_shared_layers=2)
+    mask = make_mask(2, 6, 6, attention_mask=padded, config=config)
+    assert torch.equal(attend(mask), attend(padded))
+    rows = mask[:, :, slice(-kept, None), :]
+    assert torch.equal(rows[:, 1:], padded[:, 1:]) and torch.equal(attend(rows), attend(padded))
+    bidirectional = {"allow_is_bidirectional_skip": True, "local_size": 2, "mask_function": window_of_2}
+    mask = make_mask(2, 6, 6, config=config, **bidirectional)
+    assert mask[:, :, slice(-kept, None), :].paged_window == mask.paged_window == (2, 2)
+
+
+def window_of_2(batch, head, query, key):
+    return (query - key).abs() <= 2
 
 
 def test_keywords_that_do_not_fit_together(attend):

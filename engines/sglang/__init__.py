@@ -1,8 +1,10 @@
 """SGLang's FlashAttention 3 kernel, served by paged-attn.
 
-SGLang asks `kernels` for kernels-community/sgl-flash-attn3 and takes two functions of it by FlashAttention 3's order of
-arguments. This directory goes in its place; paged-attn itself is loaded under its own name:
+With SGLANG_USE_SGL_FA3_KERNEL=0 SGLang asks `kernels` for kernels-community/sgl-flash-attn3 and takes two functions of
+it by FlashAttention 3's order of arguments. This directory goes in its place; paged-attn itself is loaded under its own
+name:
 
+    export SGLANG_USE_SGL_FA3_KERNEL=0
     export LOCAL_KERNELS="kernels-community/sgl-flash-attn3=<here>:org/paged-attn=<repository>/build/<variant>"
 """
 

@@ -3,7 +3,8 @@
 What is not installed is replaced before SGLang is imported:
 
     sgl_kernel       a wheel of CUDA code. The backend takes `merge_state_v2` and `get_scheduler_metadata` from it; here
-                     they come from paged_attn.fa3, as the attention functions do.
+                     they come from paged_attn.fa3. Its attention functions raise: those that the backend calls come
+                     from `kernels`, with SGLANG_USE_SGL_FA3_KERNEL=0 (the Makefile sets it).
     flashinfer,      CUDA code that modules on the way import and never call here.
     torchvision
     the GPU itself   SGLang asks for its generation before it calls the kernel.
@@ -55,6 +56,10 @@ class _AbsentModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
+def _attention_of_sgl_kernel(*arguments, **keywords):
+    raise NotImplementedError("attention of sgl_kernel was called: expected SGLANG_USE_SGL_FA3_KERNEL=0, and ours")
+
+
 def import_backend(fa3):
     """SGLang's module with its FlashAttention backend. `fa3` stands in for what sgl_kernel has of CUDA."""
     # transformers must remember that there is no torchvision before an empty module takes its name.
@@ -64,9 +69,9 @@ def import_backend(fa3):
     import sgl_kernel.flash_attn
 
     sgl_kernel.merge_state_v2 = fa3.merge_state_v2
-    # The backend imports all three; the attention functions that it calls come from `kernels`.
-    for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata"):
-        setattr(sgl_kernel.flash_attn, name, getattr(fa3, name))
+    sgl_kernel.flash_attn.get_scheduler_metadata = fa3.get_scheduler_metadata
+    for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache"):  # the backend imports them too
+        setattr(sgl_kernel.flash_attn, name, _attention_of_sgl_kernel)
 
     from sglang.kernels.ops.attention import flash_attention_v3
     from sglang.srt.layers.attention import flashattention_backend

@@ -211,7 +211,12 @@ def test_8_bit_cache(make_model, run, dtype, attention, rounding):
         ids = torch.tensor([request["prompt_token_ids"]])
         past = Cache(layer_class_to_replicate=eight_bit_layer(dtype, rounding))
         expected.append(model.generate(ids, past_key_values=past, max_new_tokens=24)[0, ids.shape[1] :].tolist())
-    tokens, calls, _ = run(make_model("Llama"), attention, MIXED, kv_cache_dtype=cache)
+    try:
+        tokens, calls, _ = run(make_model("Llama"), attention, MIXED, kv_cache_dtype=cache)
+    except ValueError as error:  # vLLM 0.33's own attention, on some processors
+        if attention != "vllm" or "not supported by the CPU attention backend on this host" not in str(error):
+            raise
+        pytest.skip(str(error))
     assert (calls["kv_paged_write"] > 0) == (attention == "paged_attn")
     assert tokens == expected
 

@@ -34,7 +34,8 @@ _arguments = _attend._schema.arguments
 _first = [argument.name for argument in _arguments].index("cu_seqlens_q")
 FEATURES = tuple(argument.name for argument in _arguments[_first:])
 _NO_FEATURES = tuple(argument.default_value for argument in _arguments[_first:])
-_CU_SEQLENS_Q, _QV = FEATURES.index("cu_seqlens_q"), FEATURES.index("qv")
+_CU_SEQLENS_Q = FEATURES.index("cu_seqlens_q")
+_QV_AND_DESCALES = slice(FEATURES.index("qv"), FEATURES.index("v_descale") + 1)
 
 # The tensors of numbers, which could require grad: those of every call, and those among the features (all between
 # alibi_slopes and rotary_sin but the int attention_chunk).
@@ -63,7 +64,9 @@ _ABSENT = {
     "aux_tensor_leading_dims": None, "block_sparse_tensors": None, "leftpad_k": None, "dynamic_causal": None,
     "output_scale": None, "learnable_sink": None, "cp_world_size": 1, "cp_rank": 0, "cp_tot_seqused_k": None,
     "sfq": None, "sfk": None, "sfv": None, "rel_bias": None, "rel_bias_k": None, "rel_bias_q": None,
-    "rel_bias_prep_cache": None, "rel_extra_h": None, "q_v": None, "softmax_offset": None,
+    "rel_bias_prep_cache": None, "rel_extra_h": None, "softmax_offset": None,
+    "gather_kv_indices": None, "gather_kv_valid_length": None, "min_seqlen_k": None, "aux_scalars": None,
+    "seqlen_k_per_split": None, "disable_scheduler_metadata": None, "return_lse": None,
 }  # fmt: skip
 
 
@@ -75,7 +78,12 @@ def run(
     None where none is asked for. `names`: how the caller calls the arguments of flash_attn_with_kvcache, in errors.
     `is_cache`: only a cache may have more rows than there are requests."""
     try:
-        qv = None if features is None else features[_QV]
+        qv = None
+        if features is not None:
+            qv, q_descale, k_descale, v_descale = features[_QV_AND_DESCALES]
+            if not (q_descale is k_descale is v_descale is None):
+                scales = (scale_of(q_descale, q), scale_of(k_descale, k_cache), scale_of(v_descale, v_cache))
+                features = (*features[: _QV_AND_DESCALES.start], qv, *scales, *features[_QV_AND_DESCALES.stop :])
         grad = torch.is_grad_enabled()
         if grad or forward_ad._current_level >= 0:
             refuse_grad(_NUMBERS, (q, k_cache, v_cache, k, v, out))
@@ -153,6 +161,11 @@ def is_int(value):
     return isinstance(value, INTS) or fits(value, 64)
 
 
+def scale_of(descale, tensor):
+    """The descale, or None where the tensor is not of 8 bits: FlashAttention 3 does not look at it there either."""
+    return None if isinstance(descale, torch.Tensor) and tensor.dtype not in FP8 else descale
+
+
 def lengths_of(length, batch, device):
     """The same length for every request."""
     length = length if isinstance(length, INTS) else index(length)
@@ -195,6 +208,11 @@ def one_of(name, value, other_name, other):
     if value is not None and other is not None:
         raise ValueError(f"{name} and {other_name} are two names of one argument: expected one of them, got both")
     return other if value is None else value
+
+
+def with_q_v(names):
+    """How errors name arguments where qv was given under its second name."""
+    return {name: "q_v" if said == "qv" else said for name, said in names.items()} | {"qv": "q_v"}
 
 
 def refuse_others(function, others):

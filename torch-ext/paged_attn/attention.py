@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._call import check_cu_seqlens_k, form_of, one_of, refuse_dropout, refuse_others, run
+from ._call import check_cu_seqlens_k, form_of, one_of, refuse_dropout, refuse_others, run, with_q_v
 
 
 def _names(**others):
@@ -57,6 +57,7 @@ def flash_attn_with_kvcache(
     max_seqlen_q: int | None = None,
     rotary_seqlens: torch.Tensor | None = None,
     qv: torch.Tensor | None = None,
+    q_v: torch.Tensor | None = None,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
@@ -104,8 +105,9 @@ def flash_attn_with_kvcache(
         max_seqlen_q: a hint with `cu_seqlens_q`: an upper bound of q_len; None for none. One that is too small is an
             error where lengths are checked (on the CPU, or with PAGED_ATTN_CHECK=1).
         rotary_seqlens: int32 (batch,): rotary positions start here instead of at `cache_seqlens`.
-        qv: like q with head_dim_v: the score is q . k + qv . v (multi-head latent attention).
-        q_descale, k_descale, v_descale: float32 (batch, kv_heads), either may be 1: value = stored * descale.
+        qv: like q with head_dim_v: the score is q . k + qv . v (multi-head latent attention). `q_v` is another name.
+        q_descale, k_descale, v_descale: float32 (batch, kv_heads), either may be 1: value = stored * descale. Ignored
+            with a tensor of more than 8 bits.
         attention_chunk: a token sees only keys of its own chunk of this many positions, counted from the first key
             that exists (`cache_leftpad`); 0 is off.
         s_aux: (q_heads,): one more logit per head, without a value. `sinks` is another name of it.
@@ -129,6 +131,9 @@ def flash_attn_with_kvcache(
         refuse_others("flash_attn_with_kvcache", others)
     table = block_table if page_table is None else one_of("block_table", block_table, "page_table", page_table)
     sink = s_aux if sinks is None else one_of("s_aux", s_aux, "sinks", sinks)
+    names = _NAMES[page_table is not None, sinks is not None]
+    if q_v is not None:
+        qv, names = one_of("qv", qv, "q_v", q_v), with_q_v(names)
     plain = (
         cu_seqlens_q is cache_batch_idx is cache_leftpad is alibi_slopes is sink is qv is q_descale is k_descale
         is v_descale is rotary_cos is rotary_sin is None
@@ -144,8 +149,8 @@ def flash_attn_with_kvcache(
         None if k is None else rotary_seqlens,
     )  # fmt: skip
     return run(
-        _NAMES[page_table is not None, sinks is not None], q, k_cache, v_cache, out, return_softmax_lse, cache_seqlens,
-        table, softmax_scale, causal, window_size, features, k, v, max_seqlen_q,
+        names, q, k_cache, v_cache, out, return_softmax_lse, cache_seqlens, table, softmax_scale, causal, window_size,
+        features, k, v, max_seqlen_q,
     )  # fmt: skip
 
 
@@ -163,6 +168,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     qv: torch.Tensor | None = None,
+    q_v: torch.Tensor | None = None,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
@@ -188,6 +194,9 @@ def flash_attn_func(
         refuse_others("flash_attn_func", others)
     refuse_dropout(dropout_p)
     sink = s_aux if sinks is None else one_of("s_aux", s_aux, "sinks", sinks)
+    names = _NAMES_OF_KEYS[False, sinks is not None]
+    if q_v is not None:
+        qv, names = one_of("qv", qv, "q_v", q_v), with_q_v(names)
     plain = (
         alibi_slopes is sink is qv is q_descale is k_descale is v_descale is None
         and not (softcap or num_splits or attention_chunk or deterministic)
@@ -200,7 +209,6 @@ def flash_attn_func(
         None, None, True, None,
     )  # fmt: skip
     return_lse = return_softmax_lse or return_attn_probs
-    names = _NAMES_OF_KEYS[False, sinks is not None]
     return run(
         names, q, k, v, out, return_lse, None, None, softmax_scale, causal, window_size, features, is_cache=False
     )
@@ -227,6 +235,7 @@ def flash_attn_varlen_func(
     seqused_k: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
     qv: torch.Tensor | None = None,
+    q_v: torch.Tensor | None = None,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
@@ -268,6 +277,10 @@ def flash_attn_varlen_func(
     refuse_dropout(dropout_p)
     table = block_table if page_table is None else one_of("block_table", block_table, "page_table", page_table)
     sink = s_aux if sinks is None else one_of("s_aux", s_aux, "sinks", sinks)
+    names = _NAMES_OF_PACKED if seqused_k is not None else _NAMES_OF_LENGTHS
+    names = names[page_table is not None, sinks is not None]
+    if q_v is not None:
+        qv, names = one_of("qv", qv, "q_v", q_v), with_q_v(names)
     if cu_seqlens_q is None:
         raise ValueError("cu_seqlens_q: expected int32 [batch + 1], got None")
     if cu_seqlens_k is None and (table is None or seqused_k is None):
@@ -285,10 +298,9 @@ def flash_attn_varlen_func(
         None, None, True, None,
     )  # fmt: skip
     return_lse = return_softmax_lse or return_attn_probs
-    names = _NAMES_OF_PACKED if seqused_k is not None else _NAMES_OF_LENGTHS
     return run(
-        names[page_table is not None, sinks is not None], q, k, v, out, return_lse, lengths, table, softmax_scale,
-        causal, window_size, features, None, None, max_seqlen_q,
+        names, q, k, v, out, return_lse, lengths, table, softmax_scale, causal, window_size, features, None, None,
+        max_seqlen_q,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from . import attention
-from ._call import check_cu_seqlens_k, form_of, one_of, refuse_others, reworded, run
+from ._call import check_cu_seqlens_k, form_of, one_of, refuse_others, reworded, run, with_q_v
 from .merge import check_all, merge_checked
 
 __all__ = [
@@ -68,6 +68,7 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
+    q_v: torch.Tensor | None = None,
     only_qv: bool = False,
     deterministic: bool = False,
     out: torch.Tensor | None = None,
@@ -83,7 +84,7 @@ def flash_attn_with_kvcache(
             (batch_cache, seqlen_cache, kv_heads, ...).
         k, v: (batch, seqlen_new, kv_heads, head_dim / head_dim_v), or (total_new, ...) with `cu_seqlens_k_new`:
             appended at `cache_seqlens`. Without them `cu_seqlens_k_new` and `rotary_seqlens` ask for nothing.
-        page_table, sinks: also under the names `block_table` and `s_aux`.
+        page_table, sinks, qv: also under the names `block_table`, `s_aux` and `q_v`.
         only_qv: the score is qv . v alone (multi-head latent attention without a rotary part), as it is with a q of
             head_dim 0; k_cache may be None then, and nothing is appended.
         The others: as in `paged_attn.flash_attn_with_kvcache`.
@@ -102,10 +103,14 @@ def flash_attn_with_kvcache(
         page_table = one_of("block_table", block_table, "page_table", page_table)
     if s_aux is not None:
         sinks = one_of("s_aux", s_aux, "sinks", sinks)
+    if q_v is not None:
+        qv = one_of("qv", qv, "q_v", q_v)
     names = _NAMES
     if only_qv or _is_empty(q):
         q, k_cache, qv, k_descale = _latent_alone(q, v_cache, qv, k, v_descale)
         names = _NAMES_OF_LATENTS
+    if q_v is not None:
+        names = with_q_v(names)
     plain = (
         cu_seqlens_q is cache_batch_idx is cache_leftpad is sinks is qv is q_descale is k_descale is v_descale
         is rotary_cos is rotary_sin is None
@@ -148,6 +153,7 @@ def flash_attn_func(
     return_softmax_lse: bool = False,
     sinks: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
+    q_v: torch.Tensor | None = None,
     only_qv: bool = False,
     out: torch.Tensor | None = None,
     **others,
@@ -157,7 +163,7 @@ def flash_attn_func(
     Args:
         q: (batch, seqlen_q, q_heads, head_dim); None with `only_qv`.
         k, v: (batch, seqlen_k, kv_heads, head_dim / head_dim_v).
-        sinks: also under the name `s_aux`.
+        sinks, qv: also under the names `s_aux` and `q_v`.
         only_qv: the score is qv . v alone, as it is with a q of head_dim 0; k may be None then.
         The others: as in `paged_attn.flash_attn_with_kvcache`.
 
@@ -172,10 +178,14 @@ def flash_attn_func(
         refuse_others("flash_attn_func", others)
     if s_aux is not None:
         sinks = one_of("s_aux", s_aux, "sinks", sinks)
+    if q_v is not None:
+        qv = one_of("qv", qv, "q_v", q_v)
     names = _NAMES_OF_KEYS
     if only_qv or _is_empty(q):
         q, k, qv, k_descale = _latent_alone(q, v, qv, None, v_descale)
         names = _NAMES_OF_LATENT_KEYS
+    if q_v is not None:
+        names = with_q_v(names)
     plain = (
         sinks is qv is q_descale is k_descale is v_descale is None
         and not (softcap or num_splits or attention_chunk or deterministic)
@@ -223,6 +233,7 @@ def flash_attn_varlen_func(
     return_softmax_lse: bool = False,
     sinks: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
+    q_v: torch.Tensor | None = None,
     only_qv: bool = False,
     out: torch.Tensor | None = None,
     **others,
@@ -238,7 +249,7 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: hints: upper bounds; they never change a result.
         seqused_q: None; there is nothing of it.
         seqused_k: int32 (batch,): how many keys of each request count, from its first.
-        page_table, sinks: also under the names `block_table` and `s_aux`.
+        page_table, sinks, qv: also under the names `block_table`, `s_aux` and `q_v`.
         only_qv: the score is qv . v alone, as it is with a q of head_dim 0; k may be None then.
         The others: as in `paged_attn.flash_attn_with_kvcache`.
 
@@ -255,10 +266,14 @@ def flash_attn_varlen_func(
         page_table = one_of("block_table", block_table, "page_table", page_table)
     if s_aux is not None:
         sinks = one_of("s_aux", s_aux, "sinks", sinks)
+    if q_v is not None:
+        qv = one_of("qv", qv, "q_v", q_v)
     names = _NAMES_OF_KEYS
     if only_qv or _is_empty(q):
         q, k, qv, k_descale = _latent_alone(q, v, qv, None, v_descale)
         names = _NAMES_OF_LATENT_KEYS
+    if q_v is not None:
+        names = with_q_v(names)
     if page_table is not None:
         if cu_seqlens_k is not None:
             check_cu_seqlens_k(cu_seqlens_k, q, cu_seqlens_q)

@@ -16,6 +16,7 @@ from ._call import (
     lengths_of,
     refuse_grad,
     refuse_negations,
+    scale_of,
     types_of,
 )
 from ._ops import ops
@@ -54,13 +55,15 @@ def kv_paged_write(
         cu_seqlens_k_new: int32 (batch + 1,).
         slot_mapping: int64 or int32 (total_new,); a negative entry skips its token. It may be shorter than k and v
             of (total_new, ...): the tokens past its end are not written.
-        k_descale, v_descale: float32 (batch, kv_heads), either may be 1.
+        k_descale, v_descale: float32 (batch, kv_heads), either may be 1. Ignored with a cache of more than 8 bits.
 
     Raises:
         ValueError, RuntimeError: an argument does not fit, or a slot lies outside the cache. Nothing has been written
             then.
     """
     try:
+        if not (k_descale is v_descale is None):
+            k_descale, v_descale = scale_of(k_descale, k_cache), scale_of(v_descale, v_cache)
         grad = torch.is_grad_enabled()
         if grad or forward_ad._current_level >= 0:
             refuse_grad(_NUMBERS, (k, v, k_cache, v_cache, k_descale, v_descale))

@@ -96,12 +96,24 @@ def make_mask(
     if attention_mask is not None:
         attention_mask = attention_mask[:, : kv_offset + kv_length]
     mask = flash_attention_mask(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask)
-    if window is None:
-        return mask
-    # None could not bring the window along.
-    carrier = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device) if mask is None else mask
-    carrier.paged_window, carrier.paged_has_padding = window, mask is not None
-    return carrier
+    has_padding = mask is not None
+    if mask is None and window is not None:  # None could not bring the window along
+        mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
+    if mask is not None and getattr(config, "num_kv_shared_layers", None) and not torch.compiler.is_compiling():
+        mask = mask.as_subclass(_OfAllQueries)
+    if window is not None:
+        mask.paged_window, mask.paged_has_padding = window, has_padding
+    return mask
+
+
+class _OfAllQueries(torch.Tensor):
+    """A mask (batch, keys) of a model whose last layers share keys. From 5.23 on transformers gives these layers only
+    the last queries of a prompt, and takes their rows of a mask (batch, heads, queries, keys). Ours has no rows."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # what is computed of it is a plain tensor
+
+    def __getitem__(self, index):
+        return self if isinstance(index, tuple) and len(index) == 4 else super().__getitem__(index)
 
 
 class _Seen:
