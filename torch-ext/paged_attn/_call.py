@@ -20,7 +20,7 @@ _attend_plainly = ops.flash_attn_with_kvcache_plain.default
 _append_and_attend = ops.flash_attn_with_kvcache_append.default
 
 # Counts writes in the tensors, as torch's own operators do, so that a gradient which needs what they held before is
-# refused. Only where grad mode is on, and compiled graphs count by themselves.
+# refused: without grad mode too. Compiled graphs count by themselves, and tensors of inference mode have no count.
 count_writes = torch.autograd.graph.increment_version
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -76,8 +76,7 @@ def run(
     `is_cache`: only a cache may have more rows than there are requests."""
     try:
         qv = None if features is None else features[_QV]
-        grad = torch.is_grad_enabled()
-        if grad or forward_ad._current_level >= 0:
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             refuse_grad(_NUMBERS, (q, k_cache, v_cache, k, v, out))
             if features is not None:
                 refuse_grad(_NUMBERS_OF_FEATURES, features[_SLOPES_AND_SINK] + features[_QV_TO_ROTARY])
@@ -133,7 +132,7 @@ def run(
                 q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right, k, v,
                 window_left, max_seqlen_q, *(_NO_FEATURES if features is None else features),
             )  # fmt: skip
-        if grad and writes:
+        if writes:
             count_writes(tuple(written.values()))
         return (out, lse) if return_lse else out
     except FAILURES as error:
