@@ -536,6 +536,41 @@ def test_rows_are_not_chosen_after_a_pass_that_ended_early(make_model, paged_cac
     close(again[:1], logits(model, ids)[:, 7:])
 
 
+def test_a_cache_whose_rows_are_all_gone(make_model, paged_cache):
+    """It still has a length: new rows would read pages that nobody wrote."""
+    model = make_model()
+    ids = text(model, [9, 9])["input_ids"]
+    cache = paged_cache(model, page_size=4)
+    whole = logits(model, ids, past_key_values=cache)
+    cache.batch_select_indices(torch.zeros(2, dtype=torch.bool))
+    assert cache.pages.used == 0 and cache.get_seq_length() == 9
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^batch: expected 0, as in the cache, got 2$"):
+            logits(model, ids[:, :4], past_key_values=cache)
+        assert cache.pages.used == 0 and cache.get_seq_length() == 9
+    cache.reset()
+    close(logits(model, ids, past_key_values=cache), whole)
+
+
+@pytest.mark.parametrize("choose, name", [("reorder_cache", "beam_idx"), ("batch_select_indices", "indices")])
+def test_rows_that_a_cache_does_not_have(make_model, paged_cache, choose, name):
+    model = make_model()
+    ids = text(model, [9, 9])["input_ids"]
+    cache = paged_cache(model)
+    getattr(cache, choose)(torch.tensor([1, 0]))  # none has been stored, as with transformers' own caches
+    whole = logits(model, ids, past_key_values=cache)
+    before = [list(row) for row in cache.pages.rows]
+    with pytest.raises(ValueError, match=rf"^{name}: expected numbers or a mask of 2 rows, got \[1, 2\]$"):
+        getattr(cache, choose)(torch.tensor([1, 2], device=model.device))
+    assert cache.pages.rows == before
+    getattr(cache, choose)(torch.tensor([1, 1], device=model.device))
+    cache.crop(-9)
+    close(logits(model, ids[[1, 1]], past_key_values=cache), whole[[1, 1]])
+    if choose == "batch_select_indices":
+        with pytest.raises(ValueError, match=r"^indices: expected numbers or a mask of 2 rows, got \[True\]$"):
+            cache.batch_select_indices(torch.tensor([True]))
+
+
 def test_a_pass_that_ended_early_is_not_cropped(make_model, paged_cache):
     model = make_model()
     ids = text(model, [20])["input_ids"]
