@@ -4,6 +4,7 @@ Lengths and page numbers lie in device memory, so a GPU looks at them only under
 call must not fail, and must touch nothing outside of the caches; both ways are tested.
 """
 
+import math
 import os
 import re
 import subprocess
@@ -1376,20 +1377,73 @@ def test_parts_that_nothing_can_be_made_of(paged_attn, device, function, i):
         merging(paged_attn, device, function, lambda a: a.update({i: a[i].requires_grad_()}))
 
 
-@pytest.mark.parametrize("name", ["out", "lse"])
-def test_merge_into_an_expanded_tensor(paged_attn, device, name):
-    """Refused before the other one is written."""
-    parts = torch.ones(5, 4, 64, device=device), torch.ones(4, 5, device=device)
-    targets = {"out": torch.zeros(5, 4, 64, device=device), "lse": torch.zeros(4, 5, device=device)}
-    targets[name] = targets[name][:1].expand(targets[name].shape)
-    with pytest.raises(ValueError, match=f"^{name}: expected memory for every element, got an expanded tensor$"):
-        paged_attn.merge_attn_states(*parts, *parts, **targets)
+@pytest.mark.parametrize("function", MERGING)
+@pytest.mark.parametrize("i", [4, 5])
+@pytest.mark.parametrize("how", ["expanded", "overlapping"])
+def test_merge_into_a_tensor_that_overlaps_itself(paged_attn, device, function, i, how):
+    """Refused before the other target is written."""
+    strides = {4: (0, 64, 1), 5: (0, 1)} if how == "expanded" else {4: (130, 32, 1), 5: (1, 1)}
+    targets = {}
+
+    def change(a):
+        memory = torch.zeros(1000, device=device)
+        targets.update({j: memory.as_strided(a[j].shape, strides[j]) if j == i else a[j] for j in (4, 5)})
+        a.update({j: torch.ones_like(a[j]) for j in range(4)})
+        a.update(targets)
+
+    name = MERGING[function][i]
+    with pytest.raises(ValueError, match=rf"^{name}: expected memory for every element, got strides \(.*\) for \("):
+        merging(paged_attn, device, function, change)
     assert not any(x.any() for x in targets.values())
-    if name == "lse":
-        with pytest.raises(ValueError, match=r"^s_merged: expected memory for every element, got an expanded tensor$"):
-            lse = torch.zeros(5, 1, device=device).expand(5, 4)
-            paged_attn.fa3.merge_state_v2(parts[0], parts[1].T, parts[0], parts[1].T, targets["out"], lse)
-        assert not targets["out"].any()
+
+
+@pytest.mark.parametrize("function", MERGING)
+def test_merge_into_targets_that_share_memory(paged_attn, device, function):
+    """One element is too much, to lie between each other is fine."""
+    width = 64 + 1  # a row of values, and its lse behind it
+
+    def merged(column, dtype=torch.float32):
+        memory = torch.zeros(3 * 4 * width, device=device)
+        rows = memory.view(3, 4, width)
+        lse = rows[..., column] if function == "merge_state_v2" else rows[..., column].T
+        out = memory.view(dtype).view(3, 4, -1)[..., :64]
+
+        def change(a):
+            a.update(
+                {j: torch.randn(a[j].shape, generator=torch.Generator().manual_seed(j)).to(device) for j in range(4)}
+            )
+            a.update({j: a[j].to(dtype) for j in (0, 2)})
+            a.update({4: out, 5: lse})
+
+        try:
+            return merging(paged_attn, device, function, change), merging(
+                paged_attn, device, function, lambda a: (change(a), a.pop(4), a.pop(5))
+            )
+        except ValueError:
+            assert not memory.any()
+            raise
+
+    _, _, _, _, out, lse = MERGING[function]
+    for column, dtype in ((64, torch.float32), (32, torch.bfloat16), (64, torch.bfloat16)):
+        for ours, expected in zip(*merged(column, dtype)):
+            assert torch.equal(ours, expected)
+    for column, dtype in ((63, torch.float32), (0, torch.float32), (31, torch.bfloat16)):
+        with pytest.raises(ValueError, match=f"^{lse}: expected memory of its own, got memory of {out}$"):
+            merged(column, dtype)
+
+
+@pytest.mark.parametrize("function", MERGING)
+def test_merge_into_tensors_of_inference_mode(paged_attn, device, function):
+    """Outside of that mode too, as attention writes them."""
+    with torch.inference_mode():
+        targets = merging(paged_attn, device, function, lambda a: None)
+
+    def change(a):
+        a.update({j: torch.ones_like(a[j]) for j in range(4)})
+        a.update(zip((4, 5), targets))
+
+    merging(paged_attn, device, function, change)
+    assert (targets[0] == 1).all() and torch.allclose(targets[1], torch.tensor(1 + math.log(2), device=device))
 
 
 def test_merge_into_an_expanded_tensor_without_elements(paged_attn, device):
