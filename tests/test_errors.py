@@ -1161,6 +1161,74 @@ def test_dtypes_have_their_names(paged_attn, device, name):
         paged_attn.flash_attn_with_kvcache(q, cache, cache)
 
 
+def test_a_q_of_five_dimensions(paged_attn, device):
+    """It is named, whatever the sizes of k."""
+    q, k = torch.zeros(1, 2, 3, 4, 8, device=device), torch.zeros(2, 3, 4, 8, device=device)
+    for module in (paged_attn, paged_attn.fa3):
+        with pytest.raises(RuntimeError, match=r"^q: expected .*, got float32 \[1, 2, 3, 4, 8\]$"):
+            module.flash_attn_func(q, k, k)
+
+
+@pytest.mark.parametrize("causal", ["two", "meta", "numpy"])
+def test_a_causal_that_says_nothing(paged_attn, device, causal):
+    np = pytest.importorskip("numpy")
+    value, given = {
+        "two": (torch.zeros(2), r"float32 \[2\]"),
+        "meta": (torch.zeros(1, device="meta"), r"float32 \[1\]"),
+        "numpy": (np.zeros(2), "a value of type ndarray"),
+    }[causal]
+    refused(
+        paged_attn, device, PAGED, f"^causal: expected True or False, got {given}$", lambda a: a.update(causal=value)
+    )
+
+
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap"])
+def test_numbers_that_no_float_holds(paged_attn, device, name):
+    """10 ** 5000 has no decimal form in Python either."""
+    for value, given in ((10**400, "an int of 1329 bits"), (-(10**5000), "an int of 16610 bits")):
+        match = f"^{name}: expected a number, got {given}$"
+        refused(paged_attn, device, PAGED, match, lambda a, value=value: a.update({name: value}))
+
+
+def test_scales_that_are_no_number(paged_attn, device):
+    np = pytest.importorskip("numpy")
+    wrong = {
+        r"float32 \[2\]": torch.zeros(2),
+        r"complex64 \[\]": torch.tensor(1j),
+        "a value of type ndarray": np.zeros(1),
+    }
+    for given, value in wrong.items():
+        match = f"^softmax_scale: expected a number, got {given}$"
+        refused(paged_attn, device, PAGED, match, lambda a, value=value: a.update(softmax_scale=value))
+
+
+NOT_DENSE = {
+    "sparse_coo": torch.Tensor.to_sparse,
+    "sparse_csr": lambda x: x.flatten(1).to_sparse_csr(),
+    "mkldnn": torch.Tensor.to_mkldnn,
+    "nested": lambda x: torch.nested.nested_tensor(list(x)),
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", NOT_DENSE)
+def test_tensors_that_are_not_dense(paged_attn, device, kind):
+    """Every tensor of every function."""
+    if device != "cpu":
+        pytest.skip("some of these kinds are of the CPU alone")
+    match = "^{}: expected a dense tensor, got a " + kind + " one$"
+    for call, good in plain_calls(paged_attn, device).values():
+        for name, tensor in good.items():
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                with pytest.raises(ValueError, match=match.format(name)):
+                    call(**(good | {name: NOT_DENSE[kind](tensor)}))
+    for function, names in MERGING.items():
+        for i, name in enumerate(names):
+            with pytest.raises(ValueError, match=match.format(name)):
+                merging(paged_attn, device, function, lambda a, i=i: a.update({i: NOT_DENSE[kind](a[i])}))
+
+
 def plain_calls(paged_attn, device):
     """Every function that attends or writes, with its tensors by the names that it has for them."""
     q, new, cache = (torch.zeros(2, n, h, 64, device=device) for n, h in ((3, 4), (3, 2), (8, 2)))

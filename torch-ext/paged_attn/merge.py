@@ -6,7 +6,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from ._call import form_of, refuse_grad
+from ._call import check_dense, form_of, refuse_grad
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -81,10 +81,11 @@ def _scaled(out, lse, share):
 
 
 def check_all(names, parts, targets):
-    """Types and devices of values and lse of both parts and of the union, dtypes of the parts, and no gradients."""
+    """Types, layouts and devices of both parts and of the union, dtypes of the parts, and no gradients."""
     for name, tensor, is_lse in zip(names, parts, (False, True, False, True)):
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: expected a tensor, got {form_of(tensor)}")
+        check_dense(name, tensor)
         if is_lse and tensor.dtype != torch.float32:
             raise ValueError(f"{name}: expected float32, got {form_of(tensor)}")
         if tensor.dtype not in _DTYPES:
@@ -92,6 +93,8 @@ def check_all(names, parts, targets):
     for name, tensor in zip(names[4:], targets):
         if not (tensor is None or isinstance(tensor, torch.Tensor)):
             raise ValueError(f"{name}: expected a tensor or None, got {form_of(tensor)}")
+        if tensor is not None:
+            check_dense(name, tensor)
     given, device = (*parts, *targets), parts[0].device
     for name, tensor in zip(names, given):
         if tensor is not None and tensor.device != device:
