@@ -42,6 +42,17 @@ CHANGES_AFTER_STORING = {
     "diffllama, other values": ("DiffLlama", {}),
     "jetmoe, repeated": ("JetMoe", {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }  # fmt: skip
+# Models that make masks with a window, and do not tell their layers of it.
+WINDOW_OF_THE_MASK = {
+    "phimoe": ("Phimoe", {"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "qwen 2 moe": (
+        "Qwen2Moe",
+        {
+            "sliding_window": 6, "use_sliding_window": True, "max_window_layers": 2, "num_experts": 2,
+            "num_experts_per_tok": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+        },
+    ),
+}  # fmt: skip
 _SHARED = {
     "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 6, "vocab_size_per_layer_input": 300,
     "hidden_size_per_layer_input": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,

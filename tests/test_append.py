@@ -60,8 +60,9 @@ def test_append_writes_the_same_bytes(paged_attn, device, case):
         assert_same_bytes("cache", a, b.cpu())
 
 
-def test_gradients_see_what_was_written(paged_attn, device, emulated):
-    """torch keeps a tensor for a gradient, and refuses it if the tensor was written since."""
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_gradients_see_what_was_written(paged_attn, device, emulated, mode):
+    """torch keeps a tensor for a gradient, and refuses it if the tensor was written since, in whatever mode."""
     if emulated:
         pytest.skip("the emulated device computes no gradients")
     q, new = torch.ones(1, 1, 2, 8, device=device), torch.ones(1, 1, 2, 8, device=device)
@@ -77,13 +78,26 @@ def test_gradients_see_what_was_written(paged_attn, device, emulated):
         for tensor in written:
             weight = torch.ones((), device=device, requires_grad=True)
             product = (weight * tensor).sum()
-            write()
+            with mode():
+                write()
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 product.backward()
     weight = torch.ones((), device=device, requires_grad=True)
     product = (weight * cache).sum()
-    attend(), paged_attn.explain(q, cache, values, new, new, cache_seqlens=2)  # which only read
+    with mode():
+        attend(), paged_attn.explain(q, cache, values, new, new, cache_seqlens=2)  # which only read
     product.backward()
+
+
+def test_tensors_of_inference_mode_are_written(paged_attn, device):
+    """They have no count of writes, within that mode and outside of it."""
+    with torch.inference_mode():
+        q, new = (torch.ones(1, 1, 2, 8, device=device) for _ in range(2))
+        cache, values, out = (torch.zeros(1, n, 2, 8, device=device) for n in (4, 4, 1))
+    for position, mode in enumerate((torch.inference_mode, torch.no_grad)):
+        with mode():
+            paged_attn.flash_attn_with_kvcache(q, cache, values, new, new, cache_seqlens=position, out=out)
+        assert cache.sum() == values.sum() == (position + 1) * 16 and out.sum() == 16
 
 
 def slots_of(call):

@@ -315,6 +315,24 @@ def test_lengths_may_change_without_compiling_again(paged_attn, device):
     assert graphs == {name: limit for name, (_, _, limit) in calls.items()}
 
 
+@pytest.mark.parametrize("pages", [3, 3000], ids=["small", "of huge pages"])
+@pytest.mark.parametrize("give_device", [False, True])
+def test_a_cache_made_in_a_graph(paged_attn, device, pages, give_device):
+    """Without a device it is torch's default one."""
+    torch.compiler.reset()
+    options = {"device": device} if give_device else {}
+
+    def make():
+        k_cache, v_cache = paged_attn.empty_paged_cache(pages, 16, 2, 64, 32, dtype=torch.float16, **options)
+        return k_cache.zero_(), v_cache.zero_()
+
+    compiled = torch.compile(make, backend="eager", fullgraph=True)
+    with torch.device(device if not give_device else "cpu"):
+        caches = compiled()
+    assert [x.shape for x in caches] == [(pages, 16, 2, 64), (pages, 16, 2, 32)]
+    assert all(x.dtype == torch.float16 and x.device.type == device and not x.any() for x in caches)
+
+
 class Recorder(TorchDispatchMode):
     """Collects the calls of the operators of one namespace."""
 

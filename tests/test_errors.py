@@ -4,6 +4,7 @@ Lengths and page numbers lie in device memory, so a GPU looks at them only under
 call must not fail, and must touch nothing outside of the caches; both ways are tested.
 """
 
+import math
 import os
 import re
 import subprocess
@@ -1165,6 +1166,74 @@ def test_dtypes_have_their_names(paged_attn, device, name):
         paged_attn.flash_attn_with_kvcache(q, cache, cache)
 
 
+def test_a_q_of_five_dimensions(paged_attn, device):
+    """It is named, whatever the sizes of k."""
+    q, k = torch.zeros(1, 2, 3, 4, 8, device=device), torch.zeros(2, 3, 4, 8, device=device)
+    for module in (paged_attn, paged_attn.fa3):
+        with pytest.raises(RuntimeError, match=r"^q: expected .*, got float32 \[1, 2, 3, 4, 8\]$"):
+            module.flash_attn_func(q, k, k)
+
+
+@pytest.mark.parametrize("causal", ["two", "meta", "numpy"])
+def test_a_causal_that_says_nothing(paged_attn, device, causal):
+    np = pytest.importorskip("numpy")
+    value, given = {
+        "two": (torch.zeros(2), r"float32 \[2\]"),
+        "meta": (torch.zeros(1, device="meta"), r"float32 \[1\]"),
+        "numpy": (np.zeros(2), "a value of type ndarray"),
+    }[causal]
+    refused(
+        paged_attn, device, PAGED, f"^causal: expected True or False, got {given}$", lambda a: a.update(causal=value)
+    )
+
+
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap"])
+def test_numbers_that_no_float_holds(paged_attn, device, name):
+    """10 ** 5000 has no decimal form in Python either."""
+    for value, given in ((10**400, "an int of 1329 bits"), (-(10**5000), "an int of 16610 bits")):
+        match = f"^{name}: expected a number, got {given}$"
+        refused(paged_attn, device, PAGED, match, lambda a, value=value: a.update({name: value}))
+
+
+def test_scales_that_are_no_number(paged_attn, device):
+    np = pytest.importorskip("numpy")
+    wrong = {
+        r"float32 \[2\]": torch.zeros(2),
+        r"complex64 \[\]": torch.tensor(1j),
+        "a value of type ndarray": np.zeros(1),
+    }
+    for given, value in wrong.items():
+        match = f"^softmax_scale: expected a number, got {given}$"
+        refused(paged_attn, device, PAGED, match, lambda a, value=value: a.update(softmax_scale=value))
+
+
+NOT_DENSE = {
+    "sparse_coo": torch.Tensor.to_sparse,
+    "sparse_csr": lambda x: x.flatten(1).to_sparse_csr(),
+    "mkldnn": torch.Tensor.to_mkldnn,
+    "nested": lambda x: torch.nested.nested_tensor(list(x)),
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", NOT_DENSE)
+def test_tensors_that_are_not_dense(paged_attn, device, kind):
+    """Every tensor of every function."""
+    if device != "cpu":
+        pytest.skip("some of these kinds are of the CPU alone")
+    match = "^{}: expected a dense tensor, got a " + kind + " one$"
+    for call, good in plain_calls(paged_attn, device).values():
+        for name, tensor in good.items():
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                with pytest.raises(ValueError, match=match.format(name)):
+                    call(**(good | {name: NOT_DENSE[kind](tensor)}))
+    for function, names in MERGING.items():
+        for i, name in enumerate(names):
+            with pytest.raises(ValueError, match=match.format(name)):
+                merging(paged_attn, device, function, lambda a, i=i: a.update({i: NOT_DENSE[kind](a[i])}))
+
+
 def plain_calls(paged_attn, device):
     """Every function that attends or writes, with its tensors by the names that it has for them."""
     q, new, cache = (torch.zeros(2, n, h, 64, device=device) for n, h in ((3, 4), (3, 2), (8, 2)))
@@ -1381,20 +1450,73 @@ def test_parts_that_nothing_can_be_made_of(paged_attn, device, function, i):
         merging(paged_attn, device, function, lambda a: a.update({i: a[i].requires_grad_()}))
 
 
-@pytest.mark.parametrize("name", ["out", "lse"])
-def test_merge_into_an_expanded_tensor(paged_attn, device, name):
-    """Refused before the other one is written."""
-    parts = torch.ones(5, 4, 64, device=device), torch.ones(4, 5, device=device)
-    targets = {"out": torch.zeros(5, 4, 64, device=device), "lse": torch.zeros(4, 5, device=device)}
-    targets[name] = targets[name][:1].expand(targets[name].shape)
-    with pytest.raises(ValueError, match=f"^{name}: expected memory for every element, got an expanded tensor$"):
-        paged_attn.merge_attn_states(*parts, *parts, **targets)
+@pytest.mark.parametrize("function", MERGING)
+@pytest.mark.parametrize("i", [4, 5])
+@pytest.mark.parametrize("how", ["expanded", "overlapping"])
+def test_merge_into_a_tensor_that_overlaps_itself(paged_attn, device, function, i, how):
+    """Refused before the other target is written."""
+    strides = {4: (0, 64, 1), 5: (0, 1)} if how == "expanded" else {4: (130, 32, 1), 5: (1, 1)}
+    targets = {}
+
+    def change(a):
+        memory = torch.zeros(1000, device=device)
+        targets.update({j: memory.as_strided(a[j].shape, strides[j]) if j == i else a[j] for j in (4, 5)})
+        a.update({j: torch.ones_like(a[j]) for j in range(4)})
+        a.update(targets)
+
+    name = MERGING[function][i]
+    with pytest.raises(ValueError, match=rf"^{name}: expected memory for every element, got strides \(.*\) for \("):
+        merging(paged_attn, device, function, change)
     assert not any(x.any() for x in targets.values())
-    if name == "lse":
-        with pytest.raises(ValueError, match=r"^s_merged: expected memory for every element, got an expanded tensor$"):
-            lse = torch.zeros(5, 1, device=device).expand(5, 4)
-            paged_attn.fa3.merge_state_v2(parts[0], parts[1].T, parts[0], parts[1].T, targets["out"], lse)
-        assert not targets["out"].any()
+
+
+@pytest.mark.parametrize("function", MERGING)
+def test_merge_into_targets_that_share_memory(paged_attn, device, function):
+    """One element is too much, to lie between each other is fine."""
+    width = 64 + 1  # a row of values, and its lse behind it
+
+    def merged(column, dtype=torch.float32):
+        memory = torch.zeros(3 * 4 * width, device=device)
+        rows = memory.view(3, 4, width)
+        lse = rows[..., column] if function == "merge_state_v2" else rows[..., column].T
+        out = memory.view(dtype).view(3, 4, -1)[..., :64]
+
+        def change(a):
+            a.update(
+                {j: torch.randn(a[j].shape, generator=torch.Generator().manual_seed(j)).to(device) for j in range(4)}
+            )
+            a.update({j: a[j].to(dtype) for j in (0, 2)})
+            a.update({4: out, 5: lse})
+
+        try:
+            return merging(paged_attn, device, function, change), merging(
+                paged_attn, device, function, lambda a: (change(a), a.pop(4), a.pop(5))
+            )
+        except ValueError:
+            assert not memory.any()
+            raise
+
+    _, _, _, _, out, lse = MERGING[function]
+    for column, dtype in ((64, torch.float32), (32, torch.bfloat16), (64, torch.bfloat16)):
+        for ours, expected in zip(*merged(column, dtype)):
+            assert torch.equal(ours, expected)
+    for column, dtype in ((63, torch.float32), (0, torch.float32), (31, torch.bfloat16)):
+        with pytest.raises(ValueError, match=f"^{lse}: expected memory of its own, got memory of {out}$"):
+            merged(column, dtype)
+
+
+@pytest.mark.parametrize("function", MERGING)
+def test_merge_into_tensors_of_inference_mode(paged_attn, device, function):
+    """Outside of that mode too, as attention writes them."""
+    with torch.inference_mode():
+        targets = merging(paged_attn, device, function, lambda a: None)
+
+    def change(a):
+        a.update({j: torch.ones_like(a[j]) for j in range(4)})
+        a.update(zip((4, 5), targets))
+
+    merging(paged_attn, device, function, change)
+    assert (targets[0] == 1).all() and torch.allclose(targets[1], torch.tensor(1 + math.log(2), device=device))
 
 
 def test_merge_into_an_expanded_tensor_without_elements(paged_attn, device):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import small_models
 import torch
-from small_models import CHANGES_AFTER_STORING, MODELS, SHARED_KEYS
+from small_models import CHANGES_AFTER_STORING, MODELS, SHARED_KEYS, WINDOW_OF_THE_MASK
 
 # The short run of CI (-m kernels_ci) collects this file too, and has no transformers.
 transformers = pytest.importorskip("transformers")
@@ -537,6 +537,41 @@ def test_rows_are_not_chosen_after_a_pass_that_ended_early(make_model, paged_cac
     close(again[:1], logits(model, ids)[:, 7:])
 
 
+def test_a_cache_whose_rows_are_all_gone(make_model, paged_cache):
+    """It still has a length: new rows would read pages that nobody wrote."""
+    model = make_model()
+    ids = text(model, [9, 9])["input_ids"]
+    cache = paged_cache(model, page_size=4)
+    whole = logits(model, ids, past_key_values=cache)
+    cache.batch_select_indices(torch.zeros(2, dtype=torch.bool))
+    assert cache.pages.used == 0 and cache.get_seq_length() == 9
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^batch: expected 0, as in the cache, got 2$"):
+            logits(model, ids[:, :4], past_key_values=cache)
+        assert cache.pages.used == 0 and cache.get_seq_length() == 9
+    cache.reset()
+    close(logits(model, ids, past_key_values=cache), whole)
+
+
+@pytest.mark.parametrize("choose, name", [("reorder_cache", "beam_idx"), ("batch_select_indices", "indices")])
+def test_rows_that_a_cache_does_not_have(make_model, paged_cache, choose, name):
+    model = make_model()
+    ids = text(model, [9, 9])["input_ids"]
+    cache = paged_cache(model)
+    getattr(cache, choose)(torch.tensor([1, 0]))  # none has been stored, as with transformers' own caches
+    whole = logits(model, ids, past_key_values=cache)
+    before = [list(row) for row in cache.pages.rows]
+    with pytest.raises(ValueError, match=rf"^{name}: expected numbers or a mask of 2 rows, got \[1, 2\]$"):
+        getattr(cache, choose)(torch.tensor([1, 2], device=model.device))
+    assert cache.pages.rows == before
+    getattr(cache, choose)(torch.tensor([1, 1], device=model.device))
+    cache.crop(-9)
+    close(logits(model, ids[[1, 1]], past_key_values=cache), whole[[1, 1]])
+    if choose == "batch_select_indices":
+        with pytest.raises(ValueError, match=r"^indices: expected numbers or a mask of 2 rows, got \[True\]$"):
+            cache.batch_select_indices(torch.tensor([True]))
+
+
 def test_a_pass_that_ended_early_is_not_cropped(make_model, paged_cache):
     model = make_model()
     ids = text(model, [20])["input_ids"]
@@ -931,6 +966,46 @@ def test_a_mask_that_limits_nothing_is_none(make_model, paged_cache):
     assert create_bidirectional_mask(model.config, states, None, allow_is_bidirectional_skip=False) is None
 
 
+@pytest.mark.parametrize("kind, config", WINDOW_OF_THE_MASK.values(), ids=WINDOW_OF_THE_MASK)
+@pytest.mark.parametrize("cache", ["dynamic", "sliding", "static", "paged"])
+@pytest.mark.parametrize("lengths", [[19, 19], [11, 19]], ids=["equal", "padded"])
+def test_a_window_that_only_the_mask_has(make_model, paged_cache, kind, config, cache, lengths):
+    model = make_model(kind, **config)
+    inputs = text(model, lengths)
+    caches = {
+        "dynamic": transformers.DynamicCache,
+        "sliding": lambda: transformers.DynamicCache(config=model.config),
+        "static": lambda: static_cache(model),
+        "paged": lambda: paged_cache(model, page_size=4),
+    }
+
+    def whole(own):
+        results = []
+        for tokens in (slice(0, 9), slice(9, 16), slice(16, 17), slice(17, 19)):
+            mask = inputs["attention_mask"][:, : tokens.stop]
+            ids = inputs["input_ids"][:, tokens]
+            results.append(logits(model, ids, attention_mask=mask, past_key_values=own))
+        return torch.cat(results, 1)[inputs["attention_mask"] > 0]
+
+    model.set_attn_implementation("eager")
+    eager = whole(transformers.DynamicCache())
+    paged_cache(model)
+    close(whole(caches[cache]()), eager)
+
+
+def test_the_window_of_a_mask_counts(make_model, paged_cache):
+    """As in eager attention, where a layer names another one."""
+    model = make_model("Mistral", sliding_window=6)
+    ids = text(model, [19, 19])["input_ids"]
+    model.set_attn_implementation("eager")
+    eager = logits(model, ids, use_cache=False)
+    paged_cache(model)
+    layer = model.model.layers[1].self_attn
+    layer.config = copy.copy(model.config)
+    layer.config.sliding_window = 3
+    close(logits(model, ids, use_cache=False), eager)
+
+
 def test_an_encoder_that_limits_keys_otherwise(device, paged_attn):
     """Chains of a protein. One chain is no limit."""
     model = random_weights(transformers.EsmcModel(transformers.EsmcConfig(**ENCODER_SIZES))).to(device)
@@ -1207,6 +1282,35 @@ def test_keywords_that_do_not_fit_together(attend):
     with pytest.raises(ValueError, match=r"sliding_window: expected a mask .*, got only sliding_window=5"):
         attend(is_causal=False, sliding_window=5)
     close(attend(is_causal=False, sliding_window=6), attend(is_causal=False))
+
+
+def test_layers_that_do_not_say_whether_they_are_causal(device, paged_attn):
+    """Their masks are None where nothing is padded, so nobody knows."""
+    sizes = ENCODER_SIZES | {"vocab_size": 300, "pad_token_id": 0}
+    model = random_weights(transformers.SplinterModel(transformers.SplinterConfig(**sizes))).to(device)
+    ids = text(model, [5, 9])["input_ids"]
+    mask = (ids > 0).long()
+    model.set_attn_implementation("eager")
+    eager = encoded(model, ids, attention_mask=mask)
+    paged_attn.integrations.register_attention()
+    model.set_attn_implementation("paged_attn")
+    words = "^is_causal: expected True or False, as an attribute of SplinterSelfAttention or a keyword, got neither$"
+    for given in (mask, torch.ones_like(mask)):
+        with pytest.raises(ValueError, match=words):
+            encoded(model, ids, attention_mask=given)
+    for layer in model.encoder.layer:
+        layer.attention.self.is_causal = False
+    close(encoded(model, ids, attention_mask=mask)[mask > 0], eager[mask > 0])
+
+
+def test_a_layer_with_a_mask_of_its_own_is_told_of_the_mask(device, paged_attn):
+    """Though it does not say whether it is causal either."""
+    sizes = ENCODER_SIZES | {"vocab_size": 300, "pad_token_id": 0}
+    model = random_weights(transformers.LayoutLMModel(transformers.LayoutLMConfig(**sizes))).to(device)
+    paged_attn.integrations.register_attention()
+    model.set_attn_implementation("paged_attn")
+    with pytest.raises(ValueError, match=r"^attention_mask: expected None or \(2, keys\), got shape \(2, 1, 1, 9\)$"):
+        encoded(model, torch.ones(2, 9, dtype=torch.int64, device=device))
 
 
 def test_attentions_are_not_given(make_model, paged_cache):

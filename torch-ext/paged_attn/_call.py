@@ -20,7 +20,7 @@ _attend_plainly = ops.flash_attn_with_kvcache_plain.default
 _append_and_attend = ops.flash_attn_with_kvcache_append.default
 
 # Counts writes in the tensors, as torch's own operators do, so that a gradient which needs what they held before is
-# refused. Only where grad mode is on, and compiled graphs count by themselves.
+# refused: without grad mode too. Compiled graphs count by themselves, and tensors of inference mode have no count.
 count_writes = torch.autograd.graph.increment_version
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -84,8 +84,7 @@ def run(
             if not (q_descale is k_descale is v_descale is None):
                 scales = (scale_of(q_descale, q), scale_of(k_descale, k_cache), scale_of(v_descale, v_cache))
                 features = (*features[: _QV_AND_DESCALES.start], qv, *scales, *features[_QV_AND_DESCALES.stop :])
-        grad = torch.is_grad_enabled()
-        if grad or forward_ad._current_level >= 0:
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             refuse_grad(_NUMBERS, (q, k_cache, v_cache, k, v, out))
             if features is not None:
                 refuse_grad(_NUMBERS_OF_FEATURES, features[_SLOPES_AND_SINK] + features[_QV_TO_ROTARY])
@@ -93,7 +92,7 @@ def run(
         if len(q_shape) < 3 or len(v_shape) < 3:
             name, shape = ("q", q_shape) if len(q_shape) < 3 else ("v_cache", v_shape)
             raise ValueError(f"{name}: expected a tensor of 3 or 4 dimensions, got shape {tuple(shape)}")
-        if not is_cache and v_shape[0] > q_shape[0]:
+        if not is_cache and len(q_shape) == len(v_shape) == 4 and v_shape[0] > q_shape[0]:
             raise ValueError(f"k_cache: expected batch = {q_shape[0]} (from q), got {form_of(k_cache)}")
         head_dim, head_dim_v = q_shape[-1], v_shape[-1]
         if cache_seqlens is not None and not isinstance(cache_seqlens, torch.Tensor) and is_int(cache_seqlens):
@@ -141,12 +140,12 @@ def run(
                 q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right, k, v,
                 window_left, max_seqlen_q, *(_NO_FEATURES if features is None else features),
             )  # fmt: skip
-        if grad and writes:
+        if writes:
             count_writes(tuple(written.values()))
         return (out, lse) if return_lse else out
     except FAILURES as error:
         given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
-        given |= {"block_table": block_table, "k": k, "v": v, "window_size": window_size}
+        given |= {"block_table": block_table, "k": k, "v": v, "window_size": window_size, "causal": causal}
         filled = {"out": out, "softmax_scale": softmax_scale}
         filled |= {} if isinstance(max_seqlen_q, torch.Tensor) else {"max_seqlen_q": max_seqlen_q}
         given |= {name: x for name, x in filled.items() if x is not None}
@@ -179,7 +178,7 @@ def result_dtype(q_dtype):
 
 def check_cu_seqlens_k(cu_seqlens_k, q, cu_seqlens_q):
     """With a table the operator gets lengths and no cu_seqlens_k. Its form is checked all the same."""
-    if not isinstance(q, torch.Tensor) or q.dim() == 0:
+    if not isinstance(q, torch.Tensor) or q.dim() == 0 or q.is_nested:
         return  # run() refuses that q
     batch, origin = q.shape[0], "q"
     if cu_seqlens_q is not None:
@@ -283,12 +282,14 @@ def clearer(error, types, given):
 
 
 def _refuse_types(types, given):
-    """`given`: arguments of the operator by name, and window_size, which the operator has as two arguments."""
+    """`given`: arguments of the operator by name, and window_size and causal, which it has as numbers."""
     for name, kind in types:
         if name not in given:
             continue
         value = given[name]
         is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor:
+            check_dense(name, value)
         if name == "cache_seqlens":
             is_length = is_int(value) and fits(value, 32)
             if not (value is None or is_tensor or is_length):
@@ -299,10 +300,13 @@ def _refuse_types(types, given):
             raise ValueError(f"{name}: expected a tensor or None, got {form_of(value)}")
         elif kind == "int" and not fits(value, 64):
             raise ValueError(f"{name}: expected an int of 64 bits, got {form_of(value)}")
-        elif kind == "float" and not hasattr(value, "__float__"):
+        elif kind == "float" and not _is_number(value):
             raise ValueError(f"{name}: expected a number, got {form_of(value)}")
         elif kind == "bool" and not hasattr(value, "__bool__"):
             raise ValueError(f"{name}: expected True or False, got {form_of(value)}")
+    causal = given.get("causal")
+    if not _says_yes_or_no(causal):
+        raise ValueError(f"causal: expected True or False, got {form_of(causal)}")
     window_size = given.get("window_size")
     if window_size is not None and not _is_window(window_size):
         raise ValueError(
@@ -315,6 +319,34 @@ def fits(value, bits):
         return -(2 ** (bits - 1)) <= index(value) < 2 ** (bits - 1)
     except TypeError:
         return False
+
+
+def _is_number(value):
+    """That a float holds. A tensor of one element is one too, and is not read."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not (value.is_complex() or value.is_meta)
+    try:
+        float(value)
+    except (OverflowError, TypeError, ValueError):
+        return False
+    return not isinstance(value, str) and getattr(value, "ndim", 0) == 0
+
+
+def _says_yes_or_no(value):
+    """Which a tensor of several elements, or one without data, does not."""
+    try:
+        bool(value)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return True
+
+
+def check_dense(name, tensor):
+    """torch has no sizes of some of the others, and names the operator where it has."""
+    if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.").lstrip("_")
+        kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else layout
+        raise ValueError(f"{name}: expected a dense tensor, got a {kind} one")
 
 
 def _is_window(window_size):
@@ -332,6 +364,8 @@ def form_of(value):
     if isinstance(value, (tuple, list)) and len(value) < 5:
         inside = ", ".join(map(form_of, value))
         return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an int of {value.bit_length()} bits"
     known = value is None or isinstance(value, (int, float, str))
     return repr(value) if known else f"a value of type {type(value).__name__}"
 

@@ -13,6 +13,7 @@ from operator import index
 
 import torch
 from torch._guards import active_fake_mode
+from torch.compiler import is_compiling
 
 from ._call import fits, form_of
 
@@ -40,7 +41,8 @@ def empty_paged_cache(
     `device` is torch's default device where it is not given.
 
     On the CPU under Linux the memory is asked for in huge pages (madvise): attention reads pages in random order, and
-    with 4 KiB pages of memory the address translation alone can cost a third of the bandwidth.
+    with 4 KiB pages of memory the address translation alone can cost a third of the bandwidth. A graph of torch.compile
+    asks for none.
 
     Args:
         interleave: Deal the memory out to all NUMA nodes that this process may use, a page of memory to each in turn,
@@ -59,7 +61,7 @@ def empty_paged_cache(
         sizes[name] = index(size)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype: expected one of torch, such as torch.bfloat16, got {form_of(dtype)}")
-    device = torch.get_default_device() if device is None else torch.device(device)
+    device = torch.empty(0).device if device is None else torch.device(device)
     if interleave and (device.type != "cpu" or sys.platform != "linux" or platform.machine() not in _CALLS):
         given = f"{device.type} on {sys.platform} {platform.machine()}"
         raise ValueError(f"interleave: expected a cache on the CPU under Linux (x86_64, aarch64), got {given}")
@@ -69,7 +71,7 @@ def empty_paged_cache(
 
 def _empty(shape, dtype, device, interleave):
     size = math.prod(shape) * dtype.itemsize
-    huge = size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
+    huge = not is_compiling() and size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
     if device.type != "cpu" or not (huge or interleave) or size == 0 or active_fake_mode() is not None:
         return torch.empty(shape, dtype=dtype, device=device)
     try:

@@ -384,7 +384,7 @@ def _is_empty(q):
     """Whether q has a head_dim of 0. What has no head_dim at all is left to run(), which has errors for it."""
     try:
         return q.shape[-1] == 0
-    except (AttributeError, IndexError):
+    except (AttributeError, IndexError, RuntimeError):
         return False
 
 

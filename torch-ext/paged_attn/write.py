@@ -64,8 +64,7 @@ def kv_paged_write(
     try:
         if not (k_descale is v_descale is None):
             k_descale, v_descale = scale_of(k_descale, k_cache), scale_of(v_descale, v_cache)
-        grad = torch.is_grad_enabled()
-        if grad or forward_ad._current_level >= 0:
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             refuse_grad(_NUMBERS, (k, v, k_cache, v_cache, k_descale, v_descale))
         if k.dim() < 3:
             raise ValueError(f"k: expected a tensor of 3 or 4 dimensions, got shape {tuple(k.shape)}")
@@ -86,7 +85,7 @@ def kv_paged_write(
             k, v, k_cache, v_cache, block_table, cache_seqlens, cu_seqlens_k_new=cu_seqlens_k_new,
             slot_mapping=slot_mapping, k_descale=k_descale, v_descale=v_descale,
         )  # fmt: skip
-        if grad and not compiles:
+        if not compiles:
             count_writes((k_cache, v_cache))
     except FAILURES as error:
         given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table}

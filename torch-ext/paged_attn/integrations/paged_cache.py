@@ -57,7 +57,7 @@ class Pages:
 
     def extend(self, batch: int, tokens: int) -> list[tuple[int, int]]:
         """Room for new tokens in every row: pairs (from, to) of pages to copy before anything is written."""
-        if not self.rows:
+        if not self.rows and self.length == 0:
             self.rows = [[] for _ in range(batch)]
         if len(self.rows) != batch:
             raise ValueError(f"batch: expected {len(self.rows)}, as in the cache, got {batch}")
@@ -360,12 +360,21 @@ class CacheOfPages:
         self._finish_pass()
 
     def reorder_cache(self, beam_idx) -> None:
-        self._settle()
-        self.pages.select(beam_idx.tolist())
+        self._choose("beam_idx", beam_idx)
 
     def batch_select_indices(self, indices) -> None:
+        self._choose("indices", indices)
+
+    def _choose(self, name, rows):
         self._settle()
-        self.pages.select(torch.arange(len(self.pages.rows))[indices.cpu()].tolist())
+        count = len(self.pages.rows)
+        if count == self.pages.length == 0:
+            return  # as in transformers' own caches
+        try:
+            chosen = torch.arange(count)[rows.cpu()].tolist()
+        except IndexError:
+            raise ValueError(f"{name}: expected numbers or a mask of {count} rows, got {rows.tolist()}") from None
+        self.pages.select(chosen)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._settle()

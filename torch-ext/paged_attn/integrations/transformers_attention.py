@@ -6,7 +6,7 @@ What comes in, and how it is computed:
     no mask                              the tensors as they are
     a mask with padding on the left      the tensors as they are, from the first key that exists
     a mask with other padding, or holes  packed: the tokens that exist, one row after the other
-    a window in an encoder's mask        the mask brings it along (`paged_window`); it counts, not `sliding_window`
+    a window in the mask                 the mask brings it along (`paged_window`); it counts, not `sliding_window`
     several sequences in one row         packed already, by `cu_seq_lens_q` and `cu_seq_lens_k` or by `position_ids`
 
 Other padding and several sequences mean what they mean in transformers' own flash attention.
@@ -88,6 +88,9 @@ def make_mask(
             stored = int(q_offset + q_length - kv_offset)  # a static cache counts in a tensor: the host waits for it
         if has_window:
             window = _window_of(mask_function, batch_size, q_offset, q_length, kv_offset, stored, device)
+        elif local_size is not None and kv_length > local_size:
+            # Some models say it by the mask alone (Phimoe, Qwen2Moe).
+            window = local_size - 1, 0
         if attention_mask is None:
             if stored < kv_length:
                 attention_mask = torch.ones(batch_size, stored, dtype=torch.bool, device=device)
@@ -223,7 +226,7 @@ def attend(
             refuse(name, others[name])
         if others.get("output_attentions"):
             _warn_of_attentions()
-        causal = module.is_causal if is_causal is None else is_causal
+        causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
         window = getattr(attention_mask, "paged_window", None)
         if window is None:
             window = _window_of_layer(sliding_window, causal, query, key)
@@ -232,6 +235,9 @@ def attend(
             attention_mask = attention_mask if attention_mask.paged_has_padding else None
         if attention_mask is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None:
             _check_lengths(query, attention_mask, cu_seq_lens_q, cu_seq_lens_k)
+        if causal is None:
+            kind = type(module).__name__
+            raise ValueError(f"is_causal: expected True or False, as an attribute of {kind} or a keyword, got neither")
         query = query.transpose(1, 2)
         options = {
             "softmax_scale": scaling,
