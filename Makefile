@@ -46,7 +46,8 @@ $(STAMP): requirements.txt
 build: $(STAMP)
 	$(BUILD) $(BACKEND)
 
-# Needs nvcc, but no GPU. The build fails where a kernel spills; the tests look at the files of every variant in build/.
+# Needs nvcc, but no GPU. The build fails where a kernel spills or uses local memory; the tests look at the files of
+# every variant in build/.
 compile-cuda: $(STAMP)
 	@if nvcc --version >/dev/null 2>&1; then $(BUILD) cuda; else echo "SKIPPED: the CUDA backend, for want of nvcc"; fi
 
