@@ -196,6 +196,28 @@ def test_a_compiled_static_cache_without_padding(make_model, paged_cache, device
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_compiled_model(make_model, paged_cache, device, backend):
+    """Around the cache: what it does with pages stays in Python, and with fullgraph=True that is an error."""
+    if device != "cpu":
+        pytest.skip("nothing of it depends on the device")
+    model = make_model(num_hidden_layers=1)
+    ids = text(model, [20, 20])["input_ids"]
+    model.set_attn_implementation("eager")
+    whole = logits(model, ids)
+    cache = paged_cache(model, page_size=4)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        for tokens in (slice(0, 9), slice(9, 17), slice(17, 18), slice(18, 19), slice(19, 20)):
+            close(compiled(ids[:, tokens], past_key_values=cache).logits, whole[:, tokens])
+    cache.reset()
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match="PagedCache chooses pages in Python: compile without fullgraph=True"):
+        logits(torch.compile(model, backend=backend, fullgraph=True), ids, past_key_values=cache)
+    torch.compiler.reset()
+
+
 def test_a_static_cache_without_any_mask(make_model, paged_cache):
     """Also where the model is called without generate()."""
     model = make_model("Mistral", sliding_window=8)

@@ -169,6 +169,7 @@ class LayerOfPages:
             values[: len(self.values)] = self.values
         self.keys, self.values, self.is_initialized = keys, values, True
 
+    @torch.compiler.disable(reason="PagedCache chooses pages in Python: compile without fullgraph=True")
     def update(self, key_states, value_states, *args, **kwargs):
         """Writes (batch, kv_heads, tokens, head_dim) into the pages. What it returns leads the attention function to
         them, so it must reach that function as it is."""
