@@ -158,6 +158,7 @@ ELSEWHERE = {
     "torch-ext/registration.h": "kernel-builder create-pyproject",
     "roofline.svg": "tools/explain.py --plot",
     "file.metal": "the reader, in tools/metal_emulator/README.md",
+    "kernels.lock": "of SGLang's cache",
 }
 
 
