@@ -25,8 +25,8 @@ LAYOUTS = ("plain", "plain", "plain", "heads_first", "interleaved", "odd_strides
 ANY = {
     "softmax_scale": (None,), "causal": (False,), "window_size": ((-1, -1), None), "softcap": (0.0,),
     "alibi_slopes": (None,), "attention_chunk": (0, None), "qv": (None,), "q_v": (None,), "q_descale": (None,),
-    "k_descale": (None,), "v_descale": (None,), "s_aux": (None,), "sinks": (None,), "num_splits": (0,), "deterministic": (False,),
-    "pack_gqa": (None,), "sm_margin": (0,), "return_softmax_lse": (False,), "out": (None,),
+    "k_descale": (None,), "v_descale": (None,), "s_aux": (None,), "sinks": (None,), "num_splits": (0,),
+    "deterministic": (False,), "pack_gqa": (None,), "sm_margin": (0,), "return_softmax_lse": (False,), "out": (None,),
 }  # fmt: skip
 # Of other kernels, which callers pass all the same.
 OTHERS = {
