@@ -68,6 +68,15 @@ def test_head_dim(library, head_dim, head_dim_v):
     case.judge()
 
 
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (96, 96), (192, 128), (256, 256)])
+@pytest.mark.parametrize("feature", [{"softcap": 2.0}, {"alibi": True}, {"scale": -0.05}], ids=str)
+def test_scores_that_are_no_multiples(library, head_dim, head_dim_v, feature):
+    """Of tiles of every size."""
+    case = prompt(head_dim, head_dim_v)(q_heads=8, kv_heads=2, lens=[200, 30], q_lens=[40, 30], page_size=16, **feature)
+    case.run(library)
+    case.judge()
+
+
 def test_head_dim_256_with_little_shared(library):
     case = prompt(256)(q_heads=8, kv_heads=2, lens=[200, 30], q_lens=[40, 30], page_size=16, little_shared=1)
     case.run(library)

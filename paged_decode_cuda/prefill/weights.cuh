@@ -99,11 +99,12 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
     }
   }
 
-  // From q.k to scores, where these are no positive multiples of it: as pd_score(), of some at a time. With one at a
-  // time each would wait for the one before, with all of them registers spill.
+  // From q.k to scores, where these are no positive multiples of it: the steps of pd_score(), of some at a time. With
+  // one at a time each would wait for the one before, with all of them registers spill.
   PD_MEMBER void score(const Problem& p, float (&s)[kKeys / 2], int first_key) const {
     if constexpr (kFull) {
-      constexpr int kAtOnce = 16;
+      constexpr int kAtOnce = kKeys / 2 % 16 == 0 ? 16 : 8;
+      static_assert(kKeys / 2 % kAtOnce == 0, "no scores are left");
       const int column = first_key + threadIdx.x % 4 * 2;
 #pragma unroll
       for (int first = 0; first < kKeys / 2; first += kAtOnce) {
@@ -114,7 +115,7 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
         }
         if (p.softcap != 0.f) {
 #pragma unroll
-          for (int i = first; i < first + kAtOnce; ++i) s[i] = pd_tanh(s[i] * (1.f / p.softcap)) * p.softcap;
+          for (int i = first; i < first + kAtOnce; ++i) s[i] = pd_capped(s[i], p.softcap);
         }
         if (p.alibi_slopes) {
 #pragma unroll
