@@ -947,6 +947,11 @@ WRITES = {
         r"^k_cache: expected bfloat16 \[.*head_dim = 32 \(from k\)\], got bfloat16 \[9, 16, 2, 64\]$",
         lambda a: a.update(k=a["k"][..., :32]),
     ),
+    "slots in a cache of three dimensions": (
+        WRITE,
+        r"^k_cache: expected bfloat16 \[num_pages, page_size, kv_heads = 2 \(from k\), head_dim = 64 \(from k\)\], got ",
+        lambda a: a.update(k_cache=a["k_cache"].flatten(0, 1), slot_mapping=SLOTS),
+    ),
     "batch": (
         WRITE,
         r"^block_table: expected int32 \[batch = 2 \(from k\), max_pages\], got int32 \[3, 5\]$",

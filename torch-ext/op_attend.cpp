@@ -212,8 +212,9 @@ Problem problem_of(const AttendArguments& a) {
   QuerySizes queries;
   Problem p = {};
   check_queries(a, q, sizes, queries, &p);
-  p.cache = check_cache(
-      {*a.k_cache, *a.v_cache, a.block_table, a.cu_seqlens_k, a.cache_batch_idx, a.k_descale, a.v_descale}, q, sizes);
+  p.cache = check_cache({*a.k_cache, *a.v_cache, /*in_pages=*/a.block_table != nullptr, a.block_table, a.cu_seqlens_k,
+                         a.cache_batch_idx, a.k_descale, a.v_descale},
+                        q, sizes);
   check_results(a, q, sizes, queries, &p);
   check_new_tokens(a, q, sizes, &p);
   check_heads(a, sizes, &p);

@@ -54,7 +54,7 @@ void check_ragged(const CacheArguments& a, const Like& like, Sizes& s, Cache* c)
 }
 
 void check_pages(const CacheArguments& a, const Like& like, Sizes& s, Cache* c) {
-  Dim num_pages(a.block_table ? "num_pages" : "batch_cache"), page_size(a.block_table ? "page_size" : "seqlen_cache");
+  Dim num_pages(a.in_pages ? "num_pages" : "batch_cache"), page_size(a.in_pages ? "page_size" : "seqlen_cache");
   const ScalarType type = a.k_cache.scalar_type();
   check(a.k_cache, "k_cache", {type}, {&num_pages, &page_size, &s.kv_heads, &s.head_dim}, like);
   check(a.v_cache, "v_cache", {type}, {&num_pages, &page_size, &s.kv_heads, &s.head_dim_v}, like);

@@ -83,9 +83,11 @@ struct DescaleTable {
 };
 DescaleTable check_descale(const Tensor* t, const char* name, const Sizes& sizes, const Like& like);
 
-// The cache, and how requests find their keys in it. Without a table and without cu_seqlens_k it is contiguous.
+// The cache, and how requests find their keys in it. A write by slots has pages without a table. What is neither in
+// pages nor cut by cu_seqlens_k is contiguous.
 struct CacheArguments {
   const Tensor &k_cache, &v_cache;
+  bool in_pages;
   const Tensor *block_table, *cu_seqlens_k, *cache_batch_idx, *k_descale, *v_descale;
 };
 Cache check_cache(const CacheArguments& arguments, const Like& like, Sizes& sizes);

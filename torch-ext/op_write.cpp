@@ -56,9 +56,9 @@ void kv_paged_write(WriteArguments& a) {
   if (type != ScalarType::Float && type != ScalarType::Half && type != ScalarType::BFloat16)
     fail(std::string("k: expected float32, float16 or bfloat16, got ") + str(type));
   p.append = check_append(*a.k, *a.v, a.cu_seqlens_k_new, like, s);
-  p.cache = check_cache(
-      {*a.k_cache, *a.v_cache, a.slot_mapping ? nullptr : a.block_table, nullptr, nullptr, a.k_descale, a.v_descale},
-      like, s);
+  p.cache = check_cache({*a.k_cache, *a.v_cache, /*in_pages=*/true, a.slot_mapping ? nullptr : a.block_table, nullptr,
+                         nullptr, a.k_descale, a.v_descale},
+                        like, s);
   if (a.slot_mapping) {
     check_slots(a, like, &p);
   } else {
