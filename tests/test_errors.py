@@ -32,6 +32,8 @@ VARLEN = Case(
 QV = Case(batch=3, lens=(20, 0, 33), head_dim_v=512, qv=True)
 CONTIGUOUS = Case(batch=3, lens=(20, 0, 33), page_size=0, append=2)
 READ_ONLY = Case(batch=3, lens=(20, 0, 33))
+NO_HEADS = Case(batch=3, lens=(20, 0, 33), q_heads=0)
+NO_HEADS_PACKED = Case(batch=3, lens=(20, 0, 33), q_heads=0, q_len=4, varlen_q=True)
 
 
 def values_are_checked(device):
@@ -289,6 +291,26 @@ VALUES = {
         PAGED,
         r"^block_table: expected page numbers in \[0, num_pages = 9\), got -7 for batch entry 2, page 1$",
         used_page(-7),
+    ),
+    "negative length, no heads": (
+        NO_HEADS,
+        r"^cache_seqlens\[2\]: expected at least 0, got -1$",
+        set_entry("cache_seqlens", 2, -1),
+    ),
+    "length over the table, no heads": (
+        NO_HEADS,
+        r"^cache_seqlens\[2\]: expected at most max_pages \* page_size = 80, got 81$",
+        set_entry("cache_seqlens", 2, 81),
+    ),
+    "page number, no heads": (
+        NO_HEADS,
+        r"^block_table: expected page numbers in \[0, num_pages = 8\), got 8 for batch entry 2, page 1$",
+        used_page(8),
+    ),
+    "cu_seqlens_q falls, no heads": (
+        NO_HEADS_PACKED,
+        r"^cu_seqlens_q\[2\]: expected at least the entry before it, 9, got ",
+        set_entry("cu_seqlens_q", 1, 9),
     ),
     "leftpad negative": (
         PAGED,

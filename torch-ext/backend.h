@@ -20,7 +20,8 @@ void run_attention(const Problem& problem);
 // run_attention would throw of values.
 std::string explain_attention(const Problem& problem);
 
-// Writes problem.append into problem.cache; nothing is attended.
+// Writes problem.append (if any) into problem.cache; nothing is attended. Throws what run_attention would throw of
+// values.
 void run_kv_write(const Problem& problem);
 
 // Merges the parts of a result.

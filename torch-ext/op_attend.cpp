@@ -243,8 +243,8 @@ void flash_attn_with_kvcache(AttendArguments& a) {
   const Problem p = problem_of(a);
   if (p.q_heads > 0) {
     run_attention(p);
-  } else if (p.append.k) {
-    run_kv_write(p);
+  } else {
+    run_kv_write(p);  // it checks values where run_attention would
   }
 }
 
