@@ -181,7 +181,7 @@ def test_latent_values_in_8_bits(paged_attn, device):
 def test_descales_of_16_bits_ask_for_nothing(paged_attn, device, name):
     """SGLang passes a checkpoint's scales over a bfloat16 cache too, of its own batch. FlashAttention 3 reads scales
     where the tensor is of 8 bits."""
-    fa3, wild = paged_attn.fa3, torch.full((2, 7), torch.nan)
+    fa3, wild = paged_attn.fa3, torch.full((2, 7), torch.nan, requires_grad=True)  # parameters of a model
     scales = {"q_descale": wild, "k_descale": wild, "v_descale": wild}
     results = []
     for given in ({}, scales):
@@ -202,6 +202,22 @@ def test_descales_of_16_bits_ask_for_nothing(paged_attn, device, name):
             packed = [x.flatten(0, 1) for x in (q, k, v)]
             out = fa3.flash_attn_varlen_func(*packed, cu_seqlens, cu_seqlens, 9, 9, causal=True, **given)
         results.append((out,))
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("scale", [torch.full((4, 2), 3.0), torch.full((2, 7), torch.nan)], ids=["fits", "wild"])
+def test_operators_ignore_descales_of_16_bits(paged_attn, device, scale):
+    """A direct call through torch.ops means what the functions mean."""
+    ops, scale, results = paged_attn._ops.ops, scale.to(device), []
+    for given in ({}, {"k_descale": scale, "v_descale": scale}):
+        call = build(Case(append=3, q_len=3)).to(device)
+        q, k, v, lens, table = (call.kwargs[name] for name in ("q", "k", "v", "cache_seqlens", "block_table"))
+        caches, out = call.caches(), torch.empty_like(q)
+        query = given and {"q_descale": scale}
+        ops.flash_attn_with_kvcache_append(q, *caches, out, None, lens, table, 0.1, 0, k, v, **given, **query)
+        appended = [x.nan_to_num() for x in call.storage]
+        ops.kv_paged_write(k * 2, v * 2, *caches, table, lens, **given)
+        results.append((out, *appended, *(x.nan_to_num() for x in call.storage)))
     assert_same_bits(*results)
 
 

@@ -199,7 +199,7 @@ void check_scores(const AttendArguments& a, const Like& q, Sizes& s, Problem* p)
     p->sinks = given<const void>(*a.sinks);
     p->sinks_dtype = dtype_of(a.sinks->scalar_type());
   }
-  const DescaleTable descale = check_descale(a.q_descale, "q_descale", s, q);
+  const DescaleTable descale = check_descale(a.q_descale, "q_descale", q.dtype, s, q);
   p->q_descale = descale.table;
   p->q_descale_stride_batch = descale.stride_batch;
   p->q_descale_stride_head = descale.stride_head;

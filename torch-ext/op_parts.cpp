@@ -16,8 +16,8 @@ DType dtype_of(ScalarType type) {
   }
 }
 
-DescaleTable check_descale(const Tensor* t, const char* name, const Sizes& sizes, const Like& like) {
-  if (!t) return {};
+DescaleTable check_descale(const Tensor* t, const char* name, ScalarType scaled, const Sizes& sizes, const Like& like) {
+  if (!t || !is_8bit(scaled)) return {};
   const Tensor& d = *t;
   const Dim &batch = sizes.batch, &kv_heads = sizes.kv_heads;
   const bool fits =
@@ -95,11 +95,11 @@ Cache check_cache(const CacheArguments& a, const Like& like, Sizes& s) {
   if (a.block_table) check_table(a, like, s, &c);
   if (a.cache_batch_idx) check(*a.cache_batch_idx, "cache_batch_idx", kInt32, {&s.batch}, like);
   c.cache_batch_idx = if_given<int32_t>(a.cache_batch_idx);
-  const DescaleTable k = check_descale(a.k_descale, "k_descale", s, like);
+  const DescaleTable k = check_descale(a.k_descale, "k_descale", a.k_cache.scalar_type(), s, like);
   c.k_descale = k.table;
   c.k_descale_stride_batch = k.stride_batch;
   c.k_descale_stride_head = k.stride_head;
-  const DescaleTable v = check_descale(a.v_descale, "v_descale", s, like);
+  const DescaleTable v = check_descale(a.v_descale, "v_descale", a.v_cache.scalar_type(), s, like);
   c.v_descale = v.table;
   c.v_descale_stride_batch = v.stride_batch;
   c.v_descale_stride_head = v.stride_head;

@@ -76,12 +76,13 @@ struct Sizes {
   Dim batch{"batch"}, q_heads{"q_heads"}, kv_heads{"kv_heads"}, head_dim{"head_dim"}, head_dim_v{"head_dim_v"};
 };
 
-// A (batch, kv_heads) table of scales; a size of 1, or a stride of 0, serves all.
+// A (batch, kv_heads) table of scales; a size of 1, or a stride of 0, serves all. Only 8-bit tensors have one. What is
+// given for others is not looked at, as in FlashAttention 3.
 struct DescaleTable {
   Optional<const float> table = {};
   int64_t stride_batch = 0, stride_head = 0;
 };
-DescaleTable check_descale(const Tensor* t, const char* name, const Sizes& sizes, const Like& like);
+DescaleTable check_descale(const Tensor* t, const char* name, ScalarType scaled, const Sizes& sizes, const Like& like);
 
 // The cache, and how requests find their keys in it. A write by slots has pages without a table. What is neither in
 // pages nor cut by cu_seqlens_k is contiguous.

@@ -161,7 +161,8 @@ def is_int(value):
 
 
 def scale_of(descale, tensor):
-    """The descale, or None where the tensor is not of 8 bits: FlashAttention 3 does not look at it there either."""
+    """The descale, or None where the tensor is not of 8 bits. The operator ignores it there; left out, it is no matter
+    for autograd and no input of a compiled graph either."""
     return None if isinstance(descale, torch.Tensor) and tensor.dtype not in FP8 else descale
 
 
