@@ -4,6 +4,7 @@ Lengths and page numbers lie in device memory, so a GPU looks at them only under
 call must not fail, and must touch nothing outside of the caches; both ways are tested.
 """
 
+import itertools
 import math
 import os
 import re
@@ -971,7 +972,7 @@ WRITES = {
     ),
     "slots in a cache of three dimensions": (
         WRITE,
-        r"^k_cache: expected bfloat16 \[num_pages, page_size, kv_heads = 2 \(from k\), head_dim = 64 \(from k\)\], got ",
+        r"^k_cache: expected bfloat16 \[num_pages, page_size, kv_heads = 2 \(from k\), head_dim = 64 \(from k\)\], ",
         lambda a: a.update(k_cache=a["k_cache"].flatten(0, 1), slot_mapping=SLOTS),
     ),
     "batch": (
@@ -1345,6 +1346,36 @@ def test_scalars_of_another_type(paged_attn, device, name):
     call, good = plain_calls(paged_attn, device)["with_kvcache"]
     with pytest.raises(ValueError, match=f"^{name}: expected {re.escape(message)}$"):
         call(**(good | {"sinks": torch.zeros(4, device=device), name: value}))
+
+
+SWITCHES = {
+    "softcap": "a number",
+    "num_splits": "an int of 64 bits",
+    "attention_chunk": "an int of 64 bits",
+    "deterministic": "True or False",
+    "return_softmax_lse": "True or False",
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("function", [name for name in REQUIRED if name != "write"])
+def test_what_is_neither_on_nor_off(paged_attn, device, function, name):
+    """By name, alone and beside another feature. One element says it."""
+    np = pytest.importorskip("numpy")
+    call, good = plain_calls(paged_attn, device)[function]
+    wrong = {
+        r"float32 \[2\]": torch.zeros(2, device=device),
+        r"int64 \[0\]": torch.zeros(0, dtype=torch.int64, device=device),
+        r"float32 \[1\]": torch.zeros(1, device="meta"),
+        "a value of type ndarray": np.zeros(2),
+    }
+    others = {}, {"sinks": torch.zeros(4, device=device)}, {"softcap": 2.0} if name != "softcap" else {"num_splits": 1}
+    for (given, value), other in itertools.product(wrong.items(), others):
+        with pytest.raises(ValueError, match=f"^{name}: expected {SWITCHES[name]}, got {given}$"):
+            call(**(good | other | {name: value}))
+    for value in (0, 1):
+        results = [call(**(good | {name: x})) for x in (value, torch.tensor([value], device=device))]
+        torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("value", [128, (1, 0, 2), (1,), (1.5, 0), (0, "x"), (2**63, 0), (0, -(2**63) - 1)], ids=str)

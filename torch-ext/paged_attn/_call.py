@@ -146,6 +146,7 @@ def run(
     except FAILURES as error:
         given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
         given |= {"block_table": block_table, "k": k, "v": v, "window_size": window_size, "causal": causal}
+        given["return_softmax_lse"] = return_lse
         filled = {"out": out, "softmax_scale": softmax_scale}
         filled |= {} if isinstance(max_seqlen_q, torch.Tensor) else {"max_seqlen_q": max_seqlen_q}
         given |= {name: x for name, x in filled.items() if x is not None}
@@ -158,6 +159,17 @@ def is_int(value):
     if isinstance(value, (bool, torch.Tensor)):
         return False
     return isinstance(value, INTS) or fits(value, 64)
+
+
+def all_off(softcap, num_splits, attention_chunk, deterministic):
+    """Whether none of them asks for anything. All four are looked at, for what is neither on nor off, as a tensor of
+    several elements, is refused by name."""
+    try:
+        return (not softcap) & (not num_splits) & (not attention_chunk) & (not deterministic)
+    except FAILURES as error:
+        given = {"softcap": softcap, "num_splits": num_splits}
+        given |= {"attention_chunk": attention_chunk, "deterministic": deterministic}
+        raise clearer(error, _TYPES, given) from None
 
 
 def scale_of(descale, tensor):
@@ -283,7 +295,7 @@ def clearer(error, types, given):
 
 
 def _refuse_types(types, given):
-    """`given`: arguments of the operator by name, and window_size and causal, which it has as numbers."""
+    """`given`: arguments of the operator by name, and those that it has in another form, or not at all."""
     for name, kind in types:
         if name not in given:
             continue
@@ -303,11 +315,11 @@ def _refuse_types(types, given):
             raise ValueError(f"{name}: expected an int of 64 bits, got {form_of(value)}")
         elif kind == "float" and not _is_number(value):
             raise ValueError(f"{name}: expected a number, got {form_of(value)}")
-        elif kind == "bool" and not hasattr(value, "__bool__"):
+        elif kind == "bool" and not (hasattr(value, "__bool__") and _says_yes_or_no(value)):
             raise ValueError(f"{name}: expected True or False, got {form_of(value)}")
-    causal = given.get("causal")
-    if not _says_yes_or_no(causal):
-        raise ValueError(f"causal: expected True or False, got {form_of(causal)}")
+    for name in ("causal", "return_softmax_lse"):
+        if not _says_yes_or_no(given.get(name)):
+            raise ValueError(f"{name}: expected True or False, got {form_of(given[name])}")
     window_size = given.get("window_size")
     if window_size is not None and not _is_window(window_size):
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._call import check_cu_seqlens_k, form_of, one_of, refuse_dropout, refuse_others, run, with_q_v
+from ._call import all_off, check_cu_seqlens_k, form_of, one_of, refuse_dropout, refuse_others, run, with_q_v
 
 
 def _names(**others):
@@ -135,10 +135,10 @@ def flash_attn_with_kvcache(
     if q_v is not None:
         qv, names = one_of("qv", qv, "q_v", q_v), with_q_v(names)
     plain = (
-        cu_seqlens_q is cache_batch_idx is cache_leftpad is alibi_slopes is sink is qv is q_descale is k_descale
+        all_off(softcap, num_splits, attention_chunk, deterministic)
+        and cu_seqlens_q is cache_batch_idx is cache_leftpad is alibi_slopes is sink is qv is q_descale is k_descale
         is v_descale is rotary_cos is rotary_sin is None
         and (cu_seqlens_k_new is None or k is None)
-        and not (softcap or num_splits or attention_chunk or deterministic)
     )  # fmt: skip
     features = None if plain else (
         cu_seqlens_q, None, None if k is None else cu_seqlens_k_new,
@@ -198,8 +198,8 @@ def flash_attn_func(
     if q_v is not None:
         qv, names = one_of("qv", qv, "q_v", q_v), with_q_v(names)
     plain = (
-        alibi_slopes is sink is qv is q_descale is k_descale is v_descale is None
-        and not (softcap or num_splits or attention_chunk or deterministic)
+        all_off(softcap, num_splits, attention_chunk, deterministic)
+        and alibi_slopes is sink is qv is q_descale is k_descale is v_descale is None
     )  # fmt: skip
     features = None if plain else (
         None, None, None,
@@ -208,7 +208,7 @@ def flash_attn_func(
         qv, q_descale, k_descale, v_descale,
         None, None, True, None,
     )  # fmt: skip
-    return_lse = return_softmax_lse or return_attn_probs
+    return_lse = return_attn_probs or return_softmax_lse
     return run(
         names, q, k, v, out, return_lse, None, None, softmax_scale, causal, window_size, features, is_cache=False
     )
@@ -290,6 +290,7 @@ def flash_attn_varlen_func(
         check_cu_seqlens_k(cu_seqlens_k, q, cu_seqlens_q)
         if seqused_k is None:
             lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+    all_off(softcap, num_splits, attention_chunk, deterministic)  # refuses what is neither on nor off
     features = (
         cu_seqlens_q, cu_seqlens_k if table is None else None, None,
         softcap or 0.0, num_splits or 0, deterministic,
@@ -297,7 +298,7 @@ def flash_attn_varlen_func(
         qv, q_descale, k_descale, v_descale,
         None, None, True, None,
     )  # fmt: skip
-    return_lse = return_softmax_lse or return_attn_probs
+    return_lse = return_attn_probs or return_softmax_lse
     return run(
         names, q, k, v, out, return_lse, lengths, table, softmax_scale, causal, window_size, features, None, None,
         max_seqlen_q,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from . import attention
-from ._call import check_cu_seqlens_k, form_of, one_of, refuse_others, reworded, run, with_q_v
+from ._call import all_off, check_cu_seqlens_k, form_of, one_of, refuse_others, reworded, run, with_q_v
 from .merge import check_all, merge_checked
 
 __all__ = [
@@ -112,10 +112,10 @@ def flash_attn_with_kvcache(
     if q_v is not None:
         names = with_q_v(names)
     plain = (
-        cu_seqlens_q is cache_batch_idx is cache_leftpad is sinks is qv is q_descale is k_descale is v_descale
+        all_off(softcap, num_splits, attention_chunk, deterministic)
+        and cu_seqlens_q is cache_batch_idx is cache_leftpad is sinks is qv is q_descale is k_descale is v_descale
         is rotary_cos is rotary_sin is None
         and (cu_seqlens_k_new is None or k is None)
-        and not (softcap or num_splits or attention_chunk or deterministic)
     )  # fmt: skip
     features = None if plain else (
         cu_seqlens_q, None, None if k is None else cu_seqlens_k_new,
@@ -187,8 +187,8 @@ def flash_attn_func(
     if q_v is not None:
         names = with_q_v(names)
     plain = (
-        sinks is qv is q_descale is k_descale is v_descale is None
-        and not (softcap or num_splits or attention_chunk or deterministic)
+        all_off(softcap, num_splits, attention_chunk, deterministic)
+        and sinks is qv is q_descale is k_descale is v_descale is None
     )  # fmt: skip
     features = None if plain else (
         None, None, None,
@@ -197,7 +197,7 @@ def flash_attn_func(
         qv, q_descale, k_descale, v_descale,
         None, None, True, None,
     )  # fmt: skip
-    return_lse = return_softmax_lse or return_attn_probs
+    return_lse = return_attn_probs or return_softmax_lse
     return run(
         names, q, k, v, out, return_lse, None, None, softmax_scale, causal, window_size, features, is_cache=False
     )
@@ -285,6 +285,7 @@ def flash_attn_varlen_func(
     elif (cu_seqlens_q is None) != (cu_seqlens_k is None):
         missing, given = ("q", "k") if cu_seqlens_q is None else ("k", "q")
         raise ValueError(f"cu_seqlens_{missing}: expected int32 [batch + 1] beside cu_seqlens_{given}, got None")
+    all_off(softcap, num_splits, attention_chunk, deterministic)  # refuses what is neither on nor off
     features = (
         cu_seqlens_q, cu_seqlens_k, None,
         softcap or 0.0, num_splits or 0, deterministic,
@@ -292,7 +293,7 @@ def flash_attn_varlen_func(
         qv, q_descale, k_descale, v_descale,
         None, None, True, None,
     )  # fmt: skip
-    return_lse = return_softmax_lse or return_attn_probs
+    return_lse = return_attn_probs or return_softmax_lse
     return run(
         names, q, k, v, out, return_lse, seqused_k, page_table, softmax_scale, causal, window_size, features, None,
         None, max_seqlen_q, page_table is not None or cu_seqlens_k is not None,
