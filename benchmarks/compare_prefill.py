@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from cuda_cases import last_round_cases, prefill_cases
-from cuda_providers import KERNEL, Missing, fa3_library, load_ours, measure
+from cuda_providers import KERNEL, Missing, fa3_library, fa3_plan, load_ours, measure
 from tqdm import tqdm
 
 COPY_BYTES = 200e6  # of keys and values of all copies
@@ -91,13 +91,8 @@ def fa3(x, planned=False):
         "softmax_scale": case.head_dim**-0.5, "softcap": case.softcap, "s_aux": x.sinks, "is_rotary_interleaved": True,
         "cp_world_size": 1, "cp_rank": 0,
     }  # fmt: skip
-    if planned:  # once per step of an engine, so not part of a call
-        options["scheduler_metadata"] = library.get_scheduler_metadata(
-            batch_size=len(case.q_lens), max_seqlen_k=x.tables[0].shape[1] * case.page_size, num_heads=case.q_heads,
-            num_heads_k=case.kv_heads, headdim=case.head_dim, headdim_v=case.head_dim, qkv_dtype=x.q[0].dtype,
-            seqused_k=x.kv_lens, cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None, leftpad_k=None,
-            page_size=case.page_size, max_seqlen_k_new=0, has_softcap=case.softcap > 0, pack_gqa=None, **common,
-        )  # fmt: skip
+    if planned:
+        options["scheduler_metadata"] = fa3_plan(library, x, x.q[0].dtype, has_softcap=case.softcap > 0, **common)
     if not case.page_size:
         options |= {"cu_seqlens_k": x.cu_k, "max_seqlen_k": max(case.kv_lens)}
     calls = []

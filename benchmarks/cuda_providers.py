@@ -126,6 +126,18 @@ def fa3_library():
     return library, {a.name: None for a in arguments if isinstance(a.type, torch.OptionalType)}
 
 
+def fa3_plan(library, x, q_dtype, **options):
+    """FlashAttention 3's plan for a cache in pages. An engine makes one per step, so it is no part of a call.
+    `options`: what differs between benchmarks."""
+    case = x.case
+    return library.get_scheduler_metadata(
+        batch_size=len(x.kv_lens), max_seqlen_k=x.tables[0].shape[1] * case.page_size, num_heads=case.q_heads,
+        num_heads_k=case.kv_heads, headdim=case.head_dim, headdim_v=case.head_dim, qkv_dtype=q_dtype,
+        seqused_k=x.kv_lens, cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None, leftpad_k=None,
+        page_size=case.page_size, max_seqlen_k_new=0, pack_gqa=None, **options,
+    )  # fmt: skip
+
+
 def fa3(x, planned=False):
     case = x.case
     if case.kind == "write":
@@ -142,14 +154,10 @@ def fa3(x, planned=False):
         "seqused_k": x.kv_lens, "softmax_scale": case.scale, "softcap": 0.0, "is_rotary_interleaved": True,
         "cp_world_size": 1, "cp_rank": 0,
     }  # fmt: skip
-    if planned:  # once per step of an engine, so not part of a call
-        options["scheduler_metadata"] = library.get_scheduler_metadata(
-            batch_size=case.batch, max_seqlen_q=case.q_len, max_seqlen_k=x.tables[0].shape[1] * case.page_size,
-            num_heads=case.q_heads, num_heads_k=case.kv_heads, headdim=case.head_dim, headdim_v=case.head_dim,
-            qkv_dtype=q.dtype, seqused_k=x.kv_lens, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None,
-            seqused_q=None, leftpad_k=None, page_size=case.page_size, max_seqlen_k_new=0, has_softcap=False,
-            pack_gqa=None, **common,
-        )  # fmt: skip
+    if planned:
+        options["scheduler_metadata"] = fa3_plan(
+            library, x, q.dtype, max_seqlen_q=case.q_len, cu_seqlens_q=None, has_softcap=False, **common
+        )
     options |= {"k": x.k_cache, "v": x.v_cache}
     return [lambda r=r: library.fwd(**options | {"q": q[r], "page_table": x.tables[r]})[0] for r in range(x.copies)]
 
