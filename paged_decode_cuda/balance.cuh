@@ -22,11 +22,11 @@
 //     head 0   AAAAAAAAAAAABBBBBBBBB        blocks   [  4  ][  2  ][  0  ]
 //     head 1   AAAAAAAAAAAABBBBBBBBB                 [  5  ][  3  ][  1  ]
 //
-// Even: where the lengths hardly differ, every pair counts as many units as the longest one. If there are at least as
-// many blocks as pairs, each pair gets the same number of blocks: fewer cuts, and no block serves two pairs. If there
-// are more pairs than blocks, every block gets the same number of whole pairs, and only the remainder is a line that is
-// cut. That line comes first, so that partials are added while the memory is busy. Neighbouring blocks then read the
-// heads of the same keys at the same time.
+// Even: where the lengths hardly differ, or none is worth a cut, every pair counts as many units as the longest one. If
+// there are at least as many blocks as pairs, each pair gets the same number of blocks: fewer cuts, and no block serves
+// two pairs. If there are more pairs than blocks, every block gets the same number of whole pairs, and only the
+// remainder is a line that is cut. That line comes first, so that partials are added while the memory is busy.
+// Neighbouring blocks then read the heads of the same keys at the same time.
 //
 //     pairs    AAAA BBBB                           AAAA BBBB CCCC DDDD EEEE FFFF GGGG HHHH
 //     blocks   3322 1100    blocks for each        3333 2222 1111 0000|3333 2222 1111 0000    whole ones
@@ -263,9 +263,11 @@ PD_DEVICE void find_stretch(const Problem& p, const Plan& plan, Walker& walker, 
     const int begin = first_item + lane * items_of_lane, end = min(plan.items, begin + items_of_lane);
     const TileCount count = count_tiles(p, plan, begin, end);
     if (plan.surplus_rounds > 0 && __any_sync(~0u, count.surplus)) dealing.surplus_rounds = plan.surplus_rounds;
-    if (dealing.length == 0 && (plan.blocks_each.divisor > 0 || plan.whole_pairs > 0)) {
+    if (dealing.length == 0) {
       const int most = __reduce_max_sync(~0u, count.most), all = __reduce_add_sync(~0u, count.sum);
-      if (most * plan.items - all <= all / 16) {
+      const bool even = plan.blocks_each.divisor > 0 || plan.whole_pairs > 0;
+      const bool short_pairs = 0 < most && most <= plan.min_units;
+      if (short_pairs || (even && most * plan.items - all <= all / 16)) {
         deal_evenly<kLines>(plan, most, walker, dealing);
         return;
       }

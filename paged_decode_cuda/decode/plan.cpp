@@ -141,7 +141,10 @@ void plan_balanced(const Problem& p, const RowTiles& tiles, const DeviceLimits& 
   plan_block(limits, few, pairs * most, plan);
   plan.blocks = int64_t{limits.processors} * plan.blocks_per_processor;
   plan_balanced_cuts(p, plan.blocks, kPairCost / plan.blocks_per_processor, (few ? 1 : 2) * plan.warps, work);
-  if (one_each) work.whole_pairs = 0;
+  if (one_each) {
+    work.whole_pairs = 0;
+    work.line_pairs = static_cast<int32_t>(pairs);
+  }
   plan_lines(p, plan.blocks, work);
   work.surplus_rounds = static_cast<int32_t>(pd_ceil_div(tiles.surplus * p.kv_heads, plan.blocks));
 }
