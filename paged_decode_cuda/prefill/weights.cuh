@@ -106,16 +106,22 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
       constexpr int kAtOnce = kKeys / 2 % 16 == 0 ? 16 : 8;
       static_assert(kKeys / 2 % kAtOnce == 0, "no scores are left");
       const int column = first_key + threadIdx.x % 4 * 2;
+      const bool capped = p.softcap != 0.f;
+      float factor = natural_scale;
+      if (capped) factor *= (p.softcap <= kMostFastCap ? kFastCapScale : 1.f) / p.softcap;
 #pragma unroll
       for (int first = 0; first < kKeys / 2; first += kAtOnce) {
 #pragma unroll
         for (int i = first; i < first + kAtOnce; ++i) {
           if constexpr (kDividesQueries<Shape>) s[i] *= this->factor[i / 2 % 2];
-          s[i] *= natural_scale;
+          s[i] *= factor;
         }
-        if (p.softcap != 0.f) {
+        if (capped && p.softcap <= kMostFastCap) {
 #pragma unroll
-          for (int i = first; i < first + kAtOnce; ++i) s[i] = pd_capped(s[i], p.softcap);
+          for (int i = first; i < first + kAtOnce; ++i) s[i] = fast_capped(s[i], p.softcap);
+        } else if (capped) {
+#pragma unroll
+          for (int i = first; i < first + kAtOnce; ++i) s[i] = pd_tanh(s[i]) * p.softcap;
         }
         if (p.alibi_slopes) {
 #pragma unroll

@@ -6,17 +6,11 @@
 
 namespace paged_attn {
 
-// softcap is not 0.
-template <typename F>
-PD_FN F pd_capped(F s, float softcap) {
-  return pd_tanh(s * (1.f / softcap)) * softcap;
-}
-
 // distance is |q_pos - key|. Off: softcap == 0, slope == 0.
 template <typename F>
 PD_FN F pd_score(F qk, float scale, float softcap, float slope, F distance) {
   F s = qk * scale;
-  if (softcap != 0.f) s = pd_capped(s, softcap);
+  if (softcap != 0.f) s = pd_tanh(s * (1.f / softcap)) * softcap;
   return s - distance * slope;
 }
 

@@ -23,6 +23,10 @@ PD_DEVICE float pd_tanh(float x) { return tanhf(x); }
 namespace paged_attn {
 
 PD_DEVICE float fast_exp2(float x) { return exp2f(x); }
+constexpr float kFastCapScale = 2.f * PD_LOG2E, kMostFastCap = 1000.f;
+PD_DEVICE float fast_capped(float scaled, float softcap) {
+  return fmaf(-2.f * softcap, 1.f / (fast_exp2(scaled) + 1.f), softcap);
+}
 PD_DEVICE float fast_rescale(float from, float to) { return from == to ? 1.f : fast_exp2(from - to); }
 PD_DEVICE void wait_for_predecessor() {}
 PD_DEVICE void let_successor_start() {}
