@@ -24,7 +24,7 @@ def library(tmp_path_factory):
 
 class Prompt(Case):
     DIMS, KEYS, VALUES = 256, slice(0, 128), slice(128, 256)
-    NUMBERS = ("blocks", "box_rows", "parts", "rows")
+    NUMBERS = ("blocks", "box_rows", "parts", "most_parts", "rows")
 
 
 CASES = {
@@ -244,6 +244,15 @@ def test_divides_queries_that_float16_does_not_hold(library, size, features):
 def test_keys_of_few_rows_are_cut_by_themselves(library):
     case = Prompt(lens=[1200], q_lens=20, q_heads=4, page_size=16)
     assert case.run(library).parts == 2  # 1 tile of rows for 4 multiprocessors of an H100
+    case.judge()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_long_requests_are_cut_into_more_parts(library, packed):
+    lens, q_lens = [3000, 40, 700, 0], [20, 1, 33, 2] if packed else 20
+    case = Prompt(lens=lens, q_lens=q_lens, q_heads=4, page_size=16, processors=16, sinks=True)
+    numbers = case.run(library)
+    assert 1 < numbers.parts < numbers.most_parts
     case.judge()
 
 

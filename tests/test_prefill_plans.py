@@ -166,7 +166,7 @@ def test_prefill_plans(library, head_dim, head_dim_v):
             assert n.keys % max(1, n.box_rows) == 0 and page_size % max(1, n.box_rows) == 0 and n.box_rows % 8 == 0
             assert (n.box_rows > 0) == (page_size % 8 == 0)
             tiles = len(PROMPTS) * -(-q_len * 4 // 128) * kv_heads
-            assert n.items * kv_heads == tiles and n.blocks == min(tiles * n.parts, 132)
+            assert n.items * kv_heads == tiles and n.blocks == min(tiles * n.most_parts, 132)
             assert n.l2_keys * (head_dim + head_dim_v) * 2 <= 24 << 20
     whole = numbers_of(library, PROMPTS, paged=0, page_size=1001, head_dim=head_dim, head_dim_v=head_dim_v)
     assert whole.box_rows == whole.keys
@@ -268,7 +268,14 @@ def test_how_keys_are_cut(library):
     assert parts([100], **one, window_left=900) == 1 and parts([100], **one, window_left=2000) == 3
     assert parts([100], **one, deterministic=1) == 1 and parts([100], **one, deterministic=1, num_splits=1) == 1
     assert parts([100], **one, num_splits=1) == 1 and parts([100] * 67, **one, num_splits=3) == 3
-    assert numbers_of(library, [100] * 8, **one).blocks == 128
+    assert numbers_of(library, [100] * 8, **one).blocks == 132
+    # A long one among short ones is cut into more, as far as there is memory for.
+    most = lambda *arguments, **options: numbers_of(library, *arguments, **options).most_parts  # noqa: E731
+    assert most([100], **one) == 32 and most([100] * 8, **one) == 32 and most([100] * 44, **one) == 15
+    assert (
+        most([100] * 128, **one) == 5 and most([100] * 331, **one) == 1 and most([100] * 67, **one, num_splits=3) == 3
+    )
+    assert most([100], **one, window_left=2000) == 3
     # Packed requests: one fills its tiles of rows, of several each may end with a row in a tile of its own.
     packed = {"kv_heads": 8, "page_size": 16}
     assert parts([100], q_lens=[128], **packed) == 4 and parts([100], q_lens=[129], **packed) == 3
@@ -292,7 +299,9 @@ def test_keys_are_cut_where_the_last_round_has_few_tiles(library):
     for batch, wanted in ((16, 1), (17, 3), (20, 2), (24, 1), (32, 1)):
         cut = numbers_of(library, [4096] * batch, max_q_len=8, **sizes)
         assert cut.parts == wanted, batch
-        assert (1000 < cut.part_keys < 4096) if wanted > 1 else cut.part_keys == 0
+        # Where one round takes them all, long ones may be cut if others are short.
+        assert 1000 < cut.part_keys < 4096 if wanted > 1 or batch == 16 else cut.part_keys == 0
+        assert cut.most_parts == (5 if batch == 16 else wanted)
         # Packed ones may have a tile more each, but not if max_seqlen_q is right.
         packed = numbers_of(library, [4096] * batch, q_lens=[8] * batch, **sizes)
         assert (packed.parts, packed.part_keys) == (cut.parts, cut.part_keys), batch
@@ -337,6 +346,49 @@ def test_parts_hold_every_tile_of_keys_once(library, parts):
         count, tiles = order_of(library, call, wanted)
         assert count == (wanted if cut else wanted // parts)
         assert cut or all(t.part == 0 and t.tiles == -(-t.key_end // 128) for t in tiles[:count])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_long_requests_have_more_parts(library, seed):
+    """Every tile of keys once, in parts of about the same length, and about as many as if all requests were alike."""
+    rng = random.Random(seed)
+    packed, batch, heads, host = seed % 2 == 0, rng.choice([3, 16, 40]), rng.choice([1, 3]), rng.choice([2, 4])
+    lens = [rng.choice([0, rng.randint(1, 2000), 40000]) for _ in range(batch - 1)] + [50000]
+    q_lens = [rng.choice([1, 8, 70]) if packed else 8 for _ in lens]
+    most = rng.choice([host, 2 * host, 32])
+    rows = {"q_lens": q_lens} if packed else {"max_q_len": 8}
+    tiles_of_rows = sum(-(-n * 4 // 128) for n in q_lens) * heads
+    wanted = host * tiles_of_rows
+    plan = {"kv_heads": heads, "parts": host, "most_parts": most, "parts_wanted": wanted}
+    call, _keep = call_of(lens, part_tiles=20, **plan, **rows)
+    count, tiles = order_of(library, call, tiles_of_rows * (most + 1))
+    dealt = {}
+    for t in tiles[:count]:
+        dealt.setdefault((t.b, t.head, t.first_row), []).append(t)
+    assert len(dealt) == tiles_of_rows
+    lengths = []
+    for (b, _head, first_row), cuts in dealt.items():
+        cuts.sort(key=lambda t: t.part)
+        assert [t.part for t in cuts] == list(range(len(cuts))) and len(cuts) <= most
+        assert all(
+            t.tiles == 0 or t.first_tile == before.first_tile + before.tiles for before, t in zip(cuts, cuts[1:])
+        )
+        last = max(0, lens[b] - q_lens[b] + min(first_row // 4 + 32, q_lens[b]))
+        assert sum(t.tiles for t in cuts) == -(-last // 128)
+        lengths += [t.tiles for t in cuts]
+        assert max(t.tiles for t in cuts) <= -(-sum(t.tiles for t in cuts) // len(cuts))
+    tiles_of_keys = sum(-(-n // 128) * -(-q * 4 // 128) for n, q in zip(lens, q_lens)) * heads
+    longest = -(-50000 // 128)
+    rate = min((wanted - tiles_of_rows / 2) / tiles_of_keys, 1 / 4)  # of parts for a tile of keys
+    if min(longest * rate, most) >= 1.25 * host:
+        assert count <= wanted + 0.6 * tiles_of_rows
+        fair = max(tiles_of_keys / (wanted - tiles_of_rows / 2), 4, -(-50000 // 128) / most)
+        assert max(lengths) <= fair + 2
+    else:
+        assert count == wanted
+    # Where the longest has few keys nothing is cut.
+    call, _keep = call_of(lens, part_tiles=500, **plan, **rows)
+    assert order_of(library, call, tiles_of_rows)[0] == tiles_of_rows
 
 
 MMA_REFUSES = {

@@ -29,20 +29,20 @@ PD_DEVICE int request_of(const Problem& p, int token, int end) {
   return before;
 }
 
-// Part `first` and every step-th behind it.
-PD_DEVICE RowSum add_parts(const Problem& p, const PrefillCall& call, int token, int q_head, int quad, int first,
-                           int step) {
+// Part `first` and every step-th behind it, of `parts`.
+PD_DEVICE RowSum add_parts(const Problem& p, const PrefillCall& call, int parts, int token, int q_head, int quad,
+                           int first, int step) {
   constexpr int kBatch = 4;  // parts whose loads are on their way together
   RowSum sum;
 #pragma unroll 1
-  for (; first < call.parts; first += kBatch * step) {
+  for (; first < parts; first += kBatch * step) {
     float2 ml[kBatch];
     float4 values[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       ml[i] = make_float2(-INFINITY, 0.f);
       values[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (first + i * step >= call.parts) continue;
+      if (first + i * step >= parts) continue;
       const int64_t row = part_row(p, first + i * step, token, q_head);
       ml[i] = call.ml[row];
       values[i] = reinterpret_cast<const float4*>(call.sums + row * p.head_dim_v)[quad];
@@ -61,11 +61,11 @@ __global__ void __launch_bounds__(kCombineThreads)
   const int member = warp & (together - 1);
   const int q_heads = static_cast<int>(p.q_heads), group = static_cast<int>(p.group);
   const int quads = static_cast<int>(p.head_dim_v / 4);
-  // There are no more rows than those of a few tiles for every multiprocessor.
-  const int warps = static_cast<int>(p.total_q) * q_heads * together;
   wait_for_predecessor();
   let_successor_start();
-  if (*call.made_parts == 1) return;
+  const int cut = *call.cut;
+  // There are no more rows than those of a few tiles for every multiprocessor.
+  const int warps = static_cast<int>(p.total_q) * q_heads * together;
   const int end = p.cu_seqlens_q ? query_end(p, 0) : 0;  // on its way beside the parts
 #pragma unroll 1
   for (int begin = blockIdx.x * kWarps; begin < warps; begin += gridDim.x * kWarps) {
@@ -73,12 +73,15 @@ __global__ void __launch_bounds__(kCombineThreads)
     const int token = min(row / q_heads, static_cast<int>(p.total_q) - 1), q_head = row - row / q_heads * q_heads;
     const int head = call.group.divide(q_head);
     const bool exists = row / q_heads == token;
+    // A row of no request may say anything.
+    const int parts = min(max(call.row_parts[token * q_heads + q_head], 1), call.most_parts);
+    if (!cut) return;  // only here: both are on their way together
     Item item = {};
     if (!p.cu_seqlens_q) item.b = token / static_cast<int>(p.max_q_len);
 #pragma unroll 1
     for (int first_quad = 0; first_quad < quads; first_quad += kWarp) {
       const int quad = first_quad + lane;
-      RowSum sum = add_parts(p, call, token, q_head, min(quad, quads - 1), member, together);
+      RowSum sum = add_parts(p, call, parts, token, q_head, min(quad, quads - 1), member, together);
       if (together > 1) {
         __syncthreads();  // those before have been read
         shared_sums.ml[warp][lane] = make_float2(sum.m, sum.l);

@@ -167,7 +167,7 @@ struct E4m3Consumer {
       if (work.cut) {
         const QueryRow query = query_row(p, plan, item, work.head, row);
         const int64_t place = part_row(p, work.part, first_token + query.token, query.q_head);
-        if (t == 0) plan.ml[place] = make_float2(rows.base[r], l);
+        if (t == 0) store_weight(plan, work, place, rows.base[r], l);
 #pragma unroll
         for (int i = 0; i < Shape::kDimV / 16; ++i) {
           const int dim = i * 16 + t * 4;

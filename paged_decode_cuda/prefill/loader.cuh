@@ -346,7 +346,7 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
   if (blockIdx.x == 0 && lane == 0) open_tickets(plan.tickets);
   int ticket = blockIdx.x;
   bool found = scheduler.start(p, plan, ticket, control.next);
-  if (blockIdx.x == 0 && lane == 0) *plan.made_parts = scheduler.parts(plan);
+  if (blockIdx.x == 0 && lane == 0) *plan.cut = control.next.part_rate != Work::kWhole;
   Ring<2> slot;
   while (true) {
     if (!found) found = scheduler.find(p, plan, ticket, control.next);
@@ -379,7 +379,7 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
     ticket = __shfl_sync(~0u, ticket, 0);
   }
   // As many tickets are taken as there are tiles; without any, nobody takes one.
-  const int all = scheduler.before;
+  const int all = scheduler.ends;
   const bool last = all == 0 ? blockIdx.x == 0 : ticket == all - 1 + plan.blocks_in_grid;
   if (last && lane == 0) close_tickets(plan.tickets);
   if (plan.parts == 0) leave_gap<Shape::kCodeGap>();  // never

@@ -11,6 +11,12 @@ PD_DEVICE int64_t part_row(const Problem& p, int part, int token, int q_head) {
   return (part * p.total_q + token) * p.q_heads + q_head;
 }
 
+// Reference and sum of weights of a row. The first part also says how many there are.
+PD_DEVICE void store_weight(const PrefillCall& plan, const Work& work, int64_t place, float base, float l) {
+  plan.ml[place] = make_float2(base, l);
+  if (work.part == 0) plan.row_parts[place] = work.parts;
+}
+
 // Leaves the rows of a warp for the combine kernel.
 template <typename Shape, bool kFull>
 PD_DEVICE void store_part(const Problem& p, const PrefillCall& plan, const Work& work,
@@ -25,7 +31,7 @@ PD_DEVICE void store_part(const Problem& p, const PrefillCall& plan, const Work&
     if (row >= item.rows) continue;
     const QueryRow query = query_row(p, plan, item, work.head, row);
     const int64_t place = part_row(p, work.part, first_token + query.token, query.q_head);
-    if (t == 0) plan.ml[place] = make_float2(rows.base[r], l);
+    if (t == 0) store_weight(plan, work, place, rows.base[r], l);
     float* const sums = plan.sums + place * p.head_dim_v;
 #pragma unroll
     for (int j = 0; j < Shape::kDimV / 8; ++j) {

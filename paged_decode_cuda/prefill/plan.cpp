@@ -12,22 +12,24 @@
 namespace paged_attn {
 namespace {
 
-constexpr int64_t kPartKeys = 512;  // fewer are not worth a part
 constexpr int64_t kMostParts = 32;  // that are chosen
 constexpr int64_t kPartTiles = 5;   // times the multiprocessors: tiles of rows whose parts there is memory for
 constexpr int64_t kIdle = 3;        // times the tiles of rows: so many multiprocessors have nothing to do without parts
 // By measurement on H100s and H200s. GB/s that a multiprocessor reads: while the other one of its pair does nothing,
 // while both read, and where most of the GPU is idle.
 constexpr double kAloneRate = 60, kPairedRate = 39, kIdleRate = 42;
-constexpr double kCombineTime = 4000;  // ns, of the kernel that adds parts
-constexpr double kComputeRate = 5300;  // operations of a multiprocessor in a ns
+constexpr double kCombineTime = 4000;     // ns, of the kernel that adds parts
+constexpr int64_t kManyParts = 8;         // of a row: several warps add them
+constexpr int64_t kFewCombinedRows = 12;  // times the multiprocessors
+constexpr double kComputeRate = 5300;     // operations of a multiprocessor in a ns
 constexpr int64_t kMostE4m3Dims = 128;
 constexpr int64_t kShortPrompt = 4096, kTilesOfShortPrompts = 3;
 constexpr int64_t kFewWidenedRows = 32;  // take less time in the decode kernel where they leave multiprocessors idle
 
-// How the keys of tiles of rows are cut: into so many parts, where the longest tile sees so many keys.
+// How the keys of tiles of rows are cut: into so many parts, where the longest tile sees so many keys; and into how
+// many at most where lengths differ.
 struct Cuts {
-  int64_t parts, keys;
+  int64_t parts, keys, most;
 };
 
 // What cuts gain and cost, in the time that a multiprocessor needs for a key of a tile of rows while all are busy.
@@ -44,6 +46,8 @@ class CutTimes {
     part_ = (reads_ ? rows : instance.rows) * dims * 2 * sizeof(float) / rate_ / key;
     combine_ = kCombineTime / key;
   }
+
+  bool reads() const { return reads_; }
 
   // From how many keys on parts gain 3 % or more: rounds(1) * keys against rounds(parts) * (keys / parts + part) +
   // combine. Not positive: never.
@@ -79,20 +83,27 @@ int64_t expected_tiles(const Problem& p, int rows) {
 // that it finds, as the table may be much wider. Where a result must not depend on the other requests, neither may the
 // cuts.
 Cuts cuts_of(const Problem& p, int64_t tiles, const PrefillInstance& instance, const DeviceLimits& limits) {
-  if (p.num_splits > 0) return {p.num_splits, 0};
-  const Cuts none = {1, 0};
+  if (p.num_splits > 0) return {p.num_splits, 0, p.num_splits};
+  const Cuts none = {1, 0, 1};
   if (p.deterministic || tiles == 0) return none;
   const int64_t keys = most_keys(p, instance.rows), processors = limits.processors;
   int64_t least = 2, most = pd_min(pd_min(kPartTiles * processors / tiles, keys / kPartKeys), kMostParts);
+  const int64_t most_of_long = most;
   if (tiles * kIdle <= processors) least = most = pd_min(most, processors / tiles);
   // With cu_seqlens_q there may be about one more for every request, and a last round would seem to have few, or many,
   // for tiles that are not there.
-  const CutTimes times(p, pd_min(tiles, expected_tiles(p, instance.rows)), instance, limits);
+  const int64_t likely = pd_min(tiles, expected_tiles(p, instance.rows));
+  const CutTimes times(p, likely, instance, limits);
   Cuts best = none;
   for (int64_t parts = pd_max(least, 2); parts <= most; ++parts) {
     const double from = times.least_keys(parts);
     if (from <= 0 || from > static_cast<double>(keys)) continue;
-    if (best.parts == 1 || from < static_cast<double>(best.keys)) best = {parts, static_cast<int64_t>(from)};
+    if (best.parts == 1 || from < static_cast<double>(best.keys)) best = {parts, static_cast<int64_t>(from), parts};
+  }
+  // Where one round takes them all, a long one alone would take longer than the others.
+  if (likely <= processors && most_of_long > best.parts) {
+    if (best.parts > 1) best.most = most_of_long;
+    if (best.parts == 1 && times.reads()) best = {1, 2 * kPartKeys, most_of_long};
   }
   return best;
 }
@@ -184,8 +195,13 @@ PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   plan.items = tiles / p.kv_heads;
   const Cuts cuts = cuts_of(p, tiles, plan.instance, limits);
   plan.parts = cuts.parts;
+  plan.most_parts = cuts.most;
+  plan.parts_wanted = cuts.parts > 1 ? pd_max(cuts.parts * tiles, limits.processors) : 2 * limits.processors;
   plan.part_keys = cuts.keys;
-  plan.blocks = pd_max(pd_min(tiles * plan.parts, limits.processors), 1);
+  plan.blocks = pd_max(pd_min(tiles * plan.most_parts, limits.processors), 1);
+  // Several where a row has many parts; where only those of long requests may, if rows are few.
+  plan.combine_together = plan.parts >= kManyParts || (plan.most_parts >= kManyParts &&
+                                                       p.total_q * p.q_heads <= kFewCombinedRows * limits.processors);
   plan.read_once = longest_query(p) * p.group <= plan.instance.rows;
   plan.l2_keys = kL2Bytes / ((p.head_dim + p.head_dim_v) * dtype_bytes(c.dtype));
   // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere. A box begins

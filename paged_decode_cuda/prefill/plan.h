@@ -11,19 +11,22 @@ namespace paged_attn {
 
 struct PrefillPlan {
   PrefillInstance instance;
-  bool widens;        // the cache has 8 bits, and its products 16
-  bool all_scores;    // with softcap and ALiBi, which half of the instances do without
-  bool read_once;     // no two blocks copy the same keys, as far as the host can tell
-  int32_t box_rows;   // slots of a page that one bulk copy takes; 0: pages are too small for that
-  int64_t items;      // tiles of rows, at most, of every kv_head
-  int64_t parts;      // that the keys of every item are cut into, 1: none is
-  int64_t part_keys;  // they are cut only where the longest item sees so many keys
+  bool widens;                       // the cache has 8 bits, and its products 16
+  bool all_scores;                   // with softcap and ALiBi, which half of the instances do without
+  bool read_once;                    // no two blocks copy the same keys, as far as the host can tell
+  int32_t box_rows;                  // slots of a page that one bulk copy takes; 0: pages are too small for that
+  int64_t items;                     // tiles of rows, at most, of every kv_head
+  int64_t parts;                     // that the keys of every item are cut into, 1: none is
+  int64_t most_parts, parts_wanted;  // where lengths differ: of a long one, and of all
+  int64_t part_keys;                 // they are cut only where the longest item sees so many keys
   int64_t blocks;
-  int64_t l2_keys;  // keys and values of so many places of one head may stay in L2
+  bool combine_together;  // several warps add the parts of a row
+  int64_t l2_keys;        // keys and values of so many places of one head may stay in L2
 };
 
 // Of both routes for long queries.
 constexpr int64_t kFewTiles = 6;        // times the tiles of rows that leave more idle than the decode kernel costs
+constexpr int64_t kPartKeys = 512;      // fewer are not worth a part
 constexpr int64_t kL2Bytes = 24 << 20;  // of keys and values that all blocks read together
 
 // Softcap or ALiBi, which half of the instances do without.

@@ -8,18 +8,21 @@
 namespace paged_attn {
 namespace {
 
-constexpr int64_t kManyParts = 8;       // several warps add those of a row
 constexpr int64_t kCombineBlocks = 16;  // of a multiprocessor: more would take long to start where nothing was cut
 
-// The workspace: the word of tickets and the number of parts, then the parts' references and sums of weights, then
-// their sums.
+// The workspace: the word of tickets and whether keys were cut, then the number of parts of every row, then the parts'
+// references and sums of weights, then their sums.
 struct Layout {
-  int64_t ml, sums, end;  // bytes
+  int64_t row_parts, ml, sums, end;  // bytes
 
   explicit Layout(const Problem& p, const PrefillPlan& plan) {
-    const int64_t rows = plan.parts > 1 ? plan.parts * p.total_q * p.q_heads : 0;
-    ml = kLine;
-    sums = pd_ceil_div(ml + rows * static_cast<int64_t>(sizeof(float2)), kLine) * kLine;
+    const auto place_behind = [](int64_t place, int64_t count, size_t bytes) {
+      return pd_ceil_div(place + count * static_cast<int64_t>(bytes), kLine) * kLine;
+    };
+    const int64_t all_rows = plan.most_parts > 1 ? p.total_q * p.q_heads : 0, rows = plan.most_parts * all_rows;
+    row_parts = kLine;
+    ml = place_behind(row_parts, all_rows, sizeof(int32_t));
+    sums = place_behind(ml, rows, sizeof(float2));
     end = sums + rows * p.head_dim_v * static_cast<int64_t>(sizeof(float));
   }
 };
@@ -47,9 +50,13 @@ PrefillCall prefill_call(const Problem& p, const PrefillPlan& plan, const Layout
   call.tickets = reinterpret_cast<unsigned long long*>(workspace);
   call.copy_policy = plan.read_once ? kCopyReadOnce : kCopyAsUsual;
   call.parts = static_cast<int32_t>(plan.parts);
+  call.most_parts = static_cast<int32_t>(plan.most_parts);
+  call.parts_wanted = static_cast<float>(plan.parts_wanted);
+  call.most_part_rate = static_cast<float>(plan.instance.keys) / kPartKeys;
   call.part_tiles = static_cast<int32_t>(pd_ceil_div(plan.part_keys, plan.instance.keys));
-  call.made_parts = reinterpret_cast<int32_t*>(call.tickets + 1);
-  call.combine_warps = plan.parts >= kManyParts ? kCombineThreads / kWarp : 1;
+  call.cut = reinterpret_cast<int32_t*>(call.tickets + 1);
+  call.combine_warps = plan.combine_together ? kCombineThreads / kWarp : 1;
+  call.row_parts = reinterpret_cast<int32_t*>(workspace + layout.row_parts);
   call.ml = reinterpret_cast<float2*>(workspace + layout.ml);
   call.sums = reinterpret_cast<float*>(workspace + layout.sums);
   return call;
@@ -62,6 +69,7 @@ Numbers prefill_numbers(const PrefillPlan& plan) {
           {"tile_keys", plan.instance.keys},
           {"items", plan.items},
           {"splits", plan.parts},
+          {"most_splits", plan.most_parts},
           {"split_keys", plan.part_keys},
           {"widens", plan.widens},
           {"all_scores", plan.all_scores},
@@ -80,7 +88,7 @@ void add_prefill(const Problem& p, const PrefillPlan& plan, Launches& launches) 
                                                                : prefill_kernel_fp16;
   const void* const kernel = kernel_of(plan.instance, plan.all_scores);
   launches.add(kernel, {plan.blocks, plan.instance.threads, plan.instance.shared_bytes}, p, call);
-  if (plan.parts > 1) {
+  if (plan.most_parts > 1) {
     const int64_t warps = p.total_q * p.q_heads * call.combine_warps;
     const int64_t blocks = pd_ceil_div(warps, kCombineThreads / kWarp);
     const int64_t at_once = kCombineBlocks * launches.limits().processors;

@@ -11,6 +11,7 @@
 namespace paged_attn {
 
 constexpr int kBuckets = 16;
+constexpr int kMostCounted = 1 << 20;  // tiles of keys: sums of them fit into 32 bits
 
 // The word that is counted up must be zero before, and nobody clears it before a launch: the first block writes it
 // together with a number of this launch, the one that takes the last ticket clears it.
@@ -88,9 +89,9 @@ template <typename Shape>
 struct Scheduler {
   int longest;        // tiles of keys of the longest row tile
   int bucket, first;  // bucket and first request of the chunk that the lanes hold
-  int before;         // tiles in front of that chunk
   RequestTiles own;   // of this lane's request
-  int ends;           // tiles up to it in this bucket, inclusive
+  int pieces;         // of each of its tiles of rows: kv_heads times parts of keys, a head's parts being neighbours
+  int ends;           // tiles up to it, inclusive; of all lanes how many there are, once none is left
 
   // Also writes the work of tile `index`, where every request has one tile of rows and all of them are in the first
   // bucket: their order is known without counting. False: find() is to be asked.
@@ -99,40 +100,78 @@ struct Scheduler {
     const int lane = threadIdx.x % kWarp;
     longest = 0;
     bucket = kBuckets - 1;
-    before = 0;
-    int most = 1;
+    int most = 1, rows = 0, tiles = 0;
     Item item = {};
     // The first requests come last: they stay.
 #pragma unroll 1
     for (int request = (static_cast<int>(p.batch) - 1) / kWarp * kWarp; request >= 0; request -= kWarp) {
       item = hold(p, plan, request);
       most = max(most, own.most);
+      if constexpr (Call::kCutsKeys) {
+        rows += own.rows;
+        tiles += own.rows * min(own.most, kMostCounted);
+      }
     }
     longest = __reduce_max_sync(~0u, most);
+    if constexpr (Call::kCutsKeys) {
+      if (lane == 0) work.part_rate = plan.parts > 1 && longest >= plan.part_tiles ? Work::kAlike : Work::kWhole;
+      __syncwarp();
+    }
     const bool single = lane >= p.batch || (own.rows == 1 && own.most >= bucket_bound(bucket));
     if (p.batch <= kWarp && __ballot_sync(~0u, single) == ~0u) {
-      const int heads = static_cast<int>(p.kv_heads) * parts(plan);
+      pieces = static_cast<int>(p.kv_heads);
+      if constexpr (Call::kCutsKeys) pieces *= work.part_rate == Work::kWhole ? 1 : plan.parts;
       bucket = 0;  // nothing is left in the others
       own.in_bucket = own.rows;
-      ends = min(lane + 1, static_cast<int>(p.batch)) * heads;
+      ends = min(lane + 1, static_cast<int>(p.batch)) * pieces;
       const int owner = __popc(__ballot_sync(~0u, ends <= index));
       if (owner == kWarp) return false;
       if (lane == owner) {
         work.item = item;
-        take_piece(plan, index - owner * heads, work);
+        take_piece(plan, index - owner * pieces, work);
       }
       __syncwarp();
       return true;
     }
+    if constexpr (Call::kCutsKeys) {
+      if (plan.most_parts > plan.parts && longest >= plan.part_tiles) cut_by_length(p, plan, rows, tiles, work);
+    }
+    count_pieces(p, plan, work);
     if constexpr (Call::kHasSections) end_section(p, plan);
-    count(p, plan);
+    count(p, 0);
     return false;
   }
 
-  // Into how many parts the keys of every tile are cut: as the host says, if the longest has keys enough.
+  // Where lengths differ much: about as many parts as the host says, none of which is much longer than others. Lanes
+  // have counted `rows` tiles of rows and their `tiles` of keys.
   template <typename Call>
-  PD_MEMBER int parts(const Call& plan) const {
-    return longest >= plan.part_tiles ? plan.parts : 1;
+  PD_MEMBER void cut_by_length(const Problem& p, const Call& plan, int rows, int tiles, Work& work) const {
+    const int all_rows = __reduce_add_sync(~0u, rows);
+    const float all = static_cast<float>(__reduce_add_sync(~0u, tiles));
+    if (all >= 0.875f * static_cast<float>(longest) * static_cast<float>(all_rows)) return;
+    const float heads = static_cast<float>(p.kv_heads), lost = 0.5f * heads * static_cast<float>(all_rows);
+    const float rate = fminf(fmaxf(plan.parts_wanted - lost, 0.f) / (heads * all), plan.most_part_rate);
+    const float made = fminf(static_cast<float>(longest) * rate, static_cast<float>(plan.most_parts));
+    if (made < 1.25f * static_cast<float>(plan.parts)) return;
+    if (threadIdx.x % kWarp == 0) work.part_rate = rate;
+    __syncwarp();
+  }
+
+  // Into how many parts the keys of this lane's tiles are cut.
+  template <typename Call>
+  PD_MEMBER int parts(const Call& plan, const Work& work) const {
+    if constexpr (Call::kCutsKeys) {
+      if (work.part_rate == Work::kAlike) return plan.parts;
+      return max(1, min(static_cast<int>(ceilf(static_cast<float>(own.most) * work.part_rate)), plan.most_parts));
+    } else {
+      return 1;
+    }
+  }
+
+  // Once it is known how keys are cut.
+  template <typename Call>
+  PD_MEMBER void count_pieces(const Problem& p, const Call& plan, const Work& work) {
+    pieces = static_cast<int>(p.kv_heads) * parts(plan, work);
   }
 
   // Of a tile of rows: one of its kv_heads and parts.
@@ -141,11 +180,12 @@ struct Scheduler {
     work.exists = true;
     work.head = piece;
     work.part = 0;
-    work.cut = parts(plan) > 1;
+    work.cut = Call::kCutsKeys && work.part_rate != Work::kWhole;
     if (!work.cut) return;
-    work.head = piece / plan.parts;
-    work.part = piece - work.head * plan.parts;
-    take_part(work.item, work.part, plan.parts);
+    work.parts = parts(plan, work);
+    work.head = piece / work.parts;
+    work.part = piece - work.head * work.parts;
+    take_part(work.item, work.part, work.parts);
   }
 
   // A section is what is walked through from the longest tiles to the shortest: all requests. But where a kv_head has
@@ -156,7 +196,7 @@ struct Scheduler {
   template <typename Call>
   PD_MEMBER void end_section(const Problem& p, const Call& plan) {
     const int lane = threadIdx.x % kWarp;
-    const int tiles = own.rows * static_cast<int>(p.kv_heads) * parts(plan);
+    const int tiles = own.rows * pieces;
     const bool exists = first + lane < p.batch, suits = own.rows < 2 * kBuckets && 2 * tiles >= plan.blocks_in_grid;
     if (p.batch > kWarp || __ballot_sync(~0u, exists && !suits)) return;
     const int most_keys = 2 * plan.l2_keys / static_cast<int>(p.kv_heads);
@@ -201,21 +241,21 @@ struct Scheduler {
     return static_cast<int>(max(own.rows - above, int64_t{0}));
   }
 
-  // The tiles of this bucket; own.below is still of the one above.
-  template <typename Call>
-  PD_MEMBER void count(const Problem& p, const Call& plan) {
+  // The tiles of this bucket, behind so many others; own.below is still of the one above.
+  PD_MEMBER void count(const Problem& p, int before) {
     const int above = own.below;
     own.below = tiles_below(p, bucket);
     own.in_bucket = above - own.below;
-    ends = inclusive_sum(own.in_bucket * static_cast<int>(p.kv_heads) * parts(plan));
+    ends = before + inclusive_sum(own.in_bucket * pieces);
   }
 
   // The work of tile `index`, which never falls from call to call. False past the end, where none exists.
   template <typename Call>
   PD_MEMBER bool find(const Problem& p, const Call& plan, int index, Work& work) {
     const int lane = threadIdx.x % kWarp;
-    while (index >= before + __shfl_sync(~0u, ends, kWarp - 1)) {
-      before += __shfl_sync(~0u, ends, kWarp - 1);
+    while (true) {
+      const int before = __shfl_sync(~0u, ends, kWarp - 1);  // tiles up to the end of this chunk
+      if (index < before) break;
       int request = first + kWarp < p.batch ? first + kWarp : 0;
       const bool all_buckets = request == 0 && bucket == 0;
       if (request == 0) --bucket;
@@ -223,19 +263,22 @@ struct Scheduler {
         request = Call::kHasSections ? next_section(p) : static_cast<int>(p.batch);
         bucket = request < p.batch ? kBuckets - 1 : 0;
         if (request >= p.batch) {
-          ends = 0;
+          ends = before;
           if (lane == 0) work.exists = false;
           __syncwarp();
           return false;
         }
       }
-      if (all_buckets || p.batch > kWarp) hold(p, plan, request);
+      if (all_buckets || p.batch > kWarp) {
+        hold(p, plan, request);
+        count_pieces(p, plan, work);
+      }
       if constexpr (Call::kHasSections) {
         if (all_buckets) end_section(p, plan);
       }
-      count(p, plan);
+      count(p, before);
     }
-    if (lane == __popc(__ballot_sync(~0u, before + ends <= index))) take(p, plan, index, work);
+    if (lane == __popc(__ballot_sync(~0u, ends <= index))) take(p, plan, index, work);
     __syncwarp();
     return true;
   }
@@ -243,21 +286,20 @@ struct Scheduler {
   // This lane's request has the tile.
   template <typename Call>
   PD_MEMBER void take(const Problem& p, const Call& plan, int index, Work& work) const {
-    const int heads = static_cast<int>(p.kv_heads) * parts(plan);  // a head's parts are neighbours
     work.item = request_item(p, plan, first + threadIdx.x % kWarp);
-    int tile = 0, piece = index - (before + ends - own.in_bucket * heads);
+    int tile = 0, piece = index - (ends - own.in_bucket * pieces);
     if (own.rows > 1) {
-      const int together = max(1, plan.l2_keys / max(work.item.kv_len, 1)) * parts(plan);
-      int section_heads = heads, section_begin = 0;
-      if (together < heads) {
+      const int together = max(1, plan.l2_keys / max(work.item.kv_len, 1)) * parts(plan, work);
+      int section_pieces = pieces, section_begin = 0;
+      if (together < pieces) {
         const int section = piece / (together * own.in_bucket);
         section_begin = section * together;
-        section_heads = min(together, heads - section_begin);
+        section_pieces = min(together, pieces - section_begin);
         piece -= section_begin * own.in_bucket;
       }
-      const int up = piece / section_heads;
+      const int up = piece / section_pieces;
       tile = own.below + own.in_bucket - 1 - up;
-      piece += section_begin - up * section_heads;
+      piece += section_begin - up * section_pieces;
     }
     take_rows<Shape>(p, plan, tile, work.item);
     take_piece(plan, piece, work);

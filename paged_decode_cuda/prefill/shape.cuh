@@ -19,12 +19,12 @@ struct PrefillShape : Sizes {
   // loop of the consumers leaves the instruction cache free (docs/cuda.md). Measured at head_dim 128, without softcap;
   // at 192 they keep the place that they had without a gap.
   static constexpr bool kKnowsGap = Sizes::kDim >= 128 && Sizes::kOwnDirector;
-  static constexpr int kCodeGap = !kKnowsGap ? 0 : Sizes::kDim == 192 ? 487 : IsBf16<Type>::value ? 201 : 421;
+  static constexpr int kCodeGap = !kKnowsGap ? 0 : Sizes::kDim == 192 ? 343 : IsBf16<Type>::value ? 33 : 261;
 };
 
 // What the kernel reads beside the problem.
 struct PrefillCall : Plan {
-  static constexpr bool kHasSections = true;
+  static constexpr bool kHasSections = true, kCutsKeys = true;
   CUtensorMap keys, values;  // of the cache: [page, kv_head, slot, dim] from the slowest to the fastest
   CUtensorMap queries;       // [batch, token, kv_head, head of its group, dim]
   int32_t query_box_rows;    // so many rows of a tile or more come as a box of queries
@@ -34,10 +34,14 @@ struct PrefillCall : Plan {
   int32_t l2_keys;              // of one head, that L2 keeps
   unsigned long long* tickets;  // one word
   // The keys of a tile of rows are cut into so many parts, if the longest tile of rows has part_tiles tiles of keys or
-  // more. Then the sums of every row of each wait for the combine kernel: [parts, tokens, q_heads, head_dim_v], and
-  // [parts, tokens, q_heads] references and weights. made_parts: where that kernel finds whether they were cut.
-  int32_t parts, part_tiles;
-  int32_t* made_parts;
+  // more. Where lengths differ, long ones are cut into more and short ones into fewer: about parts_wanted of all tiles
+  // of rows, most_parts of one at most, and most_part_rate of each tile of keys. Then the sums of every row of each
+  // wait for the combine kernel: [most_parts, tokens, q_heads, head_dim_v], and [most_parts, tokens, q_heads]
+  // references and weights.
+  int32_t parts, most_parts, part_tiles;
+  float parts_wanted, most_part_rate;
+  int32_t* cut;           // whether keys were cut
+  int32_t* row_parts;     // [tokens, q_heads]: into how many parts, if so
   int32_t combine_warps;  // of that kernel, for each row: one, or all of a block
   float* sums;
   float2* ml;
@@ -45,9 +49,12 @@ struct PrefillCall : Plan {
 
 // What a block works on: a tile of rows of one request and kv_head, and a part of its keys.
 struct Work {
+  static constexpr float kAlike = -1.f;  // every tile of rows has as many parts as the host says
+  static constexpr float kWhole = 0.f;   // no keys are cut
   Item item;
-  int head, part;
-  bool cut;  // its sums are those of a part
+  int head, part, parts;
+  float part_rate;  // parts for each tile of keys, or one of the above
+  bool cut;         // its sums are those of a part
   bool exists;
   bool careful;  // done once more, since some weights were too large: the largest score is looked for in every tile
 };

@@ -21,19 +21,19 @@ PD_DEVICE void find_first_work(const Problem& p, const PrefillMmaCall& plan, Pre
   if (lane > 0) return;
   // Who has work takes a ticket later, so until then nobody clears the word. Without any tile nobody takes one.
   if (found) await_tickets(plan.tickets);
-  if (scheduler.before == 0 && !found && blockIdx.x == 0) close_tickets(plan.tickets);
+  if (scheduler.ends == 0 && !found && blockIdx.x == 0) close_tickets(plan.tickets);
 }
 
 // Finds the next one, by a ticket that lane 0 has.
 template <typename Shape>
 PD_DEVICE void find_work(const Problem& p, const PrefillMmaCall& plan, PrefillMmaControl<Shape>& control, int slot,
                          int ticket) {
-  Scheduler<Shape> scheduler = control.scheduler();
+  Scheduler<Shape> scheduler = control.scheduler(p);
   ticket = __shfl_sync(~0u, ticket, 0);
   const bool found = scheduler.find(p, plan, ticket + plan.blocks_in_grid, control.work[slot]);
   control.leave(p, scheduler, slot);
   // As many tickets are taken as there are tiles.
-  if (!found && ticket == scheduler.before - 1 && threadIdx.x % kWarp == 0) close_tickets(plan.tickets);
+  if (!found && ticket == scheduler.ends - 1 && threadIdx.x % kWarp == 0) close_tickets(plan.tickets);
 }
 
 // The queries of this warp.

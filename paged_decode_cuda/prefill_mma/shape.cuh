@@ -43,7 +43,7 @@ struct PrefillMmaShape : Sizes {
 // What the kernel reads beside the problem.
 struct PrefillMmaCall : Plan {
   static constexpr bool kHasSections = false;  // the warps that multiply find their tiles too: no registers left
-  static constexpr int32_t parts = 1, part_tiles = 0;  // keys of a tile of rows are not cut
+  static constexpr bool kCutsKeys = false;
   int32_t blocks_in_grid;
   int32_t l2_keys;              // of one head, that L2 keeps
   unsigned long long* tickets;  // one word
@@ -55,13 +55,13 @@ struct PrefillMmaControl {
   Work work[2];         // this one and the next
   KeyPlaces places[2];  // of their keys
   // Where the walk through the tiles of rows is; in registers it would be in everybody's way.
-  int longest, bucket, first, before;
+  int longest, bucket, first;
   RequestTiles own[kWarp];
   int ends[kWarp];
 
-  PD_MEMBER Scheduler<Shape> scheduler() const {
+  PD_MEMBER Scheduler<Shape> scheduler(const Problem& p) const {
     const int lane = threadIdx.x % kWarp;
-    return {longest, bucket, first, before, own[lane], ends[lane]};
+    return {longest, bucket, first, own[lane], static_cast<int>(p.kv_heads), ends[lane]};
   }
 
   PD_MEMBER void leave(const Problem& p, const Scheduler<Shape>& scheduler, int slot) {
@@ -73,7 +73,6 @@ struct PrefillMmaControl {
       longest = scheduler.longest;
       bucket = scheduler.bucket;
       first = scheduler.first;
-      before = scheduler.before;
       if (work[slot].exists) places[slot].start(p, work[slot].item);
     }
     __syncwarp();

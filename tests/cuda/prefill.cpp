@@ -14,12 +14,14 @@ struct PrefillCase {
   int64_t capability, processors, shared_per_block, shared_per_processor, read_rate;
   int64_t batch, kv_heads, group, head_dim, head_dim_v, q_bytes, kv_bytes, total_q, max_q_len;
   int64_t page_size, paged, packed, qv;
-  int64_t window_left, window_right, chunk, softcap, num_splits, deterministic, l2_keys, parts, part_tiles;
+  int64_t window_left, window_right, chunk, softcap, num_splits, deterministic;
+  int64_t l2_keys, parts, most_parts, parts_wanted, part_tiles;
   int64_t cu_seqlens_q, cache_seqlens, leftpad;
 };
 
 struct PrefillNumbers {
-  int64_t rows, keys, threads, shared_bytes, all_scores, box_rows, items, blocks, l2_keys, parts, part_keys;
+  int64_t rows, keys, threads, shared_bytes, all_scores, box_rows, items, blocks, l2_keys;
+  int64_t parts, most_parts, parts_wanted, part_keys;
 };
 
 struct Tile {
@@ -88,8 +90,8 @@ const char* prefill_refusal(const PrefillCase* call) { return prefill_why_not(pr
 void prefill_numbers(const PrefillCase* call, PrefillNumbers* numbers) {
   const PrefillPlan plan = plan_prefill(problem_of(*call), limits_of(*call));
   const PrefillInstance& i = plan.instance;
-  *numbers = {i.rows,     i.keys,      i.threads,    i.shared_bytes, plan.all_scores, plan.box_rows,
-              plan.items, plan.blocks, plan.l2_keys, plan.parts,     plan.part_keys};
+  *numbers = {i.rows,      i.keys,       i.threads,  i.shared_bytes,  plan.all_scores,   plan.box_rows, plan.items,
+              plan.blocks, plan.l2_keys, plan.parts, plan.most_parts, plan.parts_wanted, plan.part_keys};
 }
 
 struct PrefillMmaNumbers {
@@ -117,6 +119,9 @@ int64_t prefill_order(const PrefillCase* call, Tile* tiles, int64_t most) {
   plan_tables(p, 0, plan);
   plan.l2_keys = static_cast<int32_t>(call->l2_keys);
   plan.parts = static_cast<int32_t>(call->parts);
+  plan.most_parts = static_cast<int32_t>(pd_max(call->most_parts, call->parts));
+  plan.parts_wanted = static_cast<float>(call->parts_wanted);
+  plan.most_part_rate = static_cast<float>(Shape::kKeys) / kPartKeys;
   plan.part_tiles = static_cast<int32_t>(call->part_tiles);
   plan.blocks_in_grid = static_cast<int32_t>(call->processors);
   int64_t count = 0;
