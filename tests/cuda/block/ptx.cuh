@@ -23,7 +23,7 @@ PD_DEVICE float pd_tanh(float x) { return tanhf(x); }
 namespace paged_attn {
 
 PD_DEVICE float fast_exp2(float x) { return exp2f(x); }
-constexpr float kFastCapScale = 2.f * PD_LOG2E, kMostFastCap = 1000.f;
+constexpr float kFastCapScale = 2.f * PD_LOG2E, kMostFastCap = 64.f;
 PD_DEVICE float fast_capped(float scaled, float softcap) {
   return fmaf(-2.f * softcap, 1.f / (fast_exp2(scaled) + 1.f), softcap);
 }
