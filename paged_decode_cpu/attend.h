@@ -57,6 +57,13 @@ constexpr int64_t kSoftmaxSteps = 2;
 // rows the sums, which each kv_head loads and stores, would cost more than that gains.
 constexpr int64_t kSweepKeys = 8;
 
+// Where it gains so much that few rows do it too, if keys come from memory: bytes of the values that a kv_head adds
+// before the next one does. 0: they do not.
+#ifndef PD_SWEEP_BYTES
+#define PD_SWEEP_BYTES 0
+#endif
+constexpr int64_t kSweepBytes = PD_SWEEP_BYTES;
+
 inline int64_t round_up(int64_t n, int64_t step) { return pd_ceil_div(n, step) * step; }
 
 // The factors of one kv_head.
@@ -226,7 +233,7 @@ int64_t list_runs(const Problem& p, const Item& item, const TileRows& tile, Run*
         run->begin = run->end = rows[j] + offset;
         do run->end += row_bytes;
         while (++j < tile.n && rows[j] + offset == run->end);
-        for (const char* at = run->begin; at < run->end; at += kMemoryPage) __builtin_prefetch(at, 0, 2);
+        for (const char* at = run->begin; at < run->end; at += kMemoryPage) fetch_line(at);
       }
     }
   };
@@ -240,8 +247,9 @@ template <class Ops>
 void start_fetch(const Problem& p, const Item& item, const Scratch<Ops>& s, const TileRows& tile, const TileRows& next,
                  Prefetcher& fetch) {
   const int64_t heads = item.heads(), rows = item.rows();
+  const bool packed = rows >= Ops::kMinPackedRows;
   int64_t steps;
-  if (rows >= Ops::kMinPackedRows) {
+  if (packed) {
     const int64_t panels = pd_ceil_div(tile.n, kPanel) * s.depth + pd_ceil_div(s.width, kPanel) * tile.n;
     steps = heads * pd_ceil_div(rows, Ops::kStepRows) * panels / Ops::kDepth;
   } else {
@@ -249,7 +257,7 @@ void start_fetch(const Problem& p, const Item& item, const Scratch<Ops>& s, cons
                      rows * pd_ceil_div(tile.n, kLanes) * kSoftmaxSteps);
   }
   const int64_t bytes = next.n * heads * (p.head_dim + p.head_dim_v) * Ops::kBytes;
-  const int64_t pieces = pd_ceil_div(bytes, Prefetcher::kPiece);
+  const int64_t pieces = pd_ceil_div(bytes, packed ? Prefetcher::kPiece : Prefetcher::kFewPiece);
   fetch.start(s.runs, list_runs<Ops>(p, item, next, s.runs), static_cast<uint32_t>(pd_ceil_div(pieces << 16, steps)));
 }
 
@@ -483,13 +491,24 @@ void softmax_part(const Problem& p, const Item& item, const Scratch<Ops>& s, con
   }
 }
 
+// Keys of a tile of n whose values a kv_head adds before the next kv_head does: a multiple of kValueKeys.
+template <class Ops>
+int64_t sweep_keys(const Item& item, int64_t head_dim_v, bool cached, int64_t n) {
+  const int64_t rows = item.rows();
+  if (kSweepBytes > 0 && !cached && rows <= 8 && item.heads() > 1) {
+    const int64_t bytes = rows <= 4 ? kSweepBytes : 2 * kSweepBytes;  // with more rows more sums are loaded and stored
+    return pd_max(bytes / (2 * head_dim_v * Ops::kBytes), 1) * 2;
+  }
+  return rows == 1 ? kSweepKeys : n;
+}
+
 // All kv_heads against one tile, few rows each, in three sweeps: one head alone would wait for its own sums and
 // exponentials at every step. What memory sees, from left to right:
 //
 //   scores    K of head 0, K of head 1, ... K of the last    (then V of head 0)
 //   softmax   nothing
 //   values    V of head 0, V of head 1, ... V of the last    (then K of head 0 of the next tile)
-//             (one row per kv_head: of a few keys, then of the next few)
+//             (one row per kv_head, on some processors a few: of a few keys, then of the next few)
 //
 // While one entry of this list is multiplied, the lines of the entry after it are asked for once more (then_read): they
 // were fetched with the rest of their tile, but the processor drops some fetches.
@@ -528,10 +547,10 @@ void attend_tile_dot(const Problem& p, const Item& item, const Scratch<Ops>& s, 
                            p.head_dim_v, s.scores + row * kMaxTile, &s.scales[h].qv_carry, next);
   });
   each([&](int64_t h, const Part& part, int64_t row) {
-    next.advance(kSoftmaxSteps * part.count * pd_ceil_div(part.keys, kLanes));
+    next.advance<Prefetcher::kFewPiece>(kSoftmaxSteps * part.count * pd_ceil_div(part.keys, kLanes));
     softmax_part(p, item, s, tile, h, part, s.scores + row * kMaxTile, s.p + row * kMaxTile);
   });
-  const int64_t sweep = rows == 1 ? kSweepKeys : tile.n;
+  const int64_t sweep = sweep_keys<Ops>(item, p.head_dim_v, next.cached, tile.n);
   for (int64_t j = 0; j < tile.n; j += sweep)
     each([&](int64_t h, const Part& part, int64_t row) {
       const int64_t keys = pd_min(part.keys - j, sweep);

@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "amx_permission.h"
@@ -53,6 +54,12 @@ bool is_granite_rapids() {
   unsigned a, b, c, d;
   return __builtin_cpu_is("intel") && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (d >> 14 & 1);
 }
+
+// Whether this is AMD's Zen 5 or a later one: the first of AMD's with AVX-VNNI.
+bool is_zen5() {
+  unsigned a, b, c, d;
+  return __builtin_cpu_is("amd") && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
 #endif
 
 const AmxPermission& amx() {
@@ -72,9 +79,12 @@ std::vector<const Kernel*> kernels_of_this_cpu() {
     if (amx().granted && amx().multiplies_float16) kernels.push_back(&kAvx512AmxFp16Kernel);
     if (amx().granted) kernels.push_back(granite_rapids ? &kGraniteRapidsAmxKernel : &kAvx512AmxKernel);
     // On Intel's processors vdpbf16ps is slower than the float32 instructions that do the same.
+    std::vector<const Kernel*> in_pairs = {&kAvx512Bf16Kernel, &kAvx512Zen5Kernel};
+    if (is_zen5()) std::swap(in_pairs[0], in_pairs[1]);
     const bool intel = __builtin_cpu_is("intel");
-    kernels.push_back(intel ? widening : &kAvx512Bf16Kernel);
-    kernels.push_back(intel ? &kAvx512Bf16Kernel : widening);
+    if (intel) kernels.push_back(widening);
+    kernels.insert(kernels.end(), in_pairs.begin(), in_pairs.end());
+    if (!intel) kernels.push_back(widening);
   }
   if (avx512) kernels.push_back(&kAvx512Kernel);
   if (avx2) kernels.push_back(&kAvx2Kernel);

@@ -21,7 +21,13 @@ constexpr int kVectorRegisters = 16;
 #ifndef PD_MAX_TILE
 #define PD_MAX_TILE 128
 #endif
-constexpr int64_t kMaxTile = PD_MAX_TILE;                    // keys
+constexpr int64_t kMaxTile = PD_MAX_TILE;  // keys
+#ifndef PD_FEW_PIECE
+#define PD_FEW_PIECE 256
+#endif
+#ifndef PD_FETCH_LOCALITY
+#define PD_FETCH_LOCALITY 2
+#endif
 constexpr int64_t kLine = 64;                                // bytes of a line of the processor's caches
 constexpr int64_t kPaddedKeys = 32;                          // addresses of a tile are filled up to a multiple of it
 constexpr int kPackedRegs = kVectorRegisters == 32 ? 4 : 2;  // columns of a step of the matrix kernel, in registers
@@ -39,6 +45,8 @@ struct Run {
   const char *begin, *end;
 };
 
+inline void fetch_line(const char* at) { __builtin_prefetch(at, 0, PD_FETCH_LOCALITY); }
+
 // Fetches the next tile while this one is worked on, piece by piece at an even pace: a pause would leave
 // memory idle, and in a burst the processor drops what its queue of misses cannot take. It drops some
 // anyway, so every line is asked for again shortly before its turn.
@@ -47,8 +55,9 @@ struct Run {
 // calls advance(), and start_fetch (attend.h) has counted those steps beforehand. What a product computes does not
 // depend on it.
 struct Prefetcher {
-  static constexpr int kPiece = 256;  // bytes
-  const char *at, *end;               // of the run at hand
+  // Bytes that are asked for together: beside many rows, and beside few, where they are read sooner.
+  static constexpr int kPiece = 256, kFewPiece = PD_FEW_PIECE;
+  const char *at, *end;  // of the run at hand
   const Run *next, *last;
   uint32_t pace, due;        // in 2^-16 pieces; pace is per step of the products
   const char* const* again;  // rows to ask for again: those that are read after the ones at hand; or null
@@ -64,6 +73,7 @@ struct Prefetcher {
     pace = pieces_per_step;
   }
 
+  template <int kBytes = kPiece>
   [[gnu::always_inline]] void advance(uint32_t steps) {
     due += steps * pace;
     while (__builtin_expect(due >= 1u << 16, 0)) {
@@ -77,8 +87,8 @@ struct Prefetcher {
         end = next->end;
         ++next;
       }
-      for (int i = 0; i < kPiece; i += kLine) __builtin_prefetch(at + i, 0, 2);
-      at += kPiece;
+      for (int i = 0; i < kBytes; i += kLine) fetch_line(at + i);
+      at += kBytes;
     }
   }
 
@@ -90,7 +100,7 @@ struct Prefetcher {
     for (int c = 0; c < kRows; ++c) rows[c] = one_register(again[j + c] + again_offset + column);
     for (int64_t b = 0; b < bytes; b += kLine)
 #pragma GCC unroll 16
-      for (int c = 0; c < kRows; ++c) __builtin_prefetch(rows[c] + b, 0, 2);
+      for (int c = 0; c < kRows; ++c) fetch_line(rows[c] + b);
   }
 };
 
@@ -196,7 +206,7 @@ template <class Ops, int kRows>
   for (int64_t j = 0; j < n; j += kLanes) {
     f32v sums[kRows];
     for (int part = 0; part < kRows; ++part) {
-      next.advance(kKeys * chunks);
+      next.advance<Prefetcher::kFewPiece>(kKeys * chunks);
       next.ask_again<kKeys>(j + part * kKeys, 0, depth * Ops::kBytes);
       f32v acc[kLanes];
       for (f32v& a : acc) a = f32v{};
@@ -222,7 +232,7 @@ void transposed_scores(const typename Ops::Elem* q, int64_t q_stride, const char
 #pragma GCC unroll 8
     for (f32v& x : sum) x = f32v{};
     for (int64_t d = 0; d < depth; d += Ops::kChunk) {
-      next.advance(kLanes);
+      next.advance<Prefetcher::kFewPiece>(kLanes);
       next.ask_again<kLanes>(j, d * Ops::kBytes, Ops::kChunk * Ops::kBytes);
       f32v block[Ops::kRegs][kLanes];
       load_block<Ops>(k + j, offset, d, depth, block);
@@ -260,7 +270,7 @@ inline void dot_values_block(const typename Ops::Elem* p, const char* const* v, 
   // Of blocks within a line the first one asks for it.
   const bool asks = kBlock * Ops::kChunk * Ops::kBytes >= kLine || column % kLine == 0;
   const auto add = [&]<int kSteps>(int64_t j) {
-    next.advance(kSteps * kBlock * Ops::kDepth);
+    next.advance<Prefetcher::kFewPiece>(kSteps * kBlock * Ops::kDepth);
     if (asks) next.ask_again<kSteps * Ops::kDepth>(j, column, kBlock * Ops::kChunk * Ops::kBytes);
 #pragma GCC unroll 2
     for (int step = 0; step < kSteps; ++step, j += Ops::kDepth) {

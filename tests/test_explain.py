@@ -117,6 +117,7 @@ ROUTES_OF_8_BIT_CACHES = {
     "avx512_amx": {7: "in_place_bf16", 40: "tiles_bf16"},
     "avx512_intel": {15: "in_place_bf16", 23: "in_place_f32", 40: "packed_f32"},
     "avx512_bf16": {15: "in_place_bf16", 40: "packed_bf16"},
+    "avx512_zen5": {15: "in_place_bf16", 40: "packed_bf16"},
 }
 
 
@@ -132,7 +133,8 @@ class TestCpu:
     def test_products(self, paged_attn, device, dtype):
         isa = paged_attn.cpu_isa().split()[0]
         names = {"bfloat16": "bf16", "float16": "fp16", "float32": "f32"}
-        own = {"avx512_bf16": ["bfloat16"], "neon_bf16": ["bfloat16", "float16"], "neon_fp16": ["float16"]}
+        own = {"avx512_bf16": ["bfloat16"], "avx512_zen5": ["bfloat16"]}
+        own |= {"neon_bf16": ["bfloat16", "float16"], "neon_fp16": ["float16"]}
         numbers = names[dtype if dtype in own.get(isa, []) else "float32"]
         packed = f"tiles_{names[dtype]}" if isa.startswith("avx512_amx") and dtype != "float32" else f"packed_{numbers}"
         # Of 40 dimensions: tiles in place want whole ones.

@@ -23,6 +23,7 @@ NEEDS = {
     "avx512": AVX512,
     "avx512_intel": AVX512_BF16,
     "avx512_bf16": AVX512_BF16,
+    "avx512_zen5": AVX512_BF16,
     "avx512_amx": AVX512_BF16 | {"amx_tile", "amx_bf16"},
     "avx512_amx_fp16": AVX512_BF16 | {"amx_tile", "amx_bf16", "amx_fp16"},
     "neon": {"asimd"},
@@ -55,9 +56,12 @@ def available(isa):
     return NEEDS[isa] <= cpu_flags()
 
 
-# Intel's processors are faster without vdpbf16ps.
-INTEL = "GenuineIntel" in cpu_flags()
-BEST = [isa for isa in NEEDS if available(isa) and not (INTEL and isa == "avx512_bf16")][-1]
+# Others run avx512_zen5 too, but by name only. Intel's processors are faster without vdpbf16ps.
+SLOWER = {isa for isa, flags in {"avx512_zen5": {"AuthenticAMD", "avx_vnni"}}.items() if not flags <= cpu_flags()}
+if "GenuineIntel" in cpu_flags():
+    SLOWER.add("avx512_bf16")
+CHOSEN = [isa for isa in NEEDS if available(isa) and isa not in SLOWER]
+BEST = CHOSEN[-1]
 OTHERS = [isa for isa in NEEDS if available(isa) and isa != BEST]
 
 
