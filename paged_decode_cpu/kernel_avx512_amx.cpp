@@ -33,6 +33,7 @@ struct Unit {
   bool multiplies_float16;
   int64_t fewest_rows;  // for which tiles in place are faster than vectors
 };
+constexpr int64_t kFewestWidenedRows = 3;  // the same over an 8-bit cache
 constexpr Unit kSapphireRapids = {false, 3}, kGraniteRapids = {true, 1}, kGraniteRapidsBf16 = {false, 1};
 
 // The type of the numbers in tiles.
@@ -44,12 +45,14 @@ DType elem_of(const Problem& p) {
 // float32 would take six products for one: faster on one thread, slower on eight.
 bool goes_through_tiles(const Problem& p) { return p.q_dtype != DType::kFloat32; }
 
-// Whether few rows may read keys and values in place, in whole tiles.
+// Whether few rows may multiply whole tiles of a cache: in place, or 8-bit numbers widened.
 template <const Unit& kUnit>
 bool fits_in_place(const Problem& p) {
   const DType elem = elem_of<kUnit>(p);
-  return p.q_dtype == elem && p.cache.dtype == elem && p.head_dim % 32 == 0 && p.head_dim_v % FewBf16::kColumns == 0 &&
-         !p.qv;
+  const bool narrow = dtype_bytes(p.cache.dtype) == 1;
+  const bool cache = p.cache.dtype == elem || narrow;
+  const bool queries = p.q_dtype == elem || (narrow && multiplies_bfloat16(p));
+  return cache && queries && p.head_dim % FewBf16::kChunk == 0 && p.head_dim_v % FewBf16::kColumns == 0 && !p.qv;
 }
 
 // Tests set 1, so that every feature goes through tiles.
@@ -92,7 +95,8 @@ Products products_amx(const Problem& p) {
   all.fewest_rows = kFewestTileRows;
   if (fits_in_place<kUnit>(p)) {
     all.tiles_in_place = half ? "tiles_in_place_fp16" : "tiles_in_place_bf16";
-    all.min_tile_rows = or_of_tests(kUnit.fewest_rows);
+    const bool widened = dtype_bytes(p.cache.dtype) == 1;
+    all.min_tile_rows = or_of_tests(widened ? pd_max(kUnit.fewest_rows, kFewestWidenedRows) : kUnit.fewest_rows);
     all.most_tile_rows = FewBf16::kMostRows;
     all.min_tile_keys = or_of_tests(FewBf16::kFewestKeys);
   }
@@ -107,9 +111,16 @@ bool in_tiles_in_place(const Problem& p, const Item& item) {
 // Calls work() with how the numbers of this problem are held in tiles, few rows in place.
 template <const Unit& kUnit, class Work>
 auto with_few_tiles(const Problem& p, const Work& work) {
+  const auto with_cache = [&]<DType kElem>() {
+    switch (p.cache.dtype) {
+      case DType::kFloat8E4M3: return work.template operator()<OpsAmxFew<kElem, DType::kFloat8E4M3>>();
+      case DType::kFloat8E5M2: return work.template operator()<OpsAmxFew<kElem, DType::kFloat8E5M2>>();
+      default: return work.template operator()<OpsAmxFew<kElem>>();
+    }
+  };
   if constexpr (kUnit.multiplies_float16)
-    if (p.q_dtype == DType::kFloat16) return work.template operator()<OpsAmxFew<DType::kFloat16>>();
-  return work.template operator()<FewBf16>();
+    if (p.q_dtype == DType::kFloat16) return with_cache.template operator()<DType::kFloat16>();
+  return with_cache.template operator()<DType::kBFloat16>();
 }
 
 // The same where keys and values are laid out.

@@ -1,5 +1,5 @@
-// The matrix unit for few rows of a kv_head (decode, short drafts) on a cache whose numbers it multiplies, keys and
-// values in place.
+// The matrix unit for few rows of a kv_head (decode, short drafts), on a cache whose numbers it multiplies, keys and
+// values in place, or on an 8-bit one, which is widened 16 keys at a time.
 //
 //   scores   keys are the left side, 16 of them, and queries the right one, laid out once:
 //              keys x queries = scores with a row for each key, transposed in registers afterwards
@@ -26,15 +26,17 @@
 namespace paged_attn {
 namespace {
 
-template <DType kElem>
-struct OpsAmxFew : OpsAmx<kElem, kElem, kElem> {
-  using typename OpsAmx<kElem, kElem, kElem>::Elem;
-  using OpsAmx<kElem, kElem, kElem>::kBytes, OpsAmx<kElem, kElem, kElem>::kMaxDotRows;
+template <DType kElem, DType kCacheType = kElem>
+struct OpsAmxFew : OpsAmx<kElem, kElem, kCacheType> {
+  using Many = OpsAmx<kElem, kElem, kCacheType>;
+  using Many::kBytes, Many::kMaxDotRows;
+  using typename Many::Elem;
 
   static constexpr bool kFewRows = true;
   static constexpr int kMostRows = 16, kFewestKeys = 32;  // with fewer keys vectors are as fast
   static constexpr int kMinPackedRows = kMostRows + 1;    // never
   static constexpr int kKeys = 16;                        // of one product
+  static constexpr int kChunk = 32;                       // elements of one product
   static constexpr int kRowStep = 4;
   static constexpr int64_t kMostRowsAtOnce = 8;     // of probabilities
   static constexpr int kProbabilityTile = 16 * 32;  // elements of one left tile of them
@@ -109,15 +111,34 @@ struct OpsAmxFew : OpsAmx<kElem, kElem, kElem> {
     }
   }
 
-  // Where the 16 rows from j on lie, and at what distance: in place, or in `copy`.
+  // n numbers of an 8-bit cache, a multiple of kChunk.
+  [[gnu::always_inline]] static void widen(const char* row, int64_t n, Elem* elems) {
+    typename Many::Reg wide[2];
+    int64_t d = 0;
+    for (; d + 2 * kChunk <= n; d += 2 * kChunk) {
+      Many::load_keys(row + d, wide);
+      _mm512_storeu_si512(elems + d, wide[0]);
+      _mm512_storeu_si512(elems + d + kChunk, wide[1]);
+    }
+    if (d == n) return;
+    Many::load_keys_tail(row + d, kChunk, wide);
+    _mm512_storeu_si512(elems + d, wide[0]);
+  }
+
+  // Where n elements of each of the 16 rows from j on lie, and at what distance: in place, or in `copy`.
   struct Place {
     const char* first;
     int64_t distance;
   };
-  [[gnu::always_inline]] static Place place_of(const Rows& rows, int64_t j, int64_t bytes, Elem* copy) {
+  [[gnu::always_inline]] static Place place_of(const Rows& rows, int64_t j, int64_t n, Elem* copy) {
     const char* const* slots = rows.slots + j;
-    if (const int64_t distance = rows.distances[j / kKeys]) return {slots[0] + rows.offset, distance};
-    for (int i = 0; i < kKeys; ++i) memcpy(reinterpret_cast<char*>(copy) + i * bytes, slots[i] + rows.offset, bytes);
+    const int64_t bytes = n * int64_t(sizeof(Elem));
+    if constexpr (kBytes == sizeof(Elem)) {
+      if (const int64_t distance = rows.distances[j / kKeys]) return {slots[0] + rows.offset, distance};
+      for (int i = 0; i < kKeys; ++i) memcpy(copy + i * n, slots[i] + rows.offset, bytes);
+    } else {
+      for (int i = 0; i < kKeys; ++i) widen(slots[i] + rows.offset, n, copy + i * n);
+    }
     memory_is_read();
     return {reinterpret_cast<const char*>(copy), bytes};
   }
@@ -127,7 +148,7 @@ struct OpsAmxFew : OpsAmx<kElem, kElem, kElem> {
   [[gnu::always_inline]] static void ask_for(const Rows& rows, int64_t j, int64_t from, int64_t bytes) {
     const char* const* slots = rows.slots + j;
     const auto ask = [&](auto slot_of) __attribute__((always_inline)) {
-      for (int64_t at = from; at < from + bytes; at += 64)
+      for (int64_t at = from; at < from + bytes; at += kLine)
         for (int i = 0; i < kKeys; ++i) __builtin_prefetch(slot_of(i) + rows.offset + at, 0, 3);
     };
     if (const int64_t distance = rows.distances[j / kKeys]) {
@@ -157,13 +178,13 @@ struct OpsAmxFew : OpsAmx<kElem, kElem, kElem> {
     const uint32_t steps = steps_of(rows);
     alignas(64) float products[16 * 16];
     for (int64_t j = 0; j < n; j += kKeys) {
-      const Place place = place_of(keys, j, s.depth * kBytes, s.keys);
+      const Place place = place_of(keys, j, s.depth, s.keys);
       const bool last = j + kKeys >= n;
       _tile_zero(5);
       for (int64_t d = 0; d < s.depth; d += 32) {
         next.advance(steps);
-        ask_for(last ? after : keys, last ? 0 : j + kKeys, d * kBytes, 64);
-        _tile_loadd(6, place.first + d * kBytes, place.distance);
+        if (d * kBytes % kLine == 0) ask_for(last ? after : keys, last ? 0 : j + kKeys, d * kBytes, kLine);
+        _tile_loadd(6, place.first + d * int64_t(sizeof(Elem)), place.distance);
         _tile_loadd(7, q + d * s.head_rows, 4 * s.head_rows);
         PD_MULTIPLY_TILES(kElem, 5, 6, 7);
       }
@@ -198,7 +219,7 @@ struct OpsAmxFew : OpsAmx<kElem, kElem, kElem> {
     _tile_loadd(0, acc, stride);
     if constexpr (kColumnTiles == 2) _tile_loadd(1, acc + 16, stride);
     for (int64_t j = 0; j < n; j += kKeys, p += kProbabilityTile) {
-      const Place place = place_of(values, j, kBytesAtOnce, copy);
+      const Place place = place_of(values, j, kColumnTiles * kColumns, copy);
       next.advance(kColumnTiles * kKeys);
       // After the last keys comes what follows in the slots: more columns, or the next head.
       const bool last = j + kKeys >= n;
