@@ -13,6 +13,7 @@ struct Walk {
   // From so many bytes of the keys of a slot on, and up to so many rows of a kv_head, nothing is fetched ahead: the
   // processor does it better by itself. Tiles in place may be fetched ahead all the same.
   int64_t reads_ahead_from = INT64_MAX, reads_ahead_rows = INT64_MAX;
+  int64_t reads_ahead_page = 0;  // and from so many bytes of keys in a page on: no prefetcher finds the next page
   bool tiles_read_ahead = true;
   bool long_tiles = false;  // tiles of keys for which nothing is fetched ahead are as long as there are any
   int64_t tile_bytes = 0;   // keys and values of the others; 0: by L2 and the rows
@@ -36,9 +37,10 @@ struct Item {
   // Whether its few rows leave it to the processor to fetch the next keys: its prefetchers follow such addresses within
   // every page of memory, and our fetches would hold the few places that requests of the first cache have.
   [[gnu::always_inline]] bool reads_ahead(const Problem& p, bool in_tiles) const {
+    const int64_t bytes = dtype_bytes(p.cache.dtype);
     return (in_tiles ? walk.tiles_read_ahead : rows() <= walk.reads_ahead_rows) &&
-           p.cache.k_stride_head == p.head_dim &&
-           heads() * p.head_dim * dtype_bytes(p.cache.dtype) >= walk.reads_ahead_from;
+           p.cache.k_stride_head == p.head_dim && heads() * p.head_dim * bytes >= walk.reads_ahead_from &&
+           p.cache.page_size * p.cache.k_stride_slot * bytes >= walk.reads_ahead_page;
   }
 };
 

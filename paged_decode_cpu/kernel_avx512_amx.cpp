@@ -21,7 +21,8 @@ using FewBf16 = OpsAmxFew<DType::kBFloat16>;  // for the numbers that all OpsAmx
 
 // Sapphire Rapids and Emerald Rapids fetch by themselves what few rows read, and their L2 of 2 MiB has room for long
 // tiles. On Granite Rapids, whose memory is farther away, only single rows outside of tiles gain by that.
-constexpr Walk kSapphireRapidsWalk = {.reads_ahead_from = 2048, .long_tiles = true};
+constexpr Walk kSapphireRapidsWalk = {
+    .reads_ahead_from = 2048, .reads_ahead_page = int64_t(16) << 10, .long_tiles = true};
 constexpr Walk kGraniteRapidsWalk = {.reads_ahead_from = 2048,
                                      .reads_ahead_rows = 1,
                                      .tiles_read_ahead = false,
