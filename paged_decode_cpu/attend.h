@@ -494,6 +494,7 @@ void softmax_part(const Problem& p, const Item& item, const Scratch<Ops>& s, con
 // Keys of a tile of n whose values a kv_head adds before the next kv_head does: a multiple of kValueKeys.
 template <class Ops>
 int64_t sweep_keys(const Item& item, int64_t head_dim_v, bool cached, int64_t n) {
+  static_assert(kSweepBytes == 0 || Ops::kValueKeys <= 2, "keys are taken in pairs");
   const int64_t rows = item.rows();
   if (kSweepBytes > 0 && !cached && rows <= 8 && item.heads() > 1) {
     const int64_t bytes = rows <= 4 ? kSweepBytes : 2 * kSweepBytes;  // with more rows more sums are loaded and stored

@@ -3,7 +3,6 @@
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "amx_permission.h"
@@ -79,11 +78,10 @@ std::vector<const Kernel*> kernels_of_this_cpu() {
     if (amx().granted && amx().multiplies_float16) kernels.push_back(&kAvx512AmxFp16Kernel);
     if (amx().granted) kernels.push_back(granite_rapids ? &kGraniteRapidsAmxKernel : &kAvx512AmxKernel);
     // On Intel's processors vdpbf16ps is slower than the float32 instructions that do the same.
-    std::vector<const Kernel*> in_pairs = {&kAvx512Bf16Kernel, &kAvx512Zen5Kernel};
-    if (is_zen5()) std::swap(in_pairs[0], in_pairs[1]);
-    const bool intel = __builtin_cpu_is("intel");
+    const bool intel = __builtin_cpu_is("intel"), zen5 = is_zen5();
     if (intel) kernels.push_back(widening);
-    kernels.insert(kernels.end(), in_pairs.begin(), in_pairs.end());
+    kernels.push_back(zen5 ? &kAvx512Zen5Kernel : &kAvx512Bf16Kernel);
+    kernels.push_back(zen5 ? &kAvx512Bf16Kernel : &kAvx512Zen5Kernel);
     if (!intel) kernels.push_back(widening);
   }
   if (avx512) kernels.push_back(&kAvx512Kernel);

@@ -111,7 +111,7 @@ struct Kernel {
 
 #if defined(__x86_64__)
 extern const Kernel kAvx512AmxFp16Kernel, kAvx512AmxKernel, kAvx512IntelKernel, kAvx512Bf16Kernel, kAvx512Kernel;
-extern const Kernel kAvx512Zen5Kernel;                              // kAvx512Bf16Kernel there
+extern const Kernel kAvx512Zen5Kernel;                              // kAvx512Bf16Kernel on Zen 5
 extern const Kernel kGraniteRapidsAmxKernel, kGraniteRapidsKernel;  // kAvx512AmxKernel and kAvx512IntelKernel there
 extern const Kernel kAvx2Kernel;
 #elif defined(__aarch64__)

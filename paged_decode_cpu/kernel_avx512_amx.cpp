@@ -34,8 +34,8 @@ struct Unit {
   bool multiplies_float16;
   int64_t fewest_rows;  // for which tiles in place are faster than vectors
 };
-constexpr int64_t kFewestWidenedRows = 3;  // the same over an 8-bit cache
 constexpr Unit kSapphireRapids = {false, 3}, kGraniteRapids = {true, 1}, kGraniteRapidsBf16 = {false, 1};
+constexpr int64_t kFewestWidenedRows = 3;  // over an 8-bit cache, on all of them
 
 // The type of the numbers in tiles.
 template <const Unit& kUnit>
@@ -46,13 +46,14 @@ DType elem_of(const Problem& p) {
 // float32 would take six products for one: faster on one thread, slower on eight.
 bool goes_through_tiles(const Problem& p) { return p.q_dtype != DType::kFloat32; }
 
+bool is_narrow(const Problem& p) { return dtype_bytes(p.cache.dtype) == 1; }
+bool looks_up(const Problem& p) { return multiplies_bfloat16(p) && is_narrow(p); }
+
 // Whether few rows may multiply whole tiles of a cache: in place, or 8-bit numbers widened.
 template <const Unit& kUnit>
 bool fits_in_place(const Problem& p) {
   const DType elem = elem_of<kUnit>(p);
-  const bool narrow = dtype_bytes(p.cache.dtype) == 1;
-  const bool cache = p.cache.dtype == elem || narrow;
-  const bool queries = p.q_dtype == elem || (narrow && multiplies_bfloat16(p));
+  const bool cache = p.cache.dtype == elem || is_narrow(p), queries = p.q_dtype == elem || looks_up(p);
   return cache && queries && p.head_dim % FewBf16::kChunk == 0 && p.head_dim_v % FewBf16::kColumns == 0 && !p.qv;
 }
 
@@ -76,7 +77,6 @@ bool in_tiles(const Problem& p, const Item& item) {
 
 constexpr int64_t kMostLookedUpRows = OpsBf16<DType::kFloat8E4M3>::kMinPackedRows - 1;
 
-bool looks_up(const Problem& p) { return multiplies_bfloat16(p) && dtype_bytes(p.cache.dtype) == 1; }
 bool looked_up(const Problem& p, const Item& item) { return looks_up(p) && item.rows() <= kMostLookedUpRows; }
 
 Products products(const Problem& p) {
@@ -96,8 +96,7 @@ Products products_amx(const Problem& p) {
   all.fewest_rows = kFewestTileRows;
   if (fits_in_place<kUnit>(p)) {
     all.tiles_in_place = half ? "tiles_in_place_fp16" : "tiles_in_place_bf16";
-    const bool widened = dtype_bytes(p.cache.dtype) == 1;
-    all.min_tile_rows = or_of_tests(widened ? pd_max(kUnit.fewest_rows, kFewestWidenedRows) : kUnit.fewest_rows);
+    all.min_tile_rows = or_of_tests(is_narrow(p) ? kFewestWidenedRows : kUnit.fewest_rows);
     all.most_tile_rows = FewBf16::kMostRows;
     all.min_tile_keys = or_of_tests(FewBf16::kFewestKeys);
   }
@@ -109,15 +108,22 @@ bool in_tiles_in_place(const Problem& p, const Item& item) {
   return products_amx<kUnit>(p).in_tiles_in_place(item);
 }
 
+// Calls work() with the type of the cache, which is kWide or 8-bit.
+template <DType kWide, class Work>
+auto with_cache_type(const Problem& p, const Work& work) {
+  switch (p.cache.dtype) {
+    case DType::kFloat8E4M3: return work.template operator()<DType::kFloat8E4M3>();
+    case DType::kFloat8E5M2: return work.template operator()<DType::kFloat8E5M2>();
+    default: return work.template operator()<kWide>();
+  }
+}
+
 // Calls work() with how the numbers of this problem are held in tiles, few rows in place.
 template <const Unit& kUnit, class Work>
 auto with_few_tiles(const Problem& p, const Work& work) {
   const auto with_cache = [&]<DType kElem>() {
-    switch (p.cache.dtype) {
-      case DType::kFloat8E4M3: return work.template operator()<OpsAmxFew<kElem, DType::kFloat8E4M3>>();
-      case DType::kFloat8E5M2: return work.template operator()<OpsAmxFew<kElem, DType::kFloat8E5M2>>();
-      default: return work.template operator()<OpsAmxFew<kElem>>();
-    }
+    return with_cache_type<kElem>(p,
+                                  [&]<DType kCache>() { return work.template operator()<OpsAmxFew<kElem, kCache>>(); });
   };
   if constexpr (kUnit.multiplies_float16)
     if (p.q_dtype == DType::kFloat16) return with_cache.template operator()<DType::kFloat16>();
@@ -128,11 +134,8 @@ auto with_few_tiles(const Problem& p, const Work& work) {
 template <const Unit& kUnit, class Work>
 auto with_tiles(const Problem& p, const Work& work) {
   const auto with_cache = [&]<DType kElem, DType kQuery>() {
-    switch (p.cache.dtype) {
-      case DType::kFloat8E4M3: return work.template operator()<OpsAmx<kElem, kQuery, DType::kFloat8E4M3>>();
-      case DType::kFloat8E5M2: return work.template operator()<OpsAmx<kElem, kQuery, DType::kFloat8E5M2>>();
-      default: return work.template operator()<OpsAmx<kElem, kQuery, kQuery>>();
-    }
+    return with_cache_type<kQuery>(
+        p, [&]<DType kCache>() { return work.template operator()<OpsAmx<kElem, kQuery, kCache>>(); });
   };
   constexpr DType kHalf = kUnit.multiplies_float16 ? DType::kFloat16 : DType::kBFloat16;
   if (p.q_dtype == DType::kFloat16) return with_cache.template operator()<kHalf, DType::kFloat16>();

@@ -18,16 +18,16 @@ constexpr int kVectorRegisters = 32;
 constexpr int kVectorRegisters = 16;
 #endif
 
-#ifndef PD_MAX_TILE
-#define PD_MAX_TILE 128
-#endif
-constexpr int64_t kMaxTile = PD_MAX_TILE;  // keys
 #ifndef PD_FEW_PIECE
 #define PD_FEW_PIECE 256
 #endif
 #ifndef PD_FETCH_LOCALITY
 #define PD_FETCH_LOCALITY 2
 #endif
+#ifndef PD_MAX_TILE
+#define PD_MAX_TILE 128
+#endif
+constexpr int64_t kMaxTile = PD_MAX_TILE;                    // keys
 constexpr int64_t kLine = 64;                                // bytes of a line of the processor's caches
 constexpr int64_t kPaddedKeys = 32;                          // addresses of a tile are filled up to a multiple of it
 constexpr int kPackedRegs = kVectorRegisters == 32 ? 4 : 2;  // columns of a step of the matrix kernel, in registers

@@ -57,9 +57,8 @@ def available(isa):
 
 
 # Others run avx512_zen5 too, but by name only. Intel's processors are faster without vdpbf16ps.
-SLOWER = {isa for isa, flags in {"avx512_zen5": {"AuthenticAMD", "avx_vnni"}}.items() if not flags <= cpu_flags()}
-if "GenuineIntel" in cpu_flags():
-    SLOWER.add("avx512_bf16")
+ZEN5, INTEL = {"AuthenticAMD", "avx_vnni"} <= cpu_flags(), "GenuineIntel" in cpu_flags()
+SLOWER = ([] if ZEN5 else ["avx512_zen5"]) + (["avx512_bf16"] if INTEL else [])
 CHOSEN = [isa for isa in NEEDS if available(isa) and isa not in SLOWER]
 BEST = CHOSEN[-1]
 OTHERS = [isa for isa in NEEDS if available(isa) and isa != BEST]
