@@ -70,6 +70,15 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
     }
     const uint64_t own_queries = advance(first_queries, queries.stage * Shape::kQueryBytes);
     const bool turns = Shape::kTurns && work.item.rows > 64 * (Shape::kConsumers - 1);  // everybody has rows
+    if constexpr (Shape::kGathersFirst) {
+      if (work.gathers) {
+        const int first = consumer * 64 + warp * 16;
+        copy_queries<Shape>(p, plan, work, shared + queries.stage * Shape::kQueryBytes, first, first + 16);
+        await_pieces();
+        fence_async_proxy();
+        named_barrier_sync(kTurn + Shape::kConsumers + consumer, kWarpgroup);
+      }
+    }
     rows.start(p, plan, work, first_row);
     if constexpr (Shape::kNarrow) {
       float factor[2];
@@ -171,7 +180,11 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
         release_keys();
         if (Shape::kQueryStages == 1 && tile == last_tile) release(control.queries_empty[queries.stage]);
       };
+      // A barrier of its own for each slot: the first consumer may be one work ahead.
+      const bool staggers = Shape::kStaggers && work.item.rows > 64;
+      if (staggers && consumer == 1) named_barrier_sync(kTurn + slot.stage, 2 * kWarpgroup);
       score();
+      if (staggers && consumer == 0) named_barrier_arrive(kTurn + slot.stage, 2 * kWarpgroup);
       end_scores();
       prepare();
       weigh();

@@ -273,22 +273,30 @@ struct Gatherer {
   }
 };
 
+// Rows [begin, end) of the tile, by a warp. A lane finds where one of 32 lies.
 template <typename Shape>
-PD_DEVICE void copy_queries(const Problem& p, const PrefillCall& plan, const Work& work, uint32_t queries) {
+PD_DEVICE void copy_queries(const Problem& p, const PrefillCall& plan, const Work& work, uint32_t queries, int begin,
+                            int end) {
+  constexpr int64_t kNowhere = -1;
   const int lane = threadIdx.x % kWarp, piece = lane % kCopyLanes;
-  const Item& item = work.item;
+  const char* const first = static_cast<const char*>(p.q) + piece * 16;
 #pragma unroll 1
-  for (int i = 0; i < Shape::kRows; i += kCopyRows) {
-    const int row = i + lane / kCopyLanes;
-    const int64_t offset = q_offset(p, item, query_row(p, plan, item, work.head, row));
-    const bool exists = row < item.rows;
-    const char* const source =
-        static_cast<const char*>(p.q) + (exists ? offset * Shape::kElementBytes : 0) + piece * 16;
-    const uint32_t target = queries + row * kRowBytes + (piece ^ (row % 8)) * 16;
+  for (; begin < end; begin += kWarp) {
+    const int own = begin + lane;
+    const bool exists = own < work.item.rows;
+    const int64_t offset = q_offset(p, work.item, query_row(p, plan, work.item, work.head, own));
+    const int64_t place = exists ? offset * Shape::kElementBytes : kNowhere;
+#pragma unroll(Shape::kShortTiles ? 4 : 1)  // as far as there are registers
+    for (int i = 0; i < min(end - begin, kWarp); i += kCopyRows) {
+      const int row = i + lane / kCopyLanes;
+      const int64_t source = __shfl_sync(~0u, place, row);
+      const bool found = source != kNowhere;
+      const uint32_t target = queries + (begin + row) * kRowBytes + (piece ^ (row % 8)) * 16;
 #pragma unroll
-    for (int c = 0; c < Shape::kColumns; ++c) {
-      copy_piece(target + c * Shape::kRows * kRowBytes, source + c * kRowBytes,
-                 exists && c * Shape::kColumnDims + piece * 16 / Shape::kElementBytes < p.head_dim);
+      for (int c = 0; c < Shape::kColumns; ++c) {
+        copy_piece(target + c * Shape::kRows * kRowBytes, first + (found ? source : 0) + c * kRowBytes,
+                   found && c * Shape::kColumnDims + piece * 16 / Shape::kElementBytes < p.head_dim);
+      }
     }
   }
 }
@@ -313,7 +321,7 @@ PD_DEVICE void copy_any_queries(const Problem& p, const PrefillCall& plan, const
     if (p.q_dtype == DType::kFloat8E4M3) return widen_queries<Shape, E4m3>(p, plan, work, queries);
     if (p.q_dtype == DType::kFloat8E5M2) return widen_queries<Shape, E5m2>(p, plan, work, queries);
   }
-  copy_queries<Shape>(p, plan, work, queries);
+  copy_queries<Shape>(p, plan, work, queries, 0, Shape::kRows);
 }
 
 // The slot of work that is to be done once more, -1: none. The slot that comes next is empty; where nothing else is
@@ -357,6 +365,8 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
       Work& work = control.work[slot.stage];
       work = repeated < 0 ? control.next : control.work[repeated];
       work.careful = repeated >= 0 || work.cut;  // the search fills waits that are there alone
+      const bool in_boxes = work.item.rows >= plan.query_box_rows;
+      work.gathers = Shape::kGathersFirst && repeated < 0 && ticket < plan.blocks_in_grid && !in_boxes;
       if (repeated >= 0) control.again[repeated] = false;
       barrier_arrive(shared_address(&control.work_full[slot.stage]));
     }
@@ -368,6 +378,8 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
     const uint32_t full = shared_address(&control.queries_full[queries.stage]);
     if (control.work[slot.stage].item.rows >= plan.query_box_rows) {
       if (lane == 0) copy_query_boxes<Shape>(p, plan, control.work[slot.stage], stage, full);
+    } else if (control.work[slot.stage].gathers) {
+      if (lane == 0) barrier_arrive(full);
     } else {
       copy_any_queries<Shape>(p, plan, control.work[slot.stage], stage);
       arrive_after_copies<false>(full);

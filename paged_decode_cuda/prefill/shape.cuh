@@ -15,11 +15,18 @@ struct PrefillShape : Sizes {
   // bf16 holds weights as large as float32 does. So once all rows of a warp have a reference, nobody looks for the
   // largest score: the sums of the weights tell afterwards when it is to be moved. See PrefillRows.
   static constexpr bool kMovesLate = IsBf16<Type>::value && requires { requires Sizes::kSkipsSearch; };
+  // Where queries do not come in boxes the consumers copy those of a block's first work, which they would wait for: one
+  // warp takes long, and four have nothing else to do. With short tiles the director has registers to be fast enough.
+  static constexpr bool kShortTiles = requires { requires Sizes::kShortTiles; };
+  static constexpr bool kGathersFirst = Sizes::kTransposedStages == 0 && !Sizes::kNarrow && !kShortTiles;
+  // Of two consumers that do not take turns the second one begins behind the first scores of the first. If both began
+  // at once, some would go on at once, and nothing would run beside their weights.
+  static constexpr bool kStaggers = Sizes::kConsumers == 2 && requires { requires !Sizes::kTurns; };
   // Instructions between the director's code and that of the loaders. With them the loops of the loaders lie where the
   // loop of the consumers leaves the instruction cache free (docs/cuda.md). Measured at head_dim 128, without softcap;
   // at 192 they keep the place that they had without a gap.
   static constexpr bool kKnowsGap = Sizes::kDim >= 128 && Sizes::kOwnDirector;
-  static constexpr int kCodeGap = !kKnowsGap ? 0 : Sizes::kDim == 192 ? 343 : IsBf16<Type>::value ? 33 : 261;
+  static constexpr int kCodeGap = !kKnowsGap ? 0 : Sizes::kDim == 192 ? 303 : IsBf16<Type>::value ? 249 : 231;
 };
 
 // What the kernel reads beside the problem.
@@ -56,6 +63,7 @@ struct Work {
   float part_rate;  // parts for each tile of keys, or one of the above
   bool cut;         // its sums are those of a part
   bool exists;
+  bool gathers;  // the consumers copy their queries themselves
   bool careful;  // done once more, since some weights were too large: the largest score is looked for in every tile
 };
 

@@ -259,6 +259,7 @@ inline int __shfl_sync(unsigned, int value, int from) { return static_cast<int>(
 inline uint32_t __shfl_sync(unsigned, uint32_t value, int from) {
   return static_cast<uint32_t>(exchange(value)[from % kLanes]);
 }
+inline int64_t __shfl_sync(unsigned, int64_t value, int from) { return exchange(value)[from % kLanes]; }
 inline int __shfl_up_sync(unsigned, int value, int step) {
   const int own = lane();
   const int64_t* all = exchange(value);
