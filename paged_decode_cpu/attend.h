@@ -315,10 +315,10 @@ void load_queries(const Problem& p, const Item& item, const Request& request, co
 
 // The sums of a row are relative to *m from now on to new_m.
 inline void change_base(float new_m, float* m, f32v* sum, float* acc, int64_t width) {
-  const bool empty = *m == -INFINITY;
-  const float rescale = pd_rescale(*m, new_m);
+  const float old_m = *m;
   *m = new_m;
-  if (empty) return;
+  if (old_m == -INFINITY) return;  // they are 0
+  const float rescale = pd_rescale(old_m, new_m);
   *sum *= rescale;
   for (int64_t d = 0; d < width; d += kLanes) store<DType::kFloat32>(acc + d, load<DType::kFloat32>(acc + d) * rescale);
 }
@@ -533,7 +533,7 @@ void attend_tile_dot(const Problem& p, const Item& item, const Scratch<Ops>& s, 
   const auto k_offset = [&](int64_t h) { return (item.kv_head_begin + h) * c.k_stride_head * Ops::kBytes; };
   const auto v_offset = [&](int64_t h) { return (item.kv_head_begin + h) * c.v_stride_head * Ops::kBytes; };
   // Once per head is enough: with its last part.
-  const bool asked = rows >= kAskedAgainRows;
+  const bool asked = rows >= kAskedAgainRows && !next.near;
   const auto then_read = [&](const Part& part, const char* const* addresses, int64_t offset) {
     next.again = asked && addresses && part.first == parts[num_parts - 1].first ? addresses + part.from : nullptr;
     next.again_offset = offset;
@@ -712,6 +712,8 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
   // For each tile and kv_head: score, update, add; meanwhile fetch the next tile
   Prefetcher fetch = {};
   fetch.cached = cached;
+  const int64_t slot_bytes = item.heads() * (p.head_dim + p.head_dim_v) * Ops::kBytes;
+  fetch.near = cached && (keys.end - keys.begin) * slot_bytes <= item.walk.near_bytes;
   while (tile->n > 0) {
     next->locate(p.cache, item.batch, tile->begin + tile->n, keys.end, pd_min(2 * tile->n, s.tile));
     if (fetched) start_fetch<Ops>(p, item, s, *tile, *next, fetch);

@@ -17,6 +17,8 @@ struct Walk {
   bool tiles_read_ahead = true;
   bool long_tiles = false;  // tiles of keys for which nothing is fetched ahead are as long as there are any
   int64_t tile_bytes = 0;   // keys and values of the others; 0: by L2 and the rows
+  int64_t near_bytes = 0;   // up to so many keys and values of an item are not asked for at all, if they lie in the
+                            // processor's caches
 };
 
 // Query rows that read the same keys. Row r of a kv_head is token r / group, head r % group of the group.
@@ -66,7 +68,8 @@ struct Products {
   int64_t row_step;         // rows that multiply together; items are cut into multiples of it,
   int64_t most_rows;        // of so many rows at most,
 
-  int64_t fewest_rows = 128;  // and of no fewer where that is for more items
+  int64_t most_sums = int64_t(64) << 10;  // which have about so many sums of values at most (a quarter of L2),
+  int64_t fewest_rows = 128;              // and of no fewer where that is for more items
 
   // In tiles some few rows have a way of their own, if there are keys enough.
   const char* tiles_in_place = nullptr;

@@ -55,18 +55,6 @@ struct TileUnit {
 // The intrinsics do not tell the compiler what memory they read.
 [[gnu::always_inline]] inline void memory_is_read() { asm volatile("" ::: "memory"); }
 
-// 2^x with a relative error of 1e-7; 0 below 2^-125.
-inline f32v exp2_of_floor(f32v x) {
-  const f32v f = bit_cast<f32v>(_mm512_reduce_ps(bit_cast<__m512>(x), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
-  f32v p = splat(1.8671305e-3f);
-  p = p * f + 9.01702941e-3f;
-  p = p * f + 5.57999138e-2f;
-  p = p * f + 0.24016445f;
-  p = p * f + 0.693151312f;
-  p = p * f + 1.f;
-  return times_exp2(p, x);
-}
-
 // softmax_row for scores that want only a factor, on n keys, filled up to whole pairs of registers.
 template <class Ops, bool kMasked>
 [[gnu::always_inline]] inline void softmax_plain(float* scores, int64_t n, KvRange visible, float factor, uint16_t* p,
@@ -91,7 +79,7 @@ template <class Ops, bool kMasked>
   f32v sum = load<DType::kFloat32>(l), sum1 = f32v{};
   const f32v base = splat(base_of<Ops>(top, m, &sum, acc, width, scores, round_up(n, 2 * kLanes), &factor));
   for (int64_t j = 0; j < n; j += 2 * kLanes) {
-    const f32v x = exp2_of_floor(score(j) * factor - base), x1 = exp2_of_floor(score(j + kLanes) * factor - base);
+    const f32v x = exp2(score(j) * factor - base), x1 = exp2(score(j + kLanes) * factor - base);
     sum += x;
     sum1 += x1;
     Ops::store_probabilities(p + j, x, x1);

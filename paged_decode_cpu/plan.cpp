@@ -11,7 +11,6 @@ namespace {
 // Rows of one kv_head that walk over the keys together. Up to kSharedRows rows in all, the kv_heads
 // of a request share one walk over the pages (decode); beyond, each kv_head walks alone in items (prefill).
 constexpr int64_t kSharedRows = 256;
-constexpr int64_t kItemFloats = int64_t(64) << 10;  // of accumulators in one item: a quarter of L2
 
 // Bytes of one slot, K and V, that one walk reads; more heads than that are shared out.
 constexpr int64_t kSlotBytes = int64_t(32) << 10;
@@ -54,6 +53,7 @@ constexpr int64_t kMaxSplitsPerThread = 4;  // of one item
 // Items of many rows are made smaller, down to Products::fewest_rows, for a thread to get kItemsPerThread of them: with
 // one or two the slowest core holds up the call.
 constexpr int64_t kItemsPerThread = 4;
+constexpr int64_t kDeterministicRows = 512;  // of an item, at most, where the threads may not decide
 
 // Multiply-adds of a call that is worth waking threads for, in vectors and in tiles in place, which are faster; and of
 // each thread that takes part, with as many for the wait until all are there. What a row costs beside its keys counts
@@ -90,9 +90,11 @@ struct ItemRows {
 };
 
 ItemRows rows_of_items(const Problem& p, const Products& products, int64_t threads) {
-  const int64_t step = products.row_step, most = pd_min(products.most_rows, kItemFloats / p.head_dim_v);
+  const int64_t step = products.row_step, by_sums = products.most_sums / p.head_dim_v;
+  const int64_t most = pd_min(products.most_rows, pd_ceil_div(by_sums, step) * step);
   const auto whole_steps = [step](int64_t rows) { return pd_max(step, rows / step * step); };
-  if (p.deterministic || threads == 1) return {whole_steps(most), whole_steps(most)};
+  if (p.deterministic) return {whole_steps(most), whole_steps(pd_min(most, kDeterministicRows))};
+  if (threads == 1) return {whole_steps(most), whole_steps(most)};
   int64_t rows = 0;
   for (int64_t b = 0; b < p.batch; ++b) rows += request_of(p, b).q_len * p.group * p.kv_heads;
   const int64_t share = pd_max(products.fewest_rows, rows / (threads * kItemsPerThread));

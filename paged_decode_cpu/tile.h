@@ -63,6 +63,7 @@ struct Prefetcher {
   const char* const* again;  // rows to ask for again: those that are read after the ones at hand; or null
   int64_t again_offset;
   bool cached;  // keys and values lie in the processor's caches: nothing is fetched
+  bool near;    // and no line asked for again
 
   void start(const Run* runs, int64_t n, uint32_t pieces_per_step) {
     at = end = nullptr;

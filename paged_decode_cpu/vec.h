@@ -204,28 +204,28 @@ inline float add_lanes(f32v v) {
   }
 }
 
-#if defined(__AVX512F__)
-// p * 2^floor(x), p from 0.7 to 2, and 0 where that may be below the smallest normal number: Intel's processors take 66
-// ns for each register in which they find out by themselves.
-inline f32v times_exp2(f32v p, f32v x) {
-  const __m512 exponent = bit_cast<__m512>(x);
-  const __mmask16 normal = _mm512_cmp_ps_mask(exponent, _mm512_set1_ps(-125.f), _CMP_NLT_UQ);  // or NaN
-  return bit_cast<f32v>(_mm512_maskz_scalef_ps(normal, bit_cast<__m512>(p), exponent));
-}
-#endif
-
-// 2^x for x <= 0, to about one unit in the last place; 0 below 2^-125 (2^-126 without AVX-512), NaN stays NaN.
+// 2^x for x <= 0, to one or two units in the last place; 0 below 2^-125 (2^-126 without AVX-512), NaN stays NaN.
 inline f32v exp2(f32v x) {
 #if defined(__AVX512F__)
-  f32v whole = bit_cast<f32v>(_mm512_roundscale_ps(bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-  f32v f = x - whole;
+  // Minimax polynomial of 2^f on [0, 1], f = x - floor(x), relative error 1e-7.
+  const __m512 exponent = bit_cast<__m512>(x);
+  const f32v f = bit_cast<f32v>(_mm512_reduce_ps(exponent, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
+  f32v p = splat(1.8671305e-3f);
+  p = p * f + 9.01702941e-3f;
+  p = p * f + 5.57999138e-2f;
+  p = p * f + 0.24016445f;
+  p = p * f + 0.693151312f;
+  p = p * f + 1.f;
+  // p * 2^floor(x), and 0 where that may be below the smallest normal number: Intel's processors take 66 ns for each
+  // register in which they find out by themselves.
+  const __mmask16 normal = _mm512_cmp_ps_mask(exponent, _mm512_set1_ps(-125.f), _CMP_NLT_UQ);  // or NaN
+  return bit_cast<f32v>(_mm512_maskz_scalef_ps(normal, bit_cast<__m512>(p), exponent));
 #else
   // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum.
   const f32v shift = splat(12582912.f);
   x = x < splat(-127.f) ? splat(-127.f) : x;
   f32v shifted = x + shift;
   f32v f = x - (shifted - shift);
-#endif
   // Minimax polynomial of 2^f on [-0.5, 0.5], relative error 2e-9 before rounding.
   f32v p = splat(1.53458118e-4f);
   p = p * f + 1.33999312e-3f;
@@ -234,9 +234,6 @@ inline f32v exp2(f32v x) {
   p = p * f + 0.240226469f;
   p = p * f + 0.693147206f;
   p = p * f + 1.f;
-#if defined(__AVX512F__)
-  return times_exp2(p, whole);
-#else
   u32v exponent = (bit_cast<u32v>(shifted) + 127u) << 23;
   return p * bit_cast<f32v>(exponent);
 #endif
