@@ -122,7 +122,7 @@ template <class Ops>
 int64_t tile_keys(const Problem& p, const Item& item) {
   if (item.rows() >= Ops::kMinPackedRows) return item.heads() == 1 ? kMaxTile : kMaxTile / 2;
   if (has_long_tiles<Ops>(p, item)) return kMaxTile;
-  const int64_t slot_bytes = item.heads() * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
+  const int64_t slot_bytes = key_bytes(p, item.heads());
   if (item.walk.tile_bytes > 0 && !item.small)
     return pd_min(pd_max(item.walk.tile_bytes / slot_bytes / 16 * 16, 16), kMaxTile);
   const int64_t quarter = kL2Bytes / 8 / slot_bytes / 16 * 16, half = kL2Bytes / 4 / slot_bytes / 16 * 16;
@@ -256,7 +256,7 @@ void start_fetch(const Problem& p, const Item& item, const Scratch<Ops>& s, cons
     steps = heads * (pd_ceil_div(rows, Ops::kMaxDotRows) * tile.n * (s.depth + s.width) / Ops::kChunk +
                      rows * pd_ceil_div(tile.n, kLanes) * kSoftmaxSteps);
   }
-  const int64_t bytes = next.n * heads * (p.head_dim + p.head_dim_v) * Ops::kBytes;
+  const int64_t bytes = next.n * key_bytes(p, heads);
   const int64_t pieces = pd_ceil_div(bytes, packed ? Prefetcher::kPiece : Prefetcher::kFewPiece);
   fetch.start(s.runs, list_runs<Ops>(p, item, next, s.runs), static_cast<uint32_t>(pd_ceil_div(pieces << 16, steps)));
 }
@@ -712,8 +712,7 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
   // For each tile and kv_head: score, update, add; meanwhile fetch the next tile
   Prefetcher fetch = {};
   fetch.cached = cached;
-  const int64_t slot_bytes = item.heads() * (p.head_dim + p.head_dim_v) * Ops::kBytes;
-  fetch.near = cached && (keys.end - keys.begin) * slot_bytes <= item.walk.near_bytes;
+  fetch.near = cached && (keys.end - keys.begin) * key_bytes(p, item.heads()) <= item.walk.near_bytes;
   while (tile->n > 0) {
     next->locate(p.cache, item.batch, tile->begin + tile->n, keys.end, pd_min(2 * tile->n, s.tile));
     if (fetched) start_fetch<Ops>(p, item, s, *tile, *next, fetch);

@@ -46,6 +46,11 @@ struct Item {
   }
 };
 
+// Of a key and its value, of so many kv_heads.
+static inline int64_t key_bytes(const Problem& p, int64_t heads) {
+  return heads * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
+}
+
 // A partial result of a row: acc[width], m, l (spec/state.h). Of every row of an item: heads outermost.
 static inline int64_t partial_floats(int64_t width) { return width + 2; }
 static inline int64_t partial_floats(const Item& item, int64_t width) {

@@ -70,7 +70,7 @@ struct OpsAmxFew : OpsAmx<kElem, kElem, kCacheType> {
     Elem *q = s.q, *plain = s.keys;  // nothing is there yet
     for (int64_t h = 0; h < item.heads(); ++h, q += s.head_rows * s.depth) {
       memcpy(plain, q, item.rows() * s.depth * sizeof(Elem));
-      for (int64_t d = 0; d < s.depth; d += 32)
+      for (int64_t d = 0; d < s.depth; d += kChunk)
         for (int64_t r = 0; r < item.rows(); r += 4) {
           f32v v[4];
           for (int i = 0; i < 4; ++i) memcpy(&v[i], plain + (r + i) * s.depth + d, sizeof v[i]);
@@ -181,7 +181,7 @@ struct OpsAmxFew : OpsAmx<kElem, kElem, kCacheType> {
       const Place place = place_of(keys, j, s.depth, s.keys);
       const bool last = j + kKeys >= n;
       _tile_zero(5);
-      for (int64_t d = 0; d < s.depth; d += 32) {
+      for (int64_t d = 0; d < s.depth; d += kChunk) {
         next.advance(steps);
         if (d * kBytes % kLine == 0) ask_for(last ? after : keys, last ? 0 : j + kKeys, d * kBytes, kLine);
         _tile_loadd(6, place.first + d * int64_t(sizeof(Elem)), place.distance);

@@ -62,11 +62,6 @@ constexpr int64_t kTeamWork = int64_t(1) << 19, kTeamWorkInTiles = int64_t(1) <<
 constexpr int64_t kThreadWork = int64_t(1) << 17;
 constexpr int64_t kRowKeys = 16;
 
-// Of a key and its value, of so many kv_heads.
-int64_t key_bytes(const Problem& p, int64_t heads) {
-  return heads * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
-}
-
 // How many keys rows of each request see, and of all together: a window, a chunk or padding hides the others, which
 // then cost nothing.
 struct SeenKeys {
@@ -93,12 +88,15 @@ ItemRows rows_of_items(const Problem& p, const Products& products, int64_t threa
   const int64_t step = products.row_step, by_sums = products.most_sums / p.head_dim_v;
   const int64_t most = pd_min(products.most_rows, pd_ceil_div(by_sums, step) * step);
   const auto whole_steps = [step](int64_t rows) { return pd_max(step, rows / step * step); };
-  if (p.deterministic) return {whole_steps(most), whole_steps(pd_min(most, kDeterministicRows))};
-  if (threads == 1) return {whole_steps(most), whole_steps(most)};
-  int64_t rows = 0;
-  for (int64_t b = 0; b < p.batch; ++b) rows += request_of(p, b).q_len * p.group * p.kv_heads;
-  const int64_t share = pd_max(products.fewest_rows, rows / (threads * kItemsPerThread));
-  return {whole_steps(most), whole_steps(pd_min(most, share))};
+  int64_t alone = most;
+  if (p.deterministic) {
+    alone = kDeterministicRows;
+  } else if (threads > 1) {
+    int64_t rows = 0;
+    for (int64_t b = 0; b < p.batch; ++b) rows += request_of(p, b).q_len * p.group * p.kv_heads;
+    alone = pd_max(products.fewest_rows, rows / (threads * kItemsPerThread));
+  }
+  return {whole_steps(most), whole_steps(pd_min(most, alone))};
 }
 
 // `like`: what all items of a call have in common.

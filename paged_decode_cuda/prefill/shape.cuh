@@ -15,9 +15,9 @@ struct PrefillShape : Sizes {
   // bf16 holds weights as large as float32 does. So once all rows of a warp have a reference, nobody looks for the
   // largest score: the sums of the weights tell afterwards when it is to be moved. See PrefillRows.
   static constexpr bool kMovesLate = IsBf16<Type>::value && requires { requires Sizes::kSkipsSearch; };
+  static constexpr bool kShortTiles = requires { requires Sizes::kShortTiles; };  // not all sizes say so
   // Where queries do not come in boxes the consumers copy those of a block's first work, which they would wait for: one
   // warp takes long, and four have nothing else to do. With short tiles the director has registers to be fast enough.
-  static constexpr bool kShortTiles = requires { requires Sizes::kShortTiles; };
   static constexpr bool kGathersFirst = Sizes::kTransposedStages == 0 && !Sizes::kNarrow && !kShortTiles;
   // Of two consumers that do not take turns the second one begins behind the first scores of the first. If both began
   // at once, some would go on at once, and nothing would run beside their weights.
