@@ -232,6 +232,11 @@ PD_DEVICE void deal_evenly(const Plan& plan, int most, Walker& walker, Dealing& 
   dealing.lines = 1;
   if (each > 0) {
     dealing.length = max(plan.min_units, plan.blocks_each.divide(most + each - 1));
+    // Rows that a block merges in several rounds: no more partials than two levels of one look take, if that makes a
+    // stretch no longer than two that are worth a block.
+    constexpr int kMostParts = 31;
+    if (kLines && plan.rows_per_tile * plan.partial_quads > static_cast<int>(blockDim.x))
+      dealing.length = max(dealing.length, min((most + kMostParts - 1) / kMostParts, 2 * plan.min_units));
     walker.unit *= dealing.length;
     walker.left = walker.pair < 0 ? 0 : max(0, min(most - walker.unit, dealing.length));
     return;

@@ -294,6 +294,26 @@ def test_keys_in_parts(paged_attn, device, long_route, parts):
     assert explained.plan["splits"] == PARTS[parts].get("num_splits", explained.plan["splits"]) > 1
 
 
+LONG_DRAFTS = {
+    "plain": {},
+    "packed": {"varlen_q": True, "sink": "float32"},
+    "fp16_dim_64": {"dtype": "float16", "head_dim": 64, "page_size": 1},
+    "dim_256_window": {"head_dim": 256, "window": (9000, -1)},
+    "softcap": {"softcap": 20.0},
+    "append": {"append": 8, "rotary_dim": 64},
+    "deterministic": {"deterministic": True},
+}
+
+
+@pytest.mark.parametrize("feature", LONG_DRAFTS)
+def test_long_drafts_among_short_ones(paged_attn, device, long_route, feature):
+    """More tiles of rows than multiprocessors, which no two share keys: only the long ones are cut."""
+    drafts = dataclasses.replace(BASE, batch=20, q_len=8, q_heads=32, kv_heads=8, lens=(16000, *[300] * 17, 20, 7000))
+    case = dataclasses.replace(drafts, **LONG_DRAFTS[feature])
+    explained = on_the_route(paged_attn, case, device, long_route)
+    assert long_route != "prefill" or explained.plan["most_splits"] == (1 if case.deterministic else 8)
+
+
 def test_keys_are_cut_where_requests_are_long(paged_attn, device, long_route):
     """The plan of a wide table has parts; a graph that finds short requests makes none, and long ones again."""
     if long_route != "prefill":

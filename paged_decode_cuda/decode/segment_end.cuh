@@ -59,15 +59,14 @@ struct Sharing {
 template <typename Shape>
 PD_DEVICE Sharing share_merge(const Item& item, const Segment& segment, const Dealing& dealing) {
   // Where there are many more partials than a block can look at in one go, they are merged in two levels: some blocks
-  // add their own partial and those of the blocks before them.
+  // add their own partial and those of the blocks before them. Rows that take several rounds look several times.
   constexpr int kManyBatches = 3;
-  const int lines = dealing.lines;
+  const int lines = dealing.lines, threads = blockDim.x, pieces = item.rows * Shape::kQuads;
   Sharing sharing = {{0, lines, lines}, 1};
-  const int many = kManyBatches * kPartialsAtOnce * dealing.length;
+  const int many = (pieces <= threads ? kManyBatches : 1) * kPartialsAtOnce * dealing.length;
   if (!segment.first && item.tiles <= many) return sharing;
   const int behind = partials_behind(item, segment, dealing);
   if (behind == 0) return sharing;
-  const int threads = blockDim.x, pieces = item.rows * Shape::kQuads;
   while ((sharing.groups + 1) * pieces <= threads) ++sharing.groups;
   const int fan = kPartialsAtOnce * sharing.groups + 1;
   const bool two_levels = item.tiles > many * sharing.groups;

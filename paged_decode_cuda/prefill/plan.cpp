@@ -12,13 +12,18 @@
 namespace paged_attn {
 namespace {
 
-constexpr int64_t kMostParts = 32;  // that are chosen
-constexpr int64_t kPartTiles = 5;   // times the multiprocessors: tiles of rows whose parts there is memory for
-constexpr int64_t kIdle = 3;        // times the tiles of rows: so many multiprocessors have nothing to do without parts
+constexpr int64_t kMostParts = 32;         // that are chosen
+constexpr int64_t kMostPartsOfRounds = 8;  // the same with more than one round of tiles
+constexpr int64_t kMostRounds = 4;         // with more of them a long one is hardly longer than all
+constexpr int64_t kPartTiles = 5;          // times the multiprocessors: tiles of rows whose parts there is memory for
+constexpr int64_t kIdle = 3;  // times the tiles of rows: so many multiprocessors have nothing to do without parts
 // By measurement on H100s and H200s. GB/s that a multiprocessor reads: while the other one of its pair does nothing,
 // while both read, and where most of the GPU is idle.
 constexpr double kAloneRate = 60, kPairedRate = 39, kIdleRate = 42;
-constexpr double kCombineTime = 4000;     // ns, of the kernel that adds parts
+constexpr double kCombineTime = 4000;  // ns, of the kernel that adds parts
+// How long a multiprocessor alone reads, in ns: keys that are worth a cut where there are more rounds of tiles than
+// one, and what a table must have room for.
+constexpr double kLong = 30000, kMayBeLong = 60000;
 constexpr int64_t kManyParts = 8;         // of a row: several warps add them
 constexpr int64_t kFewCombinedRows = 12;  // times the multiprocessors
 constexpr double kComputeRate = 5300;     // operations of a multiprocessor in a ns
@@ -26,10 +31,10 @@ constexpr int64_t kMostE4m3Dims = 128;
 constexpr int64_t kShortPrompt = 4096, kTilesOfShortPrompts = 3;
 constexpr int64_t kFewWidenedRows = 32;  // take less time in the decode kernel where they leave multiprocessors idle
 
-// How the keys of tiles of rows are cut: into so many parts, where the longest tile sees so many keys; and into how
-// many at most where lengths differ.
+// How the keys of tiles of rows are cut: into so many parts, where the longest tile sees so many keys; and, where
+// lengths differ, into how many in all and of one tile at most.
 struct Cuts {
-  int64_t parts, keys, most;
+  int64_t parts, keys, wanted, most;
 };
 
 // What cuts gain and cost, in the time that a multiprocessor needs for a key of a tile of rows while all are busy.
@@ -39,15 +44,18 @@ class CutTimes {
       : tiles_(static_cast<double>(tiles)), processors_(limits.processors), rate_(1. * limits.read_rate / processors_) {
     const double rows = static_cast<double>(longest_query(p) * p.group), dims = static_cast<double>(p.head_dim_v);
     reads_ = rows <= instance.rows;
-    const double key_bytes = static_cast<double>((p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype));
+    key_bytes_ = static_cast<double>((p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype));
     const double computing = 2. * instance.rows * static_cast<double>(p.head_dim + p.head_dim_v) / kComputeRate;
-    const double key = reads_ ? key_bytes / rate_ : computing;  // ns
+    const double key = reads_ ? key_bytes_ / rate_ : computing;  // ns
     // A part is written and read, as float32.
     part_ = (reads_ ? rows : instance.rows) * dims * 2 * sizeof(float) / rate_ / key;
     combine_ = kCombineTime / key;
   }
 
   bool reads() const { return reads_; }
+
+  // How long a multiprocessor alone reads a key, in ns.
+  double alone() const { return key_bytes_ / kIdleRate; }
 
   // From how many keys on parts gain 3 % or more: rounds(1) * keys against rounds(parts) * (keys / parts + part) +
   // combine. Not positive: never.
@@ -71,7 +79,7 @@ class CutTimes {
 
   double tiles_, processors_, rate_;  // the last: GB/s for each of them while all read
   bool reads_;
-  double part_, combine_;
+  double key_bytes_, part_, combine_;
 };
 
 // Tiles of rows, if every request is as long as the longest one is said to be.
@@ -83,8 +91,8 @@ int64_t expected_tiles(const Problem& p, int rows) {
 // that it finds, as the table may be much wider. Where a result must not depend on the other requests, neither may the
 // cuts.
 Cuts cuts_of(const Problem& p, int64_t tiles, const PrefillInstance& instance, const DeviceLimits& limits) {
-  if (p.num_splits > 0) return {p.num_splits, 0, p.num_splits};
-  const Cuts none = {1, 0, 1};
+  if (p.num_splits > 0) return {p.num_splits, 0, 0, p.num_splits};
+  const Cuts none = {1, 0, 0, 1};
   if (p.deterministic || tiles == 0) return none;
   const int64_t keys = most_keys(p, instance.rows), processors = limits.processors;
   int64_t least = 2, most = pd_min(pd_min(kPartTiles * processors / tiles, keys / kPartKeys), kMostParts);
@@ -98,12 +106,25 @@ Cuts cuts_of(const Problem& p, int64_t tiles, const PrefillInstance& instance, c
   for (int64_t parts = pd_max(least, 2); parts <= most; ++parts) {
     const double from = times.least_keys(parts);
     if (from <= 0 || from > static_cast<double>(keys)) continue;
-    if (best.parts == 1 || from < static_cast<double>(best.keys)) best = {parts, static_cast<int64_t>(from), parts};
+    if (best.parts == 1 || from < static_cast<double>(best.keys))
+      best = {parts, static_cast<int64_t>(from), pd_max(parts * tiles, processors), parts};
   }
   // Where one round takes them all, a long one alone would take longer than the others.
   if (likely <= processors && most_of_long > best.parts) {
     if (best.parts > 1) best.most = most_of_long;
-    if (best.parts == 1 && times.reads()) best = {1, 2 * kPartKeys, most_of_long};
+    if (best.parts == 1 && times.reads()) best = {1, 2 * kPartKeys, 2 * processors, most_of_long};
+  }
+  // So it would with more rounds, if it is longer than what a multiprocessor reads in all of them. Half a part for each
+  // tile is lost by rounding up. Lengths may also be even, and then the second kernel costs 1 to 2 us for nothing.
+  const bool several = likely > processors && likely <= kMostRounds * processors;
+  if (several && times.reads() && static_cast<double>(keys) * times.alone() >= kMayBeLong) {
+    const int64_t rows = p.total_q * p.q_heads, room = kPartTiles * processors * instance.rows / rows;
+    const int64_t most_of_rounds = pd_min(room, kMostPartsOfRounds);
+    if (best.parts == 1 && most_of_rounds > 1) best.keys = static_cast<int64_t>(kLong / times.alone());
+    if (most_of_rounds > best.parts) {
+      best.wanted = 3 * processors + likely / 2;
+      best.most = most_of_rounds;
+    }
   }
   return best;
 }
@@ -196,7 +217,7 @@ PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   const Cuts cuts = cuts_of(p, tiles, plan.instance, limits);
   plan.parts = cuts.parts;
   plan.most_parts = cuts.most;
-  plan.parts_wanted = cuts.parts > 1 ? pd_max(cuts.parts * tiles, limits.processors) : 2 * limits.processors;
+  plan.parts_wanted = cuts.wanted;
   plan.part_keys = cuts.keys;
   plan.blocks = pd_max(pd_min(tiles * plan.most_parts, limits.processors), 1);
   // Several where a row has many parts; where only those of long requests may, if rows are few.

@@ -170,6 +170,7 @@ int64_t make_plan(const Call* call, PlanNumbers* numbers, Share* shares, int64_t
                 int64_t{1} << work.tile_shift,
                 work.max_splits.divisor};
   }
+  blockDim.x = static_cast<int>(numbers->warps) * 32;
   return most > 0 ? follow(p, work, numbers->blocks, float32, shares, most) : 0;
 }
 
