@@ -232,8 +232,9 @@ PD_DEVICE void deal_evenly(const Plan& plan, int most, Walker& walker, Dealing& 
   dealing.lines = 1;
   if (each > 0) {
     dealing.length = max(plan.min_units, plan.blocks_each.divide(most + each - 1));
-    // Rows that a block merges in several rounds: no more partials than two levels of one look take, if that makes a
-    // stretch no longer than two that are worth a block.
+    // Rows that a block merges in several rounds: no more parts than two levels take with one look each, five times six
+    // of other blocks and its own, if that makes a stretch no longer than two that are worth a block. Where there is
+    // one line (`mla`) another kernel merges.
     constexpr int kMostParts = 31;
     if (kLines && plan.rows_per_tile * plan.partial_quads > static_cast<int>(blockDim.x))
       dealing.length = max(dealing.length, min((most + kMostParts - 1) / kMostParts, 2 * plan.min_units));

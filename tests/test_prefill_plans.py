@@ -273,6 +273,7 @@ def test_how_keys_are_cut(library):
     most = lambda *arguments, **options: numbers_of(library, *arguments, **options).most_parts  # noqa: E731
     assert most([100], **one) == 32 and most([100] * 8, **one) == 32 and most([100] * 44, **one) == 15
     assert most([100] * 128, **one) == 5 and most([100] * 67, **one, num_splits=3) == 3
+    assert most([100] * 331, **one) == 3 and most([100] * 529, **one) == 1  # memory for rows; more than four rounds
     assert most([100], **one, window_left=2000) == 3
     # Packed requests: one fills its tiles of rows, of several each may end with a row in a tile of its own.
     packed = {"kv_heads": 8, "page_size": 16}

@@ -120,8 +120,8 @@ Cuts cuts_of(const Problem& p, int64_t tiles, const PrefillInstance& instance, c
   if (several && times.reads() && static_cast<double>(keys) * times.alone() >= kMayBeLong) {
     const int64_t rows = p.total_q * p.q_heads, room = kPartTiles * processors * instance.rows / rows;
     const int64_t most_of_rounds = pd_min(room, kMostPartsOfRounds);
-    if (best.parts == 1 && most_of_rounds > 1) best.keys = static_cast<int64_t>(kLong / times.alone());
     if (most_of_rounds > best.parts) {
+      if (best.parts == 1) best.keys = static_cast<int64_t>(kLong / times.alone());
       best.wanted = 3 * processors + likely / 2;
       best.most = most_of_rounds;
     }
