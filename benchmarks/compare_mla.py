@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+from cpu_cases import product_dtype
 from tqdm import tqdm
 
 THREADS = int(os.environ.get("BENCH_THREADS", os.cpu_count() or 1))
@@ -63,8 +64,8 @@ def providers(kernel, batch, keys, heads, dtype):
         call()
         error = float((result[0, 0].float() - expected).norm() / expected.norm())
         assert error <= TOLERANCE, f"{name}: wrong result, relative error {error:.2g}"
-    a = torch.ones(2048, 2048, dtype=dtype)
-    b = torch.ones(2048, max(1, round(batch * keys * heads * (DIM + VALUES) / 2048**2)), dtype=dtype)
+    a = torch.ones(2048, 2048, dtype=product_dtype(dtype))
+    b = torch.ones(2048, max(1, round(batch * keys * heads * (DIM + VALUES) / 2048**2)), dtype=a.dtype)
     return found | {"torch.mm": (lambda: a @ b, None)}
 
 

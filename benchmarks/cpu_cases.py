@@ -10,6 +10,13 @@ ROTATED_BYTES = 256 << 20  # K and V of all copies of a case together: far beyon
 SPARE_PAGES = 8  # pages that no table names
 
 
+def product_dtype(dtype):
+    """In which torch.mm says what the processor can do: with 16 bits that it has no arithmetic for, torch takes a
+    hundred times as long as in float32.
+    """
+    return dtype if dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+
+
 @dataclasses.dataclass
 class Case:
     name: str

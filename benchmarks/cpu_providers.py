@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from cpu_cases import DTYPES, product_dtype
 
 PROVIDERS = {}
 THREADS = int(os.environ.get("BENCH_THREADS", os.cpu_count() or 1))
@@ -80,10 +81,7 @@ class Ceiling(Provider):
 
     def setup(self, case, inputs):
         if case.kind == "prefill":
-            # Where the processor has no arithmetic for it, torch.mm of 16 bits is a hundred times slower than of fp32.
-            has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-            dtype = torch.bfloat16 if case.dtype == "bf16" and has_bf16 else torch.float32
-            a, b = torch.ones(2, 2048, 2048, dtype=dtype)
+            a, b = torch.ones(2, 2048, 2048, dtype=product_dtype(DTYPES[case.dtype]))
             columns = round(case.flops / (2 * 2048 * 2048))
             b = b.repeat(1, -(-columns // 2048))[:, :columns]
             return lambda r: a @ b

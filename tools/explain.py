@@ -6,8 +6,9 @@
     python tools/explain.py --mla --kv-len 4096
 
 The floor is the longer of two times: for reading the keys and values once at the rate at which this machine reads
-memory, and for the multiplications at the rate of torch's matrix product. Both are measured first. Only keys that some
-query sees are counted. LOCAL_KERNELS names the build (make sets it).
+memory, and for the multiplications at the rate of torch's matrix product, in float32 where a CPU has no arithmetic for
+the dtype. Both are measured first. Only keys that some query sees are counted. LOCAL_KERNELS names the build (make sets
+it).
 """
 
 import argparse
@@ -25,7 +26,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "docs" / "pictures")]
-from cpu_cases import tiled  # noqa: E402
+from cpu_cases import product_dtype, tiled  # noqa: E402
 
 os.environ.setdefault("LOCAL_KERNELS", f"org/paged-attn={ROOT}")
 BACKENDS = {"cuda": "cuda", "mps": "metal", "cpu": "cpu"}
@@ -160,18 +161,20 @@ def graph_seconds(calls) -> float:
 class Machine:
     name: str
     read_rate: float  # bytes/s
-    multiply_rate: float  # flops/s, in the dtype of the call
+    multiply_rate: float  # flops/s
+    multiplied: str  # in this dtype
 
 
 def measure_machine(device: str, dtype: torch.dtype, isa: str) -> Machine:
     large = device == "cuda"
     memory = torch.ones(1 << (30 if large else 26), device=device)
     n = 8192 if large else 1024
-    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    a, b = (torch.randn(n, n, device=device).to(product_dtype(dtype) if device == "cpu" else dtype) for _ in range(2))
     read = memory.nbytes / seconds([memory.amax], device)
     multiply = 2 * n**3 / seconds([lambda: a @ b] * 3, device)
     name = torch.cuda.get_device_name() if large else device
-    return Machine(f"{name}, {isa}, {torch.get_num_threads()} threads" if isa else name, read, multiply)
+    name = f"{name}, {isa}, {torch.get_num_threads()} threads" if isa else name
+    return Machine(name, read, multiply, str(a.dtype).removeprefix("torch."))
 
 
 @dataclass
@@ -275,7 +278,7 @@ def main(given: list[str] | None = None) -> None:
     machine = measure_machine(args.device, DTYPES[args.dtype], isa)
     print(
         f"{machine.name}: reads {machine.read_rate / 1e9:.1f} GB/s, "
-        f"multiplies {machine.multiply_rate / 1e12:.2f} TFLOP/s in {args.dtype}\n"
+        f"multiplies {machine.multiply_rate / 1e12:.2f} TFLOP/s in {machine.multiplied}\n"
     )
     names = ("batch", "q_len", "q_heads", "kv_heads", "head_dim", "head_dim_v", "page_size", "dtype", "cache_dtype")
     sizes = {name: getattr(args, name) for name in (*names, "keywords")}
