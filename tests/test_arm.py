@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_isa import ASK, BEST
+from test_isa import BEST, ask
 from test_isa import pytest_of as pytest_here
 
 TESTS = Path(__file__).resolve().parent
@@ -28,11 +28,6 @@ pytestmark = [
 ]
 
 
-def run(environment, *command):
-    environment = environment | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *command], env=environment, cwd=TESTS, capture_output=True, text=True)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def built():
     assert not arm_build.missing()
@@ -40,23 +35,29 @@ def built():
     arm_build.variant()
 
 
+MISSING = ("cortex-a72", "neon_bf16")
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """By the processor and the path that is asked for; "": none."""
+    asked = [*((processor, "") for processor in PROCESSORS), *(("max", isa) for isa in PATHS), MISSING]
+    return dict(zip(asked, ask([arm_build.environment(processor, isa) for processor, isa in asked])))
+
+
 @pytest.mark.parametrize("processor", PROCESSORS)
-def test_best_path_is_the_default(processor):
-    asked = run(arm_build.environment(processor), "-c", ASK)
-    assert asked.stdout.strip() == PROCESSORS[processor], asked.stderr
+def test_best_path_is_the_default(processor, answers):
+    assert answers[processor, ""] == PROCESSORS[processor]
 
 
 @pytest.mark.parametrize("isa", PATHS)
-def test_forced_path(isa):
-    asked = run(arm_build.environment("max", isa), "-c", ASK)
-    assert asked.stdout.strip() == isa, asked.stderr
+def test_forced_path(isa, answers):
+    assert answers["max", isa] == isa
 
 
-def test_missing_path():
+def test_missing_path(answers):
     """What was asked for by name and the processor does not have is an error, which names what there is."""
-    asked = run(arm_build.environment("cortex-a72", "neon_bf16"), "-c", ASK)
-    assert asked.returncode != 0
-    assert asked.stderr.strip().splitlines()[-1] == (
+    assert answers[MISSING].splitlines()[-1] == (
         "RuntimeError: PAGED_ATTN_CPU_ISA: expected one of neon, portable (what this processor runs), got neon_bf16"
     )
 

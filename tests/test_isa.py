@@ -4,6 +4,7 @@ The tests marked every_isa run there again, and none of them may be missing.
 """
 
 import collections
+import json
 import os
 import subprocess
 import sys
@@ -68,26 +69,57 @@ def environment(isa):
     return os.environ | {"PAGED_ATTN_CPU_ISA": isa, "PYTHONPATH": str(TESTS)}
 
 
-def python(isa, code):
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, env=environment(isa), cwd=TESTS, capture_output=True, text=True)
-
-
 ASK = """
 import conftest, kernels
 paged_attn = kernels.get_kernel(conftest.KERNEL, version=1, backend="cpu", trust_remote_code=True)
 print(paged_attn.cpu_isa())
 """
+# The same in a process for each environment. They are forks of one that has imported torch, which takes seconds.
+ASK_EACH = """
+import json, os, sys
+import conftest, kernels
+for environment in json.load(sys.stdin):
+    if os.fork() == 0:
+        os.environ.update(environment)
+        try:
+            paged_attn = kernels.get_kernel(conftest.KERNEL, version=1, backend="cpu", trust_remote_code=True)
+            answer = paged_attn.cpu_isa()
+        except RuntimeError as error:
+            answer = f"RuntimeError: {error}"
+        print(json.dumps(answer), flush=True)
+        os._exit(0)
+    _, status = os.wait()
+    if status != 0:
+        print(json.dumps(f"ended with {status}"), flush=True)
+"""
+
+
+def ask(environments):
+    """What cpu_isa() answers in each of them, or its error."""
+    command = [sys.executable, "-c", ASK_EACH]
+    keywords = {"env": environment(""), "cwd": TESTS, "capture_output": True, "text": True}
+    asked = subprocess.run(command, input=json.dumps(environments), **keywords)
+    answers = [json.loads(line) for line in asked.stdout.splitlines()]
+    assert asked.returncode == 0 and len(answers) == len(environments), asked.stdout + asked.stderr
+    return answers
+
+
+UNKNOWN = ("avx1024", "AVX2")
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """By the path that is asked for; "": none."""
+    asked = ["", *UNKNOWN, *NEEDS]
+    return dict(zip(asked, ask([{"PAGED_ATTN_CPU_ISA": isa} for isa in asked])))
 
 
 @pytest.mark.parametrize("isa", NEEDS)
-def test_forced_path(isa):
+def test_forced_path(isa, answers):
     """The path asked for is the path taken."""
     if not available(isa):
         pytest.skip(f"this processor has no {isa}")
-    asked = python(isa, ASK)
-    assert asked.returncode == 0, asked.stderr
-    assert asked.stdout.strip() == isa
+    assert answers[isa] == isa
 
 
 def pytest_of(isa, log, *options):
@@ -159,17 +191,14 @@ def test_features_are_clean(isa, tmp_path):
     assert pytest_of(isa, log, "-m", "every_isa and sanitize").wait() == 0, log.read_text()[-6000:]
 
 
-def test_best_path_is_the_default():
-    asked = python("", ASK)
-    assert asked.stdout.strip() == BEST, asked.stderr
+def test_best_path_is_the_default(answers):
+    assert answers[""] == BEST
 
 
-@pytest.mark.parametrize("isa", ["avx1024", "AVX2", *(isa for isa in NEEDS if not available(isa))])
-def test_unknown_or_missing_path(isa):
+@pytest.mark.parametrize("isa", [*UNKNOWN, *(isa for isa in NEEDS if not available(isa))])
+def test_unknown_or_missing_path(isa, answers):
     """The error names what was asked and what there is."""
-    asked = python(isa, ASK)
-    assert asked.returncode != 0
-    message = asked.stderr.strip().splitlines()[-1]
+    message = answers[isa].splitlines()[-1]
     assert "RuntimeError" in message and "PAGED_ATTN_CPU_ISA" in message and isa in message
     for name in NEEDS:
         assert name in message or not available(name)

@@ -4,6 +4,7 @@ guest()     the CPU backend for aarch64, a program without torch (guest.cpp), cr
 variant()   the package for this machine, whose backend asks such a program (host.cpp)
 """
 
+import functools
 import os
 import shutil
 import subprocess
@@ -37,6 +38,7 @@ def checked(command):
     return run.stdout
 
 
+@functools.cache  # once in a process
 def guest(name="guest", cxx=CXX, flags=""):
     """The program, compiled where something changed."""
     import local_build
@@ -65,6 +67,7 @@ def guest(name="guest", cxx=CXX, flags=""):
     return folder / name
 
 
+@functools.cache
 def variant():
     """The directory for LOCAL_KERNELS."""
     command = [sys.executable, TOOL, "--backend", "cpu", "--backend-source", ARM / "host.cpp", "--out", OUT / "host"]

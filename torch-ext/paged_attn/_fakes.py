@@ -1,7 +1,6 @@
 """What torch.compile needs to know of the operators: they return nothing, their results are arguments."""
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ._call import form_of, types_of
 from ._ops import add_op_namespace_prefix, ops
@@ -15,6 +14,9 @@ _HEADS = {
 
 def _check_heads(tensors):
     """Symbolic sizes are refused only where they surely differ: a comparison would bind the graph to its answer."""
+    # Half a second or more, which only those should wait who trace.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
     sizes = {}
     for name, dims in _HEADS.items():
         if name not in tensors:

@@ -169,7 +169,6 @@ class LayerOfPages:
             values[: len(self.values)] = self.values
         self.keys, self.values, self.is_initialized = keys, values, True
 
-    @torch.compiler.disable(reason="PagedCache chooses pages in Python: compile without fullgraph=True")
     def update(self, key_states, value_states, *args, **kwargs):
         """Writes (batch, kv_heads, tokens, head_dim) into the pages. What it returns leads the attention function to
         them, so it must reach that function as it is."""
@@ -412,8 +411,11 @@ def paged_cache_class():
     """PagedCache. Its bases are transformers', which the kernel itself does not need."""
     from transformers.cache_utils import Cache, CacheLayerMixin
 
+    # Not above: disable() imports the compiler, which takes a second or more.
+    reason = "PagedCache chooses pages in Python: compile without fullgraph=True"
+
     class PagedLayer(LayerOfPages, CacheLayerMixin):
-        pass
+        update = torch.compiler.disable(LayerOfPages.update, reason=reason)
 
     class PagedCache(CacheOfPages, Cache):
         """A `Cache` of pages for the models of transformers whose layers attend to all keys or to a window.
