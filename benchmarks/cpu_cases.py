@@ -14,7 +14,9 @@ def product_dtype(dtype):
     """In which torch.mm says what the processor can do: with 16 bits that it has no arithmetic for, torch takes a
     hundred times as long as in float32.
     """
-    return dtype if dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    mkldnn = torch.ops.mkldnn
+    has = {torch.bfloat16: mkldnn._is_mkldnn_bf16_supported, torch.float16: mkldnn._is_mkldnn_fp16_supported}
+    return dtype if dtype in has and has[dtype]() else torch.float32
 
 
 @dataclasses.dataclass
