@@ -20,6 +20,7 @@ import arm_build  # noqa: E402
 # The best path of some processors: all that qemu knows, Graviton 2 and Ampere Altra, the Raspberry Pi 4.
 PROCESSORS = {"max": "neon_bf16", "neoverse-n1": "neon", "cortex-a72": "neon"}
 PATHS = ("neon_bf16", "neon_fp16", "neon", "portable")
+MISSING = ("cortex-a72", "neon_bf16")  # a processor and a path that it has not
 REQUIRED = os.environ.get("PAGED_ATTN_TEST_EMULATORS") == "required"
 
 pytestmark = [
@@ -33,9 +34,6 @@ def built():
     assert not arm_build.missing()
     arm_build.guest()
     arm_build.variant()
-
-
-MISSING = ("cortex-a72", "neon_bf16")
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import cases
+import kernels
 import pytest
 
 TESTS = Path(__file__).resolve().parent
@@ -63,48 +64,48 @@ SLOWER = ([] if ZEN5 else ["avx512_zen5"]) + (["avx512_bf16"] if INTEL else [])
 CHOSEN = [isa for isa in NEEDS if available(isa) and isa not in SLOWER]
 BEST = CHOSEN[-1]
 OTHERS = [isa for isa in NEEDS if available(isa) and isa != BEST]
+UNKNOWN = ("avx1024", "AVX2")
 
 
 def environment(isa):
     return os.environ | {"PAGED_ATTN_CPU_ISA": isa, "PYTHONPATH": str(TESTS)}
 
 
-ASK = """
-import conftest, kernels
-paged_attn = kernels.get_kernel(conftest.KERNEL, version=1, backend="cpu", trust_remote_code=True)
-print(paged_attn.cpu_isa())
-"""
-# The same in a process for each environment. They are forks of one that has imported torch, which takes seconds.
-ASK_EACH = """
-import json, os, sys
-import conftest, kernels
-for environment in json.load(sys.stdin):
-    if os.fork() == 0:
-        os.environ.update(environment)
-        try:
-            paged_attn = kernels.get_kernel(conftest.KERNEL, version=1, backend="cpu", trust_remote_code=True)
-            answer = paged_attn.cpu_isa()
-        except RuntimeError as error:
-            answer = f"RuntimeError: {error}"
-        print(json.dumps(answer), flush=True)
-        os._exit(0)
-    _, status = os.wait()
-    if status != 0:
-        print(json.dumps(f"ended with {status}"), flush=True)
-"""
+def answer():
+    """What cpu_isa() says; in a process that has not chosen yet."""
+    import conftest
+
+    return kernels.get_kernel(conftest.KERNEL, version=1, backend="cpu", trust_remote_code=True).cpu_isa()
+
+
+ASK = "import test_isa; print(test_isa.answer())"
+
+
+def answer_each():
+    """The same, or its error, for each environment of a list on stdin: a line of JSON, from a fork of this process, for
+    to import torch takes seconds."""
+    for environment in json.load(sys.stdin):
+        if os.fork() == 0:
+            os.environ.update(environment)
+            try:
+                said = answer()
+            except RuntimeError as error:
+                said = f"RuntimeError: {error}"
+            print(json.dumps(said), flush=True)
+            os._exit(0)
+        _, status = os.wait()
+        if status != 0:
+            print(json.dumps(f"ended with {status}"), flush=True)
 
 
 def ask(environments):
-    """What cpu_isa() answers in each of them, or its error."""
-    command = [sys.executable, "-c", ASK_EACH]
+    """What answer() says in each of them, or its error."""
+    command = [sys.executable, "-c", "import test_isa; test_isa.answer_each()"]
     keywords = {"env": environment(""), "cwd": TESTS, "capture_output": True, "text": True}
     asked = subprocess.run(command, input=json.dumps(environments), **keywords)
     answers = [json.loads(line) for line in asked.stdout.splitlines()]
     assert asked.returncode == 0 and len(answers) == len(environments), asked.stdout + asked.stderr
     return answers
-
-
-UNKNOWN = ("avx1024", "AVX2")
 
 
 @pytest.fixture(scope="module")

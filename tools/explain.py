@@ -172,12 +172,14 @@ def measure_machine(device: str, dtype: torch.dtype, isa: str) -> Machine:
     large = device == "cuda"
     memory = torch.ones(1 << (30 if large else 26), device=device)
     n = 8192 if large else 1024
-    a, b = (torch.randn(n, n, device=device).to(product_dtype(dtype) if device == "cpu" else dtype) for _ in range(2))
+    if device == "cpu":
+        dtype = product_dtype(dtype)
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     read = memory.nbytes / seconds([memory.amax], device)
     multiply = 2 * n**3 / seconds([lambda: a @ b], device)
     name = torch.cuda.get_device_name() if large else device
     name = f"{name}, {isa}, {torch.get_num_threads()} threads" if isa else name
-    return Machine(name, read, multiply, str(a.dtype).removeprefix("torch."))
+    return Machine(name, read, multiply, str(dtype).removeprefix("torch."))
 
 
 @dataclass

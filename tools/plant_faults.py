@@ -650,7 +650,7 @@ class Scratch:
     def isa_of(self, build):
         """The instruction set whose kernels run here."""
         environment = os.environ | {"LOCAL_KERNELS": f"org/paged-attn={build}", "PAGED_ATTN_TEST_DEVICE": "cpu"}
-        command = [sys.executable, "-c", "import test_isa; exec(test_isa.ASK)"]
+        command = [sys.executable, "-c", "import test_isa; print(test_isa.answer())"]
         run = subprocess.run(command, cwd=self.folder / "tests", env=environment, capture_output=True, text=True)
         return run.stdout.split()[0]
 
