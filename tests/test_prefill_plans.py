@@ -513,10 +513,30 @@ def test_prefill_tiles_are_dealt_once(library, seed):
 
 
 def long_ones_first(tiles, keys):
-    """Sixteen classes by length, so a tile is behind others that are shorter by no more than a class, and one tile."""
+    """Eight classes by length, so a tile is behind others that are shorter by no more than a class, and one tile."""
     counts = [max(0, -(-t.key_end // keys) - t.key_begin // keys) for t in tiles]
     behind = [b - a for a, b in zip(itertools.accumulate(counts, min), counts[1:])]
-    return max([0, *behind]) <= max([0, *counts]) / 16 + 1
+    return max([0, *behind]) <= max([0, *counts]) / 8 + 1
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_more_requests_than_a_block_remembers(library, cut):
+    """Every tile once, longest first, with 500 requests, one of which may have too many tiles of rows for a word."""
+    rng = random.Random(3)
+    lens = [rng.choice([0, rng.randint(1, 3000), 9000]) for _ in range(500)]
+    q_lens = [rng.choice([0, 1, 1, 8, 40]) for _ in lens]
+    lens[100], q_lens[100] = (60000, 40) if cut else (140000, 140000)
+    q_lens = [min(q_len, n) for q_len, n in zip(q_lens, lens)]
+    plan = {"parts": 1, "most_parts": 4, "part_tiles": 8, "parts_wanted": 4000} if cut else {}
+    call, _keep = call_of(lens, q_lens, kv_heads=2, **plan)
+    wanted = sum(-(-n * 4 // 128) for n in q_lens) * 2
+    assert cut or max(q_lens) * 4 // 128 > 4095
+    count, tiles = order_of(library, call, 5 * wanted)
+    tiles = tiles[:count]
+    assert len({(t.b, t.head, t.first_row, t.part) for t in tiles}) == count
+    assert len({(t.b, t.head, t.first_row) for t in tiles}) == wanted and (count > wanted if cut else count == wanted)
+    assert sum(t.tiles for t in tiles) == sum(-(-t.key_end // 128) for t in tiles if t.part == 0)
+    assert cut or long_ones_first(tiles, 128)
 
 
 @pytest.mark.parametrize("l2_keys, wanted", [(1, "0|1|2|3"), (8000, "0|12|3"), (14000, "01|23"), (1 << 20, "0123")])

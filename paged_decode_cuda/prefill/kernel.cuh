@@ -260,6 +260,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #if __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ uint8_t raw[];
   __shared__ PrefillControl<Shape> control;
+  static_assert(Shape::kSharedBytes + sizeof(PrefillControl<Shape>) <= 227 * 1024, "there is room");
   const uint32_t shared = (shared_address(raw) + kBlockBytes - 1) & ~(kBlockBytes - 1u);
   const bool gathers = plan.box_rows == 0;
   // Warps that ask for the boxes of a tile, and warps that copy an edge of values in pieces.

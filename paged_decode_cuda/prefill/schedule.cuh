@@ -1,16 +1,18 @@
 // Which tile of rows a block takes next: the long ones first, by a counter that all blocks share.
 //
-// Tiles are in buckets by the number of their keys, longest first; in a bucket by request, then by sections of
-// kv_heads whose keys L2 can hold, then by row tile (latest first, whose keys are the most), then by kv_head. Nobody
-// makes a list of them: a warp counts the tiles of 32 requests at a time and walks on from where its last one was.
-// Where tiles of rows are few for each key, all this is done for some requests, then for the next ones.
+// Tiles are in buckets by the number of their keys, longest first. Where lengths decide into how many parts keys are
+// cut, it is by those of a part. In a bucket tiles are ordered by request, then by sections of kv_heads whose keys L2
+// can hold, then by row tile (latest first, whose keys are the most), then by kv_head. Nobody makes a list of them: a
+// warp counts the tiles of 32 requests at a time and walks on from where its last one was. Where tiles of rows are few
+// for each key, all this is done for some requests, then for the next ones.
 #pragma once
 
 #include "shape.cuh"
 
 namespace paged_attn {
 
-constexpr int kBuckets = 16;
+constexpr int kBuckets = 8;            // with more of them a block takes longer to find its first tile
+constexpr int kSectionTiles = 32;      // of rows: with as many a kv_head has several in every bucket
 constexpr int kMostCounted = 1 << 20;  // tiles of keys: sums of them fit into 32 bits
 
 // The word that is counted up must be zero before, and nobody clears it before a launch: the first block writes it
@@ -73,13 +75,6 @@ PD_DEVICE void take_part(Item& item, int part, int parts) {
   item.tiles = min(each, item.tiles - first);
 }
 
-// The row tiles of a request.
-struct RequestTiles {
-  int rows;              // how many
-  int most;              // tiles of keys of the last one
-  int below, in_bucket;  // how many are in buckets below the present one, and in it
-};
-
 // Walks through all tiles in their order. The lanes of one warp call everything together; each has a request. Whoever
 // has the request of a tile writes what it is where all of them see it. Call: of the kernel.
 //
@@ -87,25 +82,28 @@ struct RequestTiles {
 // multiplications more cost 0.6 us of each tile (docs/cuda.md).
 template <typename Shape>
 struct Scheduler {
-  int longest;        // tiles of keys of the longest row tile
+  int longest;        // tiles of keys of the longest row tile, or of the longest part of one
   int bucket, first;  // bucket and first request of the chunk that the lanes hold
   RequestTiles own;   // of this lane's request
   int pieces;         // of each of its tiles of rows: kv_heads times parts of keys, a head's parts being neighbours
   int ends;           // tiles up to it, inclusive; of all lanes how many there are, once none is left
+  bool left;          // whether there are tiles in buckets below this one, as far as all chunks of it were held
 
   // Also writes the work of tile `index`, where every request has one tile of rows and all of them are in the first
   // bucket: their order is known without counting. False: find() is to be asked.
   template <typename Call>
-  PD_MEMBER bool start(const Problem& p, const Call& plan, int index, Work& work) {
+  PD_MEMBER bool start(const Problem& p, const Call& plan, KnownRequests* known, int index, Work& work) {
     const int lane = threadIdx.x % kWarp;
     longest = 0;
+    left = false;
     bucket = kBuckets - 1;
     int most = 1, rows = 0, tiles = 0;
     Item item = {};
     // The first requests come last: they stay.
 #pragma unroll 1
     for (int request = (static_cast<int>(p.batch) - 1) / kWarp * kWarp; request >= 0; request -= kWarp) {
-      item = hold(p, plan, request);
+      item = hold(p, plan, nullptr, request, work);
+      if (known && p.batch > kWarp) known->note(request + lane, own.rows, own.most);
       most = max(most, own.most);
       if constexpr (Call::kCutsKeys) {
         rows += own.rows;
@@ -138,14 +136,14 @@ struct Scheduler {
     }
     count_pieces(p, plan, work);
     if constexpr (Call::kHasSections) end_section(p, plan);
-    count(p, 0);
+    count(p, plan, work, 0);
     return false;
   }
 
   // Where lengths differ much: about as many parts as the host says, none of which is much longer than others. Lanes
   // have counted `rows` tiles of rows and their `tiles` of keys.
   template <typename Call>
-  PD_MEMBER void cut_by_length(const Problem& p, const Call& plan, int rows, int tiles, Work& work) const {
+  PD_MEMBER void cut_by_length(const Problem& p, const Call& plan, int rows, int tiles, Work& work) {
     const int all_rows = __reduce_add_sync(~0u, rows);
     const float all = static_cast<float>(__reduce_add_sync(~0u, tiles));
     if (all >= 0.875f * static_cast<float>(longest) * static_cast<float>(all_rows)) return;
@@ -153,19 +151,28 @@ struct Scheduler {
     const float rate = fminf(fmaxf(plan.parts_wanted - lost, 0.f) / (heads * all), plan.most_part_rate);
     const float made = fminf(static_cast<float>(longest) * rate, static_cast<float>(plan.most_parts));
     if (made < 1.25f * static_cast<float>(plan.parts)) return;
+    longest = static_cast<int>(ceilf(static_cast<float>(longest) / made));
     if (threadIdx.x % kWarp == 0) work.part_rate = rate;
     __syncwarp();
   }
 
-  // Into how many parts the keys of this lane's tiles are cut.
+  // Into how many parts lengths cut the keys of this lane's tiles; 1 where they do not decide.
   template <typename Call>
-  PD_MEMBER int parts(const Call& plan, const Work& work) const {
+  PD_MEMBER int parts_by_length(const Call& plan, const Work& work) const {
     if constexpr (Call::kCutsKeys) {
-      if (work.part_rate == Work::kAlike) return plan.parts;
       return max(1, min(static_cast<int>(ceilf(static_cast<float>(own.most) * work.part_rate)), plan.most_parts));
     } else {
       return 1;
     }
+  }
+
+  // Into how many parts they are cut.
+  template <typename Call>
+  PD_MEMBER int parts(const Call& plan, const Work& work) const {
+    if constexpr (Call::kCutsKeys) {
+      if (work.part_rate == Work::kAlike) return plan.parts;
+    }
+    return parts_by_length(plan, work);
   }
 
   // Once it is known how keys are cut.
@@ -189,15 +196,15 @@ struct Scheduler {
   }
 
   // A section is what is walked through from the longest tiles to the shortest: all requests. But where a kv_head has
-  // fewer than two tiles of rows in a bucket, every round of tiles would read all keys from memory. Then a section is
-  // as many requests from this one on as have their keys in L2, if each of them has tiles for half of the blocks. They
-  // may fill it, twice what l2_keys says: with smaller ones blocks wait for each other's keys. This forgets the
-  // requests that belong to later ones.
+  // few tiles of rows, every round of tiles would read all keys from memory. Then a section is as many requests from
+  // this one on as have their keys in L2, if each of them has tiles for half of the blocks. They may fill it, twice
+  // what l2_keys says: with smaller ones blocks wait for each other's keys. This forgets the requests that belong to
+  // later ones.
   template <typename Call>
   PD_MEMBER void end_section(const Problem& p, const Call& plan) {
     const int lane = threadIdx.x % kWarp;
     const int tiles = own.rows * pieces;
-    const bool exists = first + lane < p.batch, suits = own.rows < 2 * kBuckets && 2 * tiles >= plan.blocks_in_grid;
+    const bool exists = first + lane < p.batch, suits = own.rows < kSectionTiles && 2 * tiles >= plan.blocks_in_grid;
     if (p.batch > kWarp || __ballot_sync(~0u, exists && !suits)) return;
     const int most_keys = 2 * plan.l2_keys / static_cast<int>(p.kv_heads);
     const int keys = inclusive_sum(exists ? min(key_count(p, plan, first + lane), most_keys + 1) : 0);
@@ -212,18 +219,20 @@ struct Scheduler {
 
   // Looks at the chunk of requests that begins with this one. Of this lane's: its last tile of rows.
   template <typename Call>
-  PD_MEMBER Item hold(const Problem& p, const Call& plan, int request) {
+  PD_MEMBER Item hold(const Problem& p, const Call& plan, const KnownRequests* known, int request, const Work& work) {
     first = request;
     const int b = first + threadIdx.x % kWarp;
     Item last = {};
     own = {};
     if (b >= p.batch) return last;
-    // No branch for a request without rows, so that all lengths are asked for together. Without rows it has no tiles.
-    last = request_item(p, plan, b);
-    own.rows = max(0, (last.q_len * static_cast<int>(p.group) + Shape::kRows - 1) / Shape::kRows);
-    take_rows<Shape>(p, plan, max(own.rows - 1, 0), last);
-    own.most = last.tiles;
-    own.below = tiles_below(p, bucket + 1);
+    if (!known || p.batch <= kWarp || !known->find(b, own.rows, own.most)) {
+      // No branch for a request without rows, so that all lengths are asked for together. Without rows it has no tiles.
+      last = request_item(p, plan, b);
+      own.rows = max(0, (last.q_len * static_cast<int>(p.group) + Shape::kRows - 1) / Shape::kRows);
+      take_rows<Shape>(p, plan, max(own.rows - 1, 0), last);
+      own.most = last.tiles;
+    }
+    own.below = tiles_below(p, plan, work, bucket + 1);
     return last;
   }
 
@@ -231,9 +240,11 @@ struct Scheduler {
   PD_MEMBER int bucket_bound(int number) const { return (longest * number + kBuckets - 1) / kBuckets; }
 
   // Row tiles of this lane's request that lie in buckets below this one.
-  PD_MEMBER int tiles_below(const Problem& p, int number) const {
-    const int bound = bucket_bound(number);
-    if (number >= kBuckets || own.most < bound) return own.rows;
+  template <typename Call>
+  PD_MEMBER int tiles_below(const Problem& p, const Call& plan, const Work& work, int number) const {
+    if (number >= kBuckets) return own.rows;
+    const int bound = bucket_bound(number) * parts_by_length(plan, work);
+    if (own.most < bound) return own.rows;
     if (number == 0 || p.window_right < 0 || p.window_left >= 0 || p.attention_chunk > 0) return 0;
     // Causal: the number of keys falls by kRows / group from one row tile to the one before.
     const int64_t keys = int64_t{own.most - bound} * Shape::kKeys;
@@ -242,23 +253,29 @@ struct Scheduler {
   }
 
   // The tiles of this bucket, behind so many others; own.below is still of the one above.
-  PD_MEMBER void count(const Problem& p, int before) {
+  template <typename Call>
+  PD_MEMBER void count(const Problem& p, const Call& plan, const Work& work, int before) {
     const int above = own.below;
-    own.below = tiles_below(p, bucket);
+    own.below = tiles_below(p, plan, work, bucket);
     own.in_bucket = above - own.below;
-    ends = before + inclusive_sum(own.in_bucket * pieces);
+    left = left || __any_sync(~0u, own.below > 0);
+    ends = before;
+    if (__any_sync(~0u, own.in_bucket > 0)) ends += inclusive_sum(own.in_bucket * pieces);
   }
 
   // The work of tile `index`, which never falls from call to call. False past the end, where none exists.
   template <typename Call>
-  PD_MEMBER bool find(const Problem& p, const Call& plan, int index, Work& work) {
+  PD_MEMBER bool find(const Problem& p, const Call& plan, const KnownRequests* known, int index, Work& work) {
     const int lane = threadIdx.x % kWarp;
     while (true) {
       const int before = __shfl_sync(~0u, ends, kWarp - 1);  // tiles up to the end of this chunk
       if (index < before) break;
       int request = first + kWarp < p.batch ? first + kWarp : 0;
-      const bool all_buckets = request == 0 && bucket == 0;
-      if (request == 0) --bucket;
+      const bool all_buckets = request == 0 && !left;
+      if (request == 0) {
+        --bucket;
+        left = false;
+      }
       if (all_buckets) {
         request = Call::kHasSections ? next_section(p) : static_cast<int>(p.batch);
         bucket = request < p.batch ? kBuckets - 1 : 0;
@@ -270,13 +287,13 @@ struct Scheduler {
         }
       }
       if (all_buckets || p.batch > kWarp) {
-        hold(p, plan, request);
+        hold(p, plan, known, request, work);
         count_pieces(p, plan, work);
       }
       if constexpr (Call::kHasSections) {
         if (all_buckets) end_section(p, plan);
       }
-      count(p, before);
+      count(p, plan, work, before);
     }
     if (lane == __popc(__ballot_sync(~0u, ends <= index))) take(p, plan, index, work);
     __syncwarp();

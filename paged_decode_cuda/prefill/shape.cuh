@@ -26,7 +26,7 @@ struct PrefillShape : Sizes {
   // loop of the consumers leaves the instruction cache free (docs/cuda.md). Measured at head_dim 128, without softcap;
   // at 192 they keep the place that they had without a gap.
   static constexpr bool kKnowsGap = Sizes::kDim >= 128 && Sizes::kOwnDirector;
-  static constexpr int kCodeGap = !kKnowsGap ? 0 : Sizes::kDim == 192 ? 303 : IsBf16<Type>::value ? 249 : 231;
+  static constexpr int kCodeGap = !kKnowsGap ? 0 : Sizes::kDim == 192 ? 216 : IsBf16<Type>::value ? 163 : 145;
 };
 
 // What the kernel reads beside the problem.
@@ -67,6 +67,36 @@ struct Work {
   bool careful;  // done once more, since some weights were too large: the largest score is looked for in every tile
 };
 
+// The tiles of rows of a request.
+struct RequestTiles {
+  int rows;              // how many
+  int most;              // tiles of keys of the last one
+  int below, in_bucket;  // how many are in buckets below the present one, and in it
+};
+
+// What a block remembers of the first requests, where a warp has to walk over them again and again: to look at 32 of
+// them takes half a microsecond, and once for each bucket.
+struct KnownRequests {
+  static constexpr int kMost = 384;    // no block has room for more than 400
+  static constexpr int kKeyBits = 20;  // of a word, for tiles of keys; those of rows have the rest
+  static constexpr uint32_t kUnknown = ~0u;
+  uint32_t words[kMost];
+
+  PD_MEMBER void note(int b, int rows, int most) {
+    if (b >= kMost) return;
+    const bool fits = rows < (1 << (32 - kKeyBits)) - 1 && most < 1 << kKeyBits;
+    words[b] = fits ? static_cast<uint32_t>(rows) << kKeyBits | static_cast<uint32_t>(most) : kUnknown;
+  }
+
+  // False: it has to be looked at.
+  PD_MEMBER bool find(int b, int& rows, int& most) const {
+    const uint32_t word = b < kMost ? words[b] : kUnknown;
+    rows = static_cast<int>(word >> kKeyBits);
+    most = static_cast<int>(word & ((1u << kKeyBits) - 1));
+    return word != kUnknown;
+  }
+};
+
 // Barriers of the stages of transposed values, where there are any.
 template <int kStages>
 struct TransposedBarriers {
@@ -84,6 +114,7 @@ struct PrefillControl : TransposedBarriers<Shape::kTransposedStages> {
   uint64_t work_full[2], work_empty[2];
   Work work[2], next;  // the next one waits for a place
   bool again[2];       // a consumer asks for this work once more
+  KnownRequests known;
 };
 
 }  // namespace paged_attn

@@ -56,12 +56,13 @@ struct PrefillMmaControl {
   KeyPlaces places[2];  // of their keys
   // Where the walk through the tiles of rows is; in registers it would be in everybody's way.
   int longest, bucket, first;
+  bool left;
   RequestTiles own[kWarp];
   int ends[kWarp];
 
   PD_MEMBER Scheduler<Shape> scheduler(const Problem& p) const {
     const int lane = threadIdx.x % kWarp;
-    return {longest, bucket, first, own[lane], static_cast<int>(p.kv_heads), ends[lane]};
+    return {longest, bucket, first, own[lane], static_cast<int>(p.kv_heads), ends[lane], left};
   }
 
   PD_MEMBER void leave(const Problem& p, const Scheduler<Shape>& scheduler, int slot) {
@@ -73,6 +74,7 @@ struct PrefillMmaControl {
       longest = scheduler.longest;
       bucket = scheduler.bucket;
       first = scheduler.first;
+      left = scheduler.left;
       if (work[slot].exists) places[slot].start(p, work[slot].item);
     }
     __syncwarp();
