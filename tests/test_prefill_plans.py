@@ -342,6 +342,30 @@ def test_long_requests_may_be_cut_with_several_rounds(library):
     assert (packed.most_parts, packed.part_keys, packed.parts_wanted) == (8, 2460, plan.parts_wanted)
 
 
+def test_long_requests_may_be_cut_where_tiles_compute(library):
+    """From so many keys on as one multiprocessor reads in 30 us: chunks in one round of tiles, mixed ones in more."""
+    one = {"group": 8, "kv_heads": 1, "max_q_len": 512}
+
+    def cut(batch, **options):
+        plan = numbers_of(library, [100] * batch, **(one | options))
+        return plan.parts, plan.most_parts, plan.part_keys
+
+    assert cut(4) == (1, 5, 2460)  # 128 tiles, and memory for 660
+    # Not for one request, with two rounds, where a window hides keys, or where other requests may not change a result.
+    assert cut(1, kv_heads=4) == cut(8) == cut(4, window_left=1000) == cut(4, deterministic=1) == (1, 1, 0)
+    # Decode steps beside a chunk: one round, or more in a table with room for 60 us.
+    decode = {"q_lens": [1] * 64 + [512], "group": 8, "kv_heads": 1}
+    one_round = numbers_of(library, [100] * 65, **decode)
+    assert (one_round.parts, one_round.most_parts, one_round.part_keys) == (1, 6, 2460)
+    more = {"q_lens": [1] * 30 + [512], "kv_heads": 8}
+    rounds = numbers_of(library, [100] * 31, **more)
+    assert (rounds.parts, rounds.most_parts, rounds.part_keys) == (1, 4, 2460)
+    assert rounds.parts_wanted == 3 * 132 + rounds.items * 8 // 2
+    assert numbers_of(library, [100] * 31, **more, page_size=1).most_parts == 1
+    # Not where most requests have a chunk.
+    assert numbers_of(library, [100] * 4, q_lens=[512, 512, 512, 1], kv_heads=8).most_parts == 1
+
+
 @pytest.mark.parametrize("parts", [2, 3, 8])
 def test_parts_hold_every_tile_of_keys_once(library, parts):
     lens, q_lens = [1000, 0, 100, 4000, 37], [70, 3, 100, 33, 0]
@@ -509,14 +533,14 @@ def test_prefill_tiles_are_dealt_once(library, seed):
         falls = options["window_right"] >= 0 and options["window_left"] < 0 and not options["chunk"]
         if falls and not leftpads:
             sections = batch <= 32 and all(2 * -(-n * group // rows) * options["kv_heads"] >= 132 for n in q_lens)
-            assert sections or long_ones_first(tiles, keys)
+            assert sections or long_ones_first(tiles, keys, 8 if batch <= 32 else 4)
 
 
-def long_ones_first(tiles, keys):
-    """Eight classes by length, so a tile is behind others that are shorter by no more than a class, and one tile."""
+def long_ones_first(tiles, keys, classes=8):
+    """Classes by length: a tile is behind others that are shorter by no more than a class, and one tile."""
     counts = [max(0, -(-t.key_end // keys) - t.key_begin // keys) for t in tiles]
     behind = [b - a for a, b in zip(itertools.accumulate(counts, min), counts[1:])]
-    return max([0, *behind]) <= max([0, *counts]) / 8 + 1
+    return max([0, *behind]) <= max([0, *counts]) / classes + 1
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -536,7 +560,27 @@ def test_more_requests_than_a_block_remembers(library, cut):
     assert len({(t.b, t.head, t.first_row, t.part) for t in tiles}) == count
     assert len({(t.b, t.head, t.first_row) for t in tiles}) == wanted and (count > wanted if cut else count == wanted)
     assert sum(t.tiles for t in tiles) == sum(-(-t.key_end // 128) for t in tiles if t.part == 0)
-    assert cut or long_ones_first(tiles, 128)
+    assert cut or long_ones_first(tiles, 128, 4)
+
+
+def test_few_parts_more_than_blocks_become_none(library):
+    """About one part for each block is asked for: two more would need a round of their own."""
+
+    def parts_of(batch, parts_wanted):
+        lens = [round(128 * 64 ** (i / (batch - 1))) for i in range(batch)]
+        plan = {"parts": 1, "most_parts": 16, "part_tiles": 8, "parts_wanted": parts_wanted, "processors": 132}
+        call, _keep = call_of(lens, [4] * batch, group=8, kv_heads=1, **plan)
+        count, tiles = order_of(library, call, 1000)
+        tiles = tiles[:count]
+        assert sum(t.tiles for t in tiles) == sum(-(-n // 128) for n in lens)
+        return count, max(t.tiles for t in tiles)
+
+    for batch in range(20, 61):
+        count, longest = parts_of(batch, 132)
+        assert count <= 132 or count > 132 + 132 // 8, batch
+        assert longest <= -(-sum(-(-round(128 * 64 ** (i / (batch - 1))) // 128) for i in range(batch)) // 90) + 1
+    # With many rounds nothing is gained by it.
+    assert any(0 < parts_of(batch, 600)[0] % 132 <= 132 // 8 for batch in range(20, 61))
 
 
 @pytest.mark.parametrize("l2_keys, wanted", [(1, "0|1|2|3"), (8000, "0|12|3"), (14000, "01|23"), (1 << 20, "0123")])

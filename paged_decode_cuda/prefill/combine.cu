@@ -15,20 +15,6 @@ struct SharedSums {
   float4 acc[kWarps][kWarp];
 };
 
-// Where the tokens of a lane's request end in packed q, from request `first` on; INT32_MAX: there is no such request.
-PD_DEVICE int query_end(const Problem& p, int first) {
-  const int b = first + threadIdx.x % kWarp;
-  return b < p.batch ? query_begin(p, b + 1) : INT32_MAX;
-}
-
-// The request of a token of packed q; p.batch: of none. `end`: query_end() of the first requests.
-PD_DEVICE int request_of(const Problem& p, int token, int end) {
-  int before = __popc(__ballot_sync(~0u, end <= token));
-  for (int first = kWarp; first < p.batch; first += kWarp)
-    before += __popc(__ballot_sync(~0u, query_end(p, first) <= token));
-  return before;
-}
-
 // Part `first` and every step-th behind it, of `parts`.
 PD_DEVICE RowSum add_parts(const Problem& p, const PrefillCall& call, int parts, int token, int q_head, int quad,
                            int first, int step) {
@@ -66,18 +52,21 @@ __global__ void __launch_bounds__(kCombineThreads)
   const int cut = *call.cut;
   // There are no more rows than those of a few tiles for every multiprocessor.
   const int warps = static_cast<int>(p.total_q) * q_heads * together;
-  const int end = p.cu_seqlens_q ? query_end(p, 0) : 0;  // on its way beside the parts
 #pragma unroll 1
   for (int begin = blockIdx.x * kWarps; begin < warps; begin += gridDim.x * kWarps) {
     const int row = (begin + warp) / together;
     const int token = min(row / q_heads, static_cast<int>(p.total_q) - 1), q_head = row - row / q_heads * q_heads;
     const int head = call.group.divide(q_head);
-    const bool exists = row / q_heads == token;
     // A row of no request may say anything.
-    const int parts = min(max(call.row_parts[token * q_heads + q_head], 1), call.most_parts);
+    const int2 word = call.row_parts[token * q_heads + q_head];
+    const int parts = min(max(word.x, 1), call.most_parts);
     if (!cut) return;  // only here: both are on their way together
     Item item = {};
-    if (!p.cu_seqlens_q) item.b = token / static_cast<int>(p.max_q_len);
+    item.b = min(max(word.y, 0), static_cast<int>(p.batch) - 1);
+    item.q_begin = query_begin(p, item.b);
+    const int first = p.cu_seqlens_q ? item.q_begin : item.b * static_cast<int>(p.max_q_len);
+    const bool exists = row / q_heads == token && token >= first && token - first < query_length(p, item.b);
+    item.first_row = (token - first) * group;
 #pragma unroll 1
     for (int first_quad = 0; first_quad < quads; first_quad += kWarp) {
       const int quad = first_quad + lane;
@@ -98,12 +87,7 @@ __global__ void __launch_bounds__(kCombineThreads)
         sum = {};
         sum.add(ml, values);
       }
-      if (p.cu_seqlens_q) item.b = request_of(p, token, end);
-      if (!exists || quad >= quads || item.b >= p.batch) continue;
-      item.q_begin = query_begin(p, item.b);
-      const int first = p.cu_seqlens_q ? item.q_begin : item.b * static_cast<int>(p.max_q_len);
-      if (token < first) continue;  // of no request: cu_seqlens_q begins late, or falls
-      item.first_row = (token - first) * group;
+      if (!exists || quad >= quads) continue;
       write_output<2>(p, call, item, head, q_head - head * group, quad, sum);
     }
   }

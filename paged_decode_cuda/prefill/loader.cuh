@@ -353,11 +353,11 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
   Scheduler<Shape> scheduler;
   if (blockIdx.x == 0 && lane == 0) open_tickets(plan.tickets);
   int ticket = blockIdx.x;
-  bool found = scheduler.start(p, plan, &control.known, ticket, control.next);
+  bool found = scheduler.start(p, plan, control.known, ticket, control.next);
   if (blockIdx.x == 0 && lane == 0) *plan.cut = control.next.part_rate != Work::kWhole;
   Ring<2> slot;
   while (true) {
-    if (!found) found = scheduler.find(p, plan, &control.known, ticket, control.next);
+    if (!found) found = scheduler.find(p, plan, control.known, ticket, control.next);
     barrier_wait(shared_address(&control.work_empty[slot.stage]), slot.phase ^ 1);
     const int repeated = Shape::kMovesLate ? slot_to_repeat<Shape>(control, slot, !found) : -1;
     __syncwarp();

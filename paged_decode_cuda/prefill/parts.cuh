@@ -11,10 +11,10 @@ PD_DEVICE int64_t part_row(const Problem& p, int part, int token, int q_head) {
   return (part * p.total_q + token) * p.q_heads + q_head;
 }
 
-// Reference and sum of weights of a row. The first part also says how many there are.
+// Reference and sum of weights of a row. The first part also says how many there are, and of which request it is.
 PD_DEVICE void store_weight(const PrefillCall& plan, const Work& work, int64_t place, float base, float l) {
   plan.ml[place] = make_float2(base, l);
-  if (work.part == 0) plan.row_parts[place] = work.parts;
+  if (work.part == 0) plan.row_parts[place] = make_int2(work.parts, work.item.b);
 }
 
 // Leaves the rows of a warp for the combine kernel.

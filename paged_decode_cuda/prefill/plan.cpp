@@ -87,6 +87,10 @@ int64_t expected_tiles(const Problem& p, int rows) {
   return p.batch * pd_ceil_div(longest_query(p) * p.group, rows) * p.kv_heads;
 }
 
+// Whether most requests have far fewer tokens than the longest, as decode steps beside a chunk of a prompt. Then some
+// tiles of rows only read, though others compute.
+bool mixed(const Problem& p) { return p.cu_seqlens_q && 2 * p.total_q <= p.batch * longest_query(p); }
+
 // As asked for, else the number of parts that pays from the fewest keys on. The kernel compares that with the lengths
 // that it finds, as the table may be much wider. Where a result must not depend on the other requests, neither may the
 // cuts.
@@ -109,15 +113,19 @@ Cuts cuts_of(const Problem& p, int64_t tiles, const PrefillInstance& instance, c
     if (best.parts == 1 || from < static_cast<double>(best.keys))
       best = {parts, static_cast<int64_t>(from), pd_max(parts * tiles, processors), parts};
   }
-  // Where one round takes them all, a long one alone would take longer than the others.
+  // Where one round takes them all, a long one alone would take longer than the others. Where tiles compute, parts of
+  // them have more rows to write, so there keys must be more; and the only request has no others.
   if (likely <= processors && most_of_long > best.parts) {
+    const double from = times.reads() ? 2 * kPartKeys : kLong / times.alone();
+    const Cuts by_length = {1, static_cast<int64_t>(from), 2 * processors, most_of_long};
+    const bool may_differ = times.reads() || (p.batch > 1 && static_cast<double>(keys) >= from);
     if (best.parts > 1) best.most = most_of_long;
-    if (best.parts == 1 && times.reads()) best = {1, 2 * kPartKeys, 2 * processors, most_of_long};
+    if (best.parts == 1 ? may_differ : mixed(p) && by_length.keys < best.keys) best = by_length;
   }
   // So it would with more rounds, if it is longer than what a multiprocessor reads in all of them. Half a part for each
   // tile is lost by rounding up. Lengths may also be even, and then the second kernel costs 1 to 2 us for nothing.
   const bool several = likely > processors && likely <= kMostRounds * processors;
-  if (several && times.reads() && static_cast<double>(keys) * times.alone() >= kMayBeLong) {
+  if (several && (times.reads() || mixed(p)) && static_cast<double>(keys) * times.alone() >= kMayBeLong) {
     const int64_t rows = p.total_q * p.q_heads, room = kPartTiles * processors * instance.rows / rows;
     const int64_t most_of_rounds = pd_min(room, kMostPartsOfRounds);
     if (most_of_rounds > best.parts) {

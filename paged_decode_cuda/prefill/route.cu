@@ -21,7 +21,7 @@ struct Layout {
     };
     const int64_t all_rows = plan.most_parts > 1 ? p.total_q * p.q_heads : 0, rows = plan.most_parts * all_rows;
     row_parts = kLine;
-    ml = place_behind(row_parts, all_rows, sizeof(int32_t));
+    ml = place_behind(row_parts, all_rows, sizeof(int2));
     sums = place_behind(ml, rows, sizeof(float2));
     end = sums + rows * p.head_dim_v * static_cast<int64_t>(sizeof(float));
   }
@@ -56,7 +56,7 @@ PrefillCall prefill_call(const Problem& p, const PrefillPlan& plan, const Layout
   call.part_tiles = static_cast<int32_t>(pd_ceil_div(plan.part_keys, plan.instance.keys));
   call.cut = reinterpret_cast<int32_t*>(call.tickets + 1);
   call.combine_warps = plan.combine_together ? kCombineThreads / kWarp : 1;
-  call.row_parts = reinterpret_cast<int32_t*>(workspace + layout.row_parts);
+  call.row_parts = reinterpret_cast<int2*>(workspace + layout.row_parts);
   call.ml = reinterpret_cast<float2*>(workspace + layout.ml);
   call.sums = reinterpret_cast<float*>(workspace + layout.sums);
   return call;

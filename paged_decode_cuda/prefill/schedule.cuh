@@ -11,7 +11,9 @@
 
 namespace paged_attn {
 
-constexpr int kBuckets = 8;            // with more of them a block takes longer to find its first tile
+constexpr int kBucketBits = 3;         // with more buckets a block takes longer to find its first tile
+constexpr float kFewRounds = 3;        // of parts: with more of them it matters little whether the last one is full
+constexpr float kMostOver = 0.125f;    // of a round
 constexpr int kSectionTiles = 32;      // of rows: with as many a kv_head has several in every bucket
 constexpr int kMostCounted = 1 << 20;  // tiles of keys: sums of them fit into 32 bits
 
@@ -82,7 +84,6 @@ PD_DEVICE void take_part(Item& item, int part, int parts) {
 // multiplications more cost 0.6 us of each tile (docs/cuda.md).
 template <typename Shape>
 struct Scheduler {
-  int longest;        // tiles of keys of the longest row tile, or of the longest part of one
   int bucket, first;  // bucket and first request of the chunk that the lanes hold
   RequestTiles own;   // of this lane's request
   int pieces;         // of each of its tiles of rows: kv_heads times parts of keys, a head's parts being neighbours
@@ -91,31 +92,32 @@ struct Scheduler {
 
   // Also writes the work of tile `index`, where every request has one tile of rows and all of them are in the first
   // bucket: their order is known without counting. False: find() is to be asked.
-  template <typename Call>
-  PD_MEMBER bool start(const Problem& p, const Call& plan, KnownRequests* known, int index, Work& work) {
+  template <typename Call, typename Known>
+  PD_MEMBER bool start(const Problem& p, const Call& plan, Known& known, int index, Work& work) {
     const int lane = threadIdx.x % kWarp;
-    longest = 0;
     left = false;
-    bucket = kBuckets - 1;
+    bucket = first_bucket(p);
     int most = 1, rows = 0, tiles = 0;
     Item item = {};
     // The first requests come last: they stay.
 #pragma unroll 1
     for (int request = (static_cast<int>(p.batch) - 1) / kWarp * kWarp; request >= 0; request -= kWarp) {
-      item = hold(p, plan, nullptr, request, work);
-      if (known && p.batch > kWarp) known->note(request + lane, own.rows, own.most);
+      item = look_at(p, plan, request);
+      if (p.batch > kWarp) known.note(request + lane, own.rows, own.most);
       most = max(most, own.most);
       if constexpr (Call::kCutsKeys) {
         rows += own.rows;
         tiles += own.rows * min(own.most, kMostCounted);
       }
     }
-    longest = __reduce_max_sync(~0u, most);
-    if constexpr (Call::kCutsKeys) {
-      if (lane == 0) work.part_rate = plan.parts > 1 && longest >= plan.part_tiles ? Work::kAlike : Work::kWhole;
-      __syncwarp();
+    const int longest = __reduce_max_sync(~0u, most);
+    if (lane == 0) {
+      known.longest = longest;
+      if constexpr (Call::kCutsKeys)
+        work.part_rate = plan.parts > 1 && longest >= plan.part_tiles ? Work::kAlike : Work::kWhole;
     }
-    const bool single = lane >= p.batch || (own.rows == 1 && own.most >= bucket_bound(bucket));
+    __syncwarp();
+    const bool single = lane >= p.batch || (own.rows == 1 && own.most >= bucket_bound(p, longest, bucket));
     if (p.batch <= kWarp && __ballot_sync(~0u, single) == ~0u) {
       pieces = static_cast<int>(p.kv_heads);
       if constexpr (Call::kCutsKeys) pieces *= work.part_rate == Work::kWhole ? 1 : plan.parts;
@@ -132,35 +134,69 @@ struct Scheduler {
       return true;
     }
     if constexpr (Call::kCutsKeys) {
-      if (plan.most_parts > plan.parts && longest >= plan.part_tiles) cut_by_length(p, plan, rows, tiles, work);
+      if (plan.most_parts > plan.parts && longest >= plan.part_tiles)
+        cut_by_length(p, plan, known, longest, rows, tiles, work);
     }
     count_pieces(p, plan, work);
     if constexpr (Call::kHasSections) end_section(p, plan);
-    count(p, plan, work, 0);
+    own.below = own.rows;
+    count(p, plan, known, work, 0);
     return false;
   }
 
-  // Where lengths differ much: about as many parts as the host says, none of which is much longer than others. Lanes
-  // have counted `rows` tiles of rows and their `tiles` of keys.
-  template <typename Call>
-  PD_MEMBER void cut_by_length(const Problem& p, const Call& plan, int rows, int tiles, Work& work) {
+  // Where lengths differ much: about as many parts as the host says, all of about the same length. Lanes have counted
+  // `rows` tiles of rows and their `tiles` of keys.
+  template <typename Call, typename Known>
+  PD_MEMBER void cut_by_length(const Problem& p, const Call& plan, Known& known, int longest, int rows, int tiles,
+                               Work& work) const {
     const int all_rows = __reduce_add_sync(~0u, rows);
     const float all = static_cast<float>(__reduce_add_sync(~0u, tiles));
     if (all >= 0.875f * static_cast<float>(longest) * static_cast<float>(all_rows)) return;
     const float heads = static_cast<float>(p.kv_heads), lost = 0.5f * heads * static_cast<float>(all_rows);
-    const float rate = fminf(fmaxf(plan.parts_wanted - lost, 0.f) / (heads * all), plan.most_part_rate);
+    float rate = fminf(fmaxf(plan.parts_wanted - lost, 0.f) / (heads * all), plan.most_part_rate);
     const float made = fminf(static_cast<float>(longest) * rate, static_cast<float>(plan.most_parts));
     if (made < 1.25f * static_cast<float>(plan.parts)) return;
-    longest = static_cast<int>(ceilf(static_cast<float>(longest) / made));
-    if (threadIdx.x % kWarp == 0) work.part_rate = rate;
+    int part = static_cast<int>(ceilf(static_cast<float>(longest) / made));
+    const float grid = static_cast<float>(plan.blocks_in_grid);
+    if (plan.parts_wanted <= kFewRounds * grid) {
+      // A few parts more than whole rounds of them would take a round of their own. Longer ones are fewer.
+      const float rounds = all_parts(p, plan, known, part_rate(part)) / grid, over = rounds - floorf(rounds);
+      if (over > 0 && over <= kMostOver) ++part;
+      rate = part_rate(part);
+    }
+    if (threadIdx.x % kWarp == 0) {
+      known.longest = part;
+      work.part_rate = rate;
+    }
     __syncwarp();
+  }
+
+  // Parts of a tile of keys, if no part has more than so many; whole parts stay so where this is rounded.
+  PD_MEMBER static float part_rate(int tiles) { return 0.99999f / static_cast<float>(tiles); }
+
+  // Parts of all tiles of rows, as far as requests are remembered.
+  template <typename Call, typename Known>
+  PD_MEMBER float all_parts(const Problem& p, const Call& plan, const Known& known, float rate) const {
+    int parts = own.rows * parts_of(plan, own.most, rate);
+#pragma unroll 1
+    for (int b = kWarp + threadIdx.x % kWarp; b < min(static_cast<int>(p.batch), Known::kMost); b += kWarp) {
+      int rows, most;
+      if (known.find(b, rows, most)) parts += rows * parts_of(plan, most, rate);
+    }
+    return static_cast<float>(__reduce_add_sync(~0u, parts)) * static_cast<float>(p.kv_heads);
+  }
+
+  // Into how many parts so many tiles of keys are cut.
+  template <typename Call>
+  PD_MEMBER static int parts_of(const Call& plan, int tiles, float rate) {
+    return max(1, min(static_cast<int>(ceilf(static_cast<float>(tiles) * rate)), plan.most_parts));
   }
 
   // Into how many parts lengths cut the keys of this lane's tiles; 1 where they do not decide.
   template <typename Call>
   PD_MEMBER int parts_by_length(const Call& plan, const Work& work) const {
     if constexpr (Call::kCutsKeys) {
-      return max(1, min(static_cast<int>(ceilf(static_cast<float>(own.most) * work.part_rate)), plan.most_parts));
+      return parts_of(plan, own.most, work.part_rate);
     } else {
       return 1;
     }
@@ -217,35 +253,50 @@ struct Scheduler {
     return p.batch > kWarp || next == first ? static_cast<int>(p.batch) : next;
   }
 
-  // Looks at the chunk of requests that begins with this one. Of this lane's: its last tile of rows.
+  // Holds the chunk of requests that begins with this one, and looks at their lengths. Of this lane's: its last tile of
+  // rows.
   template <typename Call>
-  PD_MEMBER Item hold(const Problem& p, const Call& plan, const KnownRequests* known, int request, const Work& work) {
+  PD_MEMBER Item look_at(const Problem& p, const Call& plan, int request) {
     first = request;
     const int b = first + threadIdx.x % kWarp;
     Item last = {};
     own = {};
     if (b >= p.batch) return last;
-    if (!known || p.batch <= kWarp || !known->find(b, own.rows, own.most)) {
-      // No branch for a request without rows, so that all lengths are asked for together. Without rows it has no tiles.
-      last = request_item(p, plan, b);
-      own.rows = max(0, (last.q_len * static_cast<int>(p.group) + Shape::kRows - 1) / Shape::kRows);
-      take_rows<Shape>(p, plan, max(own.rows - 1, 0), last);
-      own.most = last.tiles;
-    }
-    own.below = tiles_below(p, plan, work, bucket + 1);
+    // No branch for a request without rows, so that all lengths are asked for together. Without rows it has no tiles.
+    last = request_item(p, plan, b);
+    own.rows = max(0, (last.q_len * static_cast<int>(p.group) + Shape::kRows - 1) / Shape::kRows);
+    take_rows<Shape>(p, plan, max(own.rows - 1, 0), last);
+    own.most = last.tiles;
     return last;
   }
 
+  // The same, once all of them have been looked at.
+  template <typename Call, typename Known>
+  PD_MEMBER void hold(const Problem& p, const Call& plan, const Known& known, int request) {
+    own = {};
+    const int b = request + threadIdx.x % kWarp;
+    if (b < p.batch && (p.batch <= kWarp || !known.find(b, own.rows, own.most))) look_at(p, plan, request);
+    first = request;
+  }
+
+  // Of how many buckets there are. With more requests than the lanes hold every bucket is a walk over all of them.
+  PD_MEMBER static int bucket_bits(const Problem& p) { return p.batch > kWarp ? kBucketBits - 1 : kBucketBits; }
+
+  // That of the longest tiles.
+  PD_MEMBER static int first_bucket(const Problem& p) { return (1 << bucket_bits(p)) - 1; }
+
   // Tiles of keys from which on a row tile is in a bucket.
-  PD_MEMBER int bucket_bound(int number) const { return (longest * number + kBuckets - 1) / kBuckets; }
+  PD_MEMBER static int bucket_bound(const Problem& p, int longest, int number) {
+    return (longest * number + (1 << bucket_bits(p)) - 1) >> bucket_bits(p);
+  }
 
   // Row tiles of this lane's request that lie in buckets below this one.
-  template <typename Call>
-  PD_MEMBER int tiles_below(const Problem& p, const Call& plan, const Work& work, int number) const {
-    if (number >= kBuckets) return own.rows;
-    const int bound = bucket_bound(number) * parts_by_length(plan, work);
+  template <typename Known>
+  PD_MEMBER int tiles_below(const Problem& p, const Known& known, int parts, int number) const {
+    if (number > first_bucket(p)) return own.rows;
+    const int bound = bucket_bound(p, known.longest, number) * parts;
     if (own.most < bound) return own.rows;
-    if (number == 0 || p.window_right < 0 || p.window_left >= 0 || p.attention_chunk > 0) return 0;
+    if (own.rows <= 1 || number == 0 || p.window_right < 0 || p.window_left >= 0 || p.attention_chunk > 0) return 0;
     // Causal: the number of keys falls by kRows / group from one row tile to the one before.
     const int64_t keys = int64_t{own.most - bound} * Shape::kKeys;
     const int64_t above = keys * p.group / Shape::kRows + 1;
@@ -253,10 +304,10 @@ struct Scheduler {
   }
 
   // The tiles of this bucket, behind so many others; own.below is still of the one above.
-  template <typename Call>
-  PD_MEMBER void count(const Problem& p, const Call& plan, const Work& work, int before) {
+  template <typename Call, typename Known>
+  PD_MEMBER void count(const Problem& p, const Call& plan, const Known& known, const Work& work, int before) {
     const int above = own.below;
-    own.below = tiles_below(p, plan, work, bucket);
+    own.below = tiles_below(p, known, parts_by_length(plan, work), bucket);
     own.in_bucket = above - own.below;
     left = left || __any_sync(~0u, own.below > 0);
     ends = before;
@@ -264,8 +315,8 @@ struct Scheduler {
   }
 
   // The work of tile `index`, which never falls from call to call. False past the end, where none exists.
-  template <typename Call>
-  PD_MEMBER bool find(const Problem& p, const Call& plan, const KnownRequests* known, int index, Work& work) {
+  template <typename Call, typename Known>
+  PD_MEMBER bool find(const Problem& p, const Call& plan, Known& known, int index, Work& work) {
     const int lane = threadIdx.x % kWarp;
     while (true) {
       const int before = __shfl_sync(~0u, ends, kWarp - 1);  // tiles up to the end of this chunk
@@ -278,7 +329,7 @@ struct Scheduler {
       }
       if (all_buckets) {
         request = Call::kHasSections ? next_section(p) : static_cast<int>(p.batch);
-        bucket = request < p.batch ? kBuckets - 1 : 0;
+        bucket = request < p.batch ? first_bucket(p) : 0;
         if (request >= p.batch) {
           ends = before;
           if (lane == 0) work.exists = false;
@@ -287,13 +338,14 @@ struct Scheduler {
         }
       }
       if (all_buckets || p.batch > kWarp) {
-        hold(p, plan, known, request, work);
+        hold(p, plan, known, request);
         count_pieces(p, plan, work);
+        own.below = tiles_below(p, known, parts_by_length(plan, work), bucket + 1);
       }
       if constexpr (Call::kHasSections) {
         if (all_buckets) end_section(p, plan);
       }
-      count(p, plan, work, before);
+      count(p, plan, known, work, before);
     }
     if (lane == __popc(__ballot_sync(~0u, ends <= index))) take(p, plan, index, work);
     __syncwarp();

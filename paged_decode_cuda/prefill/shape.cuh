@@ -23,10 +23,9 @@ struct PrefillShape : Sizes {
   // at once, some would go on at once, and nothing would run beside their weights.
   static constexpr bool kStaggers = Sizes::kConsumers == 2 && requires { requires !Sizes::kTurns; };
   // Instructions between the director's code and that of the loaders. With them the loops of the loaders lie where the
-  // loop of the consumers leaves the instruction cache free (docs/cuda.md). Measured at head_dim 128, without softcap;
-  // at 192 they keep the place that they had without a gap.
-  static constexpr bool kKnowsGap = Sizes::kDim >= 128 && Sizes::kOwnDirector;
-  static constexpr int kCodeGap = !kKnowsGap ? 0 : Sizes::kDim == 192 ? 216 : IsBf16<Type>::value ? 163 : 145;
+  // loop of the consumers leaves the instruction cache free (docs/cuda.md). Measured at head_dim 128, without softcap,
+  // where the director's code is as long as it should be; at 192 they keep the place that they had without a gap.
+  static constexpr int kCodeGap = Sizes::kDim == 192 && Sizes::kOwnDirector ? 42 : 0;
 };
 
 // What the kernel reads beside the problem.
@@ -48,7 +47,7 @@ struct PrefillCall : Plan {
   int32_t parts, most_parts, part_tiles;
   float parts_wanted, most_part_rate;
   int32_t* cut;           // whether keys were cut
-  int32_t* row_parts;     // [tokens, q_heads]: into how many parts, if so
+  int2* row_parts;        // [tokens, q_heads]: into how many parts, if so, and of which request the row is
   int32_t combine_warps;  // of that kernel, for each row: one, or all of a block
   float* sums;
   float2* ml;
@@ -74,13 +73,15 @@ struct RequestTiles {
   int below, in_bucket;  // how many are in buckets below the present one, and in it
 };
 
-// What a block remembers of the first requests, where a warp has to walk over them again and again: to look at 32 of
-// them takes half a microsecond, and once for each bucket.
+// What a block has found out about the batch. A warp walks over all requests again and again, and to look at 32 of them
+// takes half a microsecond: so it remembers the first kRemembered.
+template <int kRemembered>
 struct KnownRequests {
-  static constexpr int kMost = 384;    // no block has room for more than 400
+  static constexpr int kMost = kRemembered;
   static constexpr int kKeyBits = 20;  // of a word, for tiles of keys; those of rows have the rest
   static constexpr uint32_t kUnknown = ~0u;
-  uint32_t words[kMost];
+  int longest;  // tiles of keys of the longest row tile, or of the longest part of one
+  uint32_t words[kRemembered];
 
   PD_MEMBER void note(int b, int rows, int most) {
     if (b >= kMost) return;
@@ -95,6 +96,16 @@ struct KnownRequests {
     most = static_cast<int>(word & ((1u << kKeyBits) - 1));
     return word != kUnknown;
   }
+};
+
+// Where there is no room for them.
+template <>
+struct KnownRequests<0> {
+  static constexpr int kMost = 0;
+  int longest;
+
+  PD_MEMBER void note(int, int, int) {}
+  PD_MEMBER bool find(int, int&, int&) const { return false; }
 };
 
 // Barriers of the stages of transposed values, where there are any.
@@ -112,9 +123,9 @@ struct PrefillControl : TransposedBarriers<Shape::kTransposedStages> {
   uint64_t values_full[Shape::kValueStages], values_empty[Shape::kValueStages];
   uint64_t queries_full[Shape::kQueryStages], queries_empty[Shape::kQueryStages];
   uint64_t work_full[2], work_empty[2];
-  Work work[2], next;  // the next one waits for a place
-  bool again[2];       // a consumer asks for this work once more
-  KnownRequests known;
+  Work work[2], next;        // the next one waits for a place
+  bool again[2];             // a consumer asks for this work once more
+  KnownRequests<384> known;  // no block has room for more than 400
 };
 
 }  // namespace paged_attn

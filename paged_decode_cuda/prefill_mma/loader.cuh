@@ -15,8 +15,8 @@ PD_DEVICE void find_first_work(const Problem& p, const PrefillMmaCall& plan, Pre
   Scheduler<Shape> scheduler;
   if (blockIdx.x == 0 && lane == 0) open_tickets(plan.tickets);
   const int index = blockIdx.x;
-  const bool found = scheduler.start(p, plan, nullptr, index, control.work[0]) ||
-                     scheduler.find(p, plan, nullptr, index, control.work[0]);
+  const bool found = scheduler.start(p, plan, control.known, index, control.work[0]) ||
+                     scheduler.find(p, plan, control.known, index, control.work[0]);
   control.leave(p, scheduler, 0);
   if (lane > 0) return;
   // Who has work takes a ticket later, so until then nobody clears the word. Without any tile nobody takes one.
@@ -30,7 +30,7 @@ PD_DEVICE void find_work(const Problem& p, const PrefillMmaCall& plan, PrefillMm
                          int ticket) {
   Scheduler<Shape> scheduler = control.scheduler(p);
   ticket = __shfl_sync(~0u, ticket, 0);
-  const bool found = scheduler.find(p, plan, nullptr, ticket + plan.blocks_in_grid, control.work[slot]);
+  const bool found = scheduler.find(p, plan, control.known, ticket + plan.blocks_in_grid, control.work[slot]);
   control.leave(p, scheduler, slot);
   // As many tickets are taken as there are tiles.
   if (!found && ticket == scheduler.ends - 1 && threadIdx.x % kWarp == 0) close_tickets(plan.tickets);

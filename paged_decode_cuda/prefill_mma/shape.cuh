@@ -55,14 +55,15 @@ struct PrefillMmaControl {
   Work work[2];         // this one and the next
   KeyPlaces places[2];  // of their keys
   // Where the walk through the tiles of rows is; in registers it would be in everybody's way.
-  int longest, bucket, first;
+  KnownRequests<0> known;
+  int bucket, first;
   bool left;
   RequestTiles own[kWarp];
   int ends[kWarp];
 
   PD_MEMBER Scheduler<Shape> scheduler(const Problem& p) const {
     const int lane = threadIdx.x % kWarp;
-    return {longest, bucket, first, own[lane], static_cast<int>(p.kv_heads), ends[lane], left};
+    return {bucket, first, own[lane], static_cast<int>(p.kv_heads), ends[lane], left};
   }
 
   PD_MEMBER void leave(const Problem& p, const Scheduler<Shape>& scheduler, int slot) {
@@ -71,7 +72,6 @@ struct PrefillMmaControl {
     own[lane] = scheduler.own;
     ends[lane] = scheduler.ends;
     if (lane == 0) {
-      longest = scheduler.longest;
       bucket = scheduler.bucket;
       first = scheduler.first;
       left = scheduler.left;

@@ -126,14 +126,14 @@ int64_t prefill_order(const PrefillCase* call, Tile* tiles, int64_t most) {
   plan.blocks_in_grid = static_cast<int32_t>(call->processors);
   int64_t count = 0;
   Work work = {};  // of all lanes
-  KnownRequests known;
+  KnownRequests<384> known, of_other;
   run(0, [&] {
     Scheduler<Shape> scheduler, other;
-    scheduler.start(p, plan, &known, 0, work);
+    scheduler.start(p, plan, known, 0, work);
     for (int index = 0;; ++index) {
       // Every second tile as a block finds it that begins with it, where that is known at once.
-      const bool found = index % 2 == 0 && other.start(p, plan, nullptr, index, work);
-      if (!found && !scheduler.find(p, plan, &known, index, work)) break;
+      const bool found = index % 2 == 0 && other.start(p, plan, of_other, index, work);
+      if (!found && !scheduler.find(p, plan, known, index, work)) break;
       if (threadIdx.x != 0) continue;
       const Item& item = work.item;
       if (count < most) {

@@ -46,10 +46,10 @@ def header():
     return "\n".join(
         [
             '#include "items.cuh"\n#include "prefill/sizes.h"',
-            "struct CUtensorMap {};\nstruct float2;",
+            "struct CUtensorMap {};\nstruct float2;\nstruct int2;",
             "namespace paged_attn {",
             part_of("prefill/shape.cuh", "// What the kernel reads beside the problem.", "// Barriers and messages"),
-            part_of(schedule, "constexpr int kBuckets", "// The word that is counted up"),
+            part_of(schedule, "constexpr int kBucketBits", "// The word that is counted up"),
             part_of(schedule, "// Keys of a request, new", "}  // namespace paged_attn"),
             "}  // namespace paged_attn\n",
         ]
