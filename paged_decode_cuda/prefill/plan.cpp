@@ -37,6 +37,8 @@ struct Cuts {
   int64_t parts, keys, wanted, most;
 };
 
+constexpr Cuts kWhole = {1, 0, 0, 1};
+
 // What cuts gain and cost, in the time that a multiprocessor needs for a key of a tile of rows while all are busy.
 class CutTimes {
  public:
@@ -91,50 +93,64 @@ int64_t expected_tiles(const Problem& p, int rows) {
 // tiles of rows only read, though others compute.
 bool mixed(const Problem& p) { return p.cu_seqlens_q && 2 * p.total_q <= p.batch * longest_query(p); }
 
-// As asked for, else the number of parts that pays from the fewest keys on. The kernel compares that with the lengths
-// that it finds, as the table may be much wider. Where a result must not depend on the other requests, neither may the
-// cuts.
-Cuts cuts_of(const Problem& p, int64_t tiles, const PrefillInstance& instance, const DeviceLimits& limits) {
-  if (p.num_splits > 0) return {p.num_splits, 0, 0, p.num_splits};
-  const Cuts none = {1, 0, 0, 1};
-  if (p.deterministic || tiles == 0) return none;
-  const int64_t keys = most_keys(p, instance.rows), processors = limits.processors;
-  int64_t least = 2, most = pd_min(pd_min(kPartTiles * processors / tiles, keys / kPartKeys), kMostParts);
-  const int64_t most_of_long = most;
-  if (tiles * kIdle <= processors) least = most = pd_min(most, processors / tiles);
-  // With cu_seqlens_q there may be about one more for every request, and a last round would seem to have few, or many,
-  // for tiles that are not there.
-  const int64_t likely = pd_min(tiles, expected_tiles(p, instance.rows));
-  const CutTimes times(p, likely, instance, limits);
-  Cuts best = none;
+// All tiles into as many parts: the number that pays from the fewest keys on. least, most: parts.
+Cuts cut_alike(const CutTimes& times, int64_t tiles, int64_t keys, int64_t least, int64_t most, int64_t processors) {
+  Cuts best = kWhole;
   for (int64_t parts = pd_max(least, 2); parts <= most; ++parts) {
     const double from = times.least_keys(parts);
     if (from <= 0 || from > static_cast<double>(keys)) continue;
     if (best.parts == 1 || from < static_cast<double>(best.keys))
       best = {parts, static_cast<int64_t>(from), pd_max(parts * tiles, processors), parts};
   }
-  // Where one round takes them all, a long one alone would take longer than the others. Where tiles compute, parts of
-  // them have more rows to write, so there keys must be more; and the only request has no others.
-  if (likely <= processors && most_of_long > best.parts) {
-    const double from = times.reads() ? 2 * kPartKeys : kLong / times.alone();
-    const Cuts by_length = {1, static_cast<int64_t>(from), 2 * processors, most_of_long};
-    const bool may_differ = times.reads() || (p.batch > 1 && static_cast<double>(keys) >= from);
-    if (best.parts > 1) best.most = most_of_long;
-    if (best.parts == 1 ? may_differ : mixed(p) && by_length.keys < best.keys) best = by_length;
-  }
-  // So it would with more rounds, if it is longer than what a multiprocessor reads in all of them. Half a part for each
-  // tile is lost by rounding up. Lengths may also be even, and then the second kernel costs 1 to 2 us for nothing.
-  const bool several = likely > processors && likely <= kMostRounds * processors;
-  if (several && (times.reads() || mixed(p)) && static_cast<double>(keys) * times.alone() >= kMayBeLong) {
-    const int64_t rows = p.total_q * p.q_heads, room = kPartTiles * processors * instance.rows / rows;
-    const int64_t most_of_rounds = pd_min(room, kMostPartsOfRounds);
-    if (most_of_rounds > best.parts) {
-      if (best.parts == 1) best.keys = static_cast<int64_t>(kLong / times.alone());
-      best.wanted = 3 * processors + likely / 2;
-      best.most = most_of_rounds;
-    }
-  }
   return best;
+}
+
+// Where one round takes all tiles, a long one alone would take longer than the others: it is cut into `most` parts.
+// Where tiles compute, parts of them have more rows to write, so there keys must be more; and the only request has no
+// others.
+Cuts cut_in_one_round(const Problem& p, const CutTimes& times, const Cuts& alike, int64_t keys, int64_t most,
+                      int64_t processors) {
+  if (most <= alike.parts) return alike;
+  const double from = times.reads() ? 2 * kPartKeys : kLong / times.alone();
+  const Cuts by_length = {1, static_cast<int64_t>(from), 2 * processors, most};
+  if (alike.parts == 1) {
+    const bool may_differ = times.reads() || (p.batch > 1 && static_cast<double>(keys) >= from);
+    return may_differ ? by_length : alike;
+  }
+  if (mixed(p) && by_length.keys < alike.keys) return by_length;
+  return {alike.parts, alike.keys, alike.wanted, most};
+}
+
+// With more rounds, so would a tile that is longer than what a multiprocessor reads in all of them. Half a part for
+// each tile is lost by rounding up. Lengths may also be even, and then the second kernel costs 1 to 2 us for nothing.
+Cuts cut_in_rounds(const Problem& p, const CutTimes& times, const Cuts& alike, int64_t keys, int64_t tiles, int rows,
+                   int64_t processors) {
+  const bool may_be_long = static_cast<double>(keys) * times.alone() >= kMayBeLong;
+  if (!may_be_long || !(times.reads() || mixed(p))) return alike;
+  const int64_t room = kPartTiles * processors * rows / (p.total_q * p.q_heads);
+  const int64_t most = pd_min(room, kMostPartsOfRounds);
+  if (most <= alike.parts) return alike;
+  const int64_t from = alike.parts > 1 ? alike.keys : static_cast<int64_t>(kLong / times.alone());
+  return {alike.parts, from, 3 * processors + tiles / 2, most};
+}
+
+// As asked for, else what pays. The kernel compares that with the lengths that it finds, as the table may be much
+// wider. Where a result must not depend on the other requests, neither may the cuts.
+Cuts cuts_of(const Problem& p, int64_t tiles, const PrefillInstance& instance, const DeviceLimits& limits) {
+  if (p.num_splits > 0) return {p.num_splits, 0, 0, p.num_splits};
+  if (p.deterministic || tiles == 0) return kWhole;
+  const int64_t keys = most_keys(p, instance.rows), processors = limits.processors;
+  const int64_t most = pd_min(pd_min(kPartTiles * processors / tiles, keys / kPartKeys), kMostParts);
+  // With cu_seqlens_q there may be about one more for every request, and a last round would seem to have few, or many,
+  // for tiles that are not there.
+  const int64_t likely = pd_min(tiles, expected_tiles(p, instance.rows));
+  const CutTimes times(p, likely, instance, limits);
+  const bool idle = tiles * kIdle <= processors;
+  const int64_t most_alike = idle ? pd_min(most, processors / tiles) : most;
+  const Cuts alike = cut_alike(times, tiles, keys, idle ? most_alike : 2, most_alike, processors);
+  if (likely <= processors) return cut_in_one_round(p, times, alike, keys, most, processors);
+  if (likely > kMostRounds * processors) return alike;
+  return cut_in_rounds(p, times, alike, keys, likely, instance.rows, processors);
 }
 
 // Products of 8 bits are of e4m3 alone.
