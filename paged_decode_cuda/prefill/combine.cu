@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kCombineThreads)
     Item item = {};
     item.b = min(max(word.y, 0), static_cast<int>(p.batch) - 1);
     item.q_begin = query_begin(p, item.b);
-    const int first = p.cu_seqlens_q ? item.q_begin : item.b * static_cast<int>(p.max_q_len);
+    const int first = first_token(p, item);
     const bool exists = row / q_heads == token && token >= first && token - first < query_length(p, item.b);
     item.first_row = (token - first) * group;
 #pragma unroll 1

@@ -158,7 +158,7 @@ struct E4m3Consumer {
   PD_MEMBER void store(const Problem& p, const PrefillCall& plan, const Work& work, int first_row) {
     const Item& item = work.item;
     const int t = threadIdx.x % 4;
-    const int first_token = p.cu_seqlens_q ? item.q_begin : item.b * static_cast<int>(p.max_q_len);
+    const int first = first_token(p, item);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first_row + r * 8;
@@ -166,7 +166,7 @@ struct E4m3Consumer {
       if (row >= item.rows) continue;
       if (work.cut) {
         const QueryRow query = query_row(p, plan, item, work.head, row);
-        const int64_t place = part_row(p, work.part, first_token + query.token, query.q_head);
+        const int64_t place = part_row(p, work.part, first + query.token, query.q_head);
         if (t == 0) store_weight(plan, work, place, rows.base[r], l);
 #pragma unroll
         for (int i = 0; i < Shape::kDimV / 16; ++i) {

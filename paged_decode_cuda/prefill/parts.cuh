@@ -6,6 +6,11 @@
 
 namespace paged_attn {
 
+// The first token of a request among those of all.
+PD_DEVICE int first_token(const Problem& p, const Item& item) {
+  return p.cu_seqlens_q ? item.q_begin : item.b * static_cast<int>(p.max_q_len);
+}
+
 // Where the sums of a row of a part wait for the combine kernel.
 PD_DEVICE int64_t part_row(const Problem& p, int part, int token, int q_head) {
   return (part * p.total_q + token) * p.q_heads + q_head;
@@ -23,14 +28,14 @@ PD_DEVICE void store_part(const Problem& p, const PrefillCall& plan, const Work&
                           const float (&acc)[Shape::kDimV / 2], const PrefillRows<Shape, kFull>& rows, int first_row) {
   const Item& item = work.item;
   const int t = threadIdx.x % 4;
-  const int first_token = p.cu_seqlens_q ? item.q_begin : item.b * static_cast<int>(p.max_q_len);
+  const int first = first_token(p, item);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = first_row + r * 8;
     const float l = row_sum(rows.l[r]);
     if (row >= item.rows) continue;
     const QueryRow query = query_row(p, plan, item, work.head, row);
-    const int64_t place = part_row(p, work.part, first_token + query.token, query.q_head);
+    const int64_t place = part_row(p, work.part, first + query.token, query.q_head);
     if (t == 0) store_weight(plan, work, place, rows.base[r], l);
     float* const sums = plan.sums + place * p.head_dim_v;
 #pragma unroll
