@@ -687,7 +687,8 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
 
   // The first keys: nothing has fetched them, so they are few, but their translations come while the query is loaded.
   // Many rows multiply for so long that it does not matter, and where nothing is fetched ahead all tiles are alike.
-  // Only the order in which memory is read depends on `cached` and `fetched`, not the result.
+  // Only the order in which memory is read depends on `cached` and `fetched`, not the result: longer tiles of cached
+  // keys would be faster, but whether keys are cached is told by a clock, and the length of tiles decides bits.
   const bool packed = rows >= Ops::kMinPackedRows, ahead = item.reads_ahead(p, Ops::kFewRows);
   const bool cached = item.maybe_cached && !packed && !ahead && keys.begin < keys.end && lie_in_caches(p, item, keys);
   const bool fetched = packed || !(ahead || cached);
@@ -712,7 +713,8 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
   // For each tile and kv_head: score, update, add; meanwhile fetch the next tile
   Prefetcher fetch = {};
   fetch.cached = cached;
-  fetch.near = cached && (keys.end - keys.begin) * key_bytes(p, item.heads()) <= item.walk.near_bytes;
+  fetch.near = cached && (rows <= item.walk.near_rows ||
+                          (keys.end - keys.begin) * key_bytes(p, item.heads()) <= item.walk.near_bytes);
   while (tile->n > 0) {
     next->locate(p.cache, item.batch, tile->begin + tile->n, keys.end, pd_min(2 * tile->n, s.tile));
     if (fetched) start_fetch<Ops>(p, item, s, *tile, *next, fetch);

@@ -7,12 +7,22 @@
 namespace paged_attn {
 namespace {
 
+// Rows of one item on packed keys, and sums of their values. An item of prompts lays its keys out for itself, which is
+// so much beside products this fast that it pays to have many rows.
+constexpr int64_t kManyBlockRows = 1008, kManySums = int64_t(256) << 10;
+
 inline Products products_bf16(const Problem& p) {
-  if (!multiplies_bfloat16(p)) return products_f32(p);
+  Products products = products_f32(p);
+  products.most_rows = kManyBlockRows;
+  products.most_sums = kManySums;
+  if (!multiplies_bfloat16(p)) return products;
   using Bf16 = OpsBf16<DType::kBFloat16>;
   const bool fp8 = dtype_bytes(p.cache.dtype) == 1;
-  const int64_t min_packed_rows = fp8 ? OpsBf16<DType::kFloat8E4M3>::kMinPackedRows : Bf16::kMinPackedRows;
-  return {"packed_bf16", "in_place_bf16", min_packed_rows, Bf16::kScoreRows, kBlockRows};
+  products.packed = "packed_bf16";
+  products.in_place = "in_place_bf16";
+  products.min_packed_rows = fp8 ? OpsBf16<DType::kFloat8E4M3>::kMinPackedRows : Bf16::kMinPackedRows;
+  products.row_step = Bf16::kScoreRows;
+  return products;
 }
 
 inline int64_t scratch_bytes_bf16(const Problem& p, const Item& block) {

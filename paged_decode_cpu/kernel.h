@@ -17,8 +17,9 @@ struct Walk {
   bool tiles_read_ahead = true;
   bool long_tiles = false;  // tiles of keys for which nothing is fetched ahead are as long as there are any
   int64_t tile_bytes = 0;   // keys and values of the others; 0: by L2 and the rows
-  int64_t near_bytes = 0;   // up to so many keys and values of an item are not asked for at all, if they lie in the
-                            // processor's caches
+  // If they lie in the processor's caches: the keys and values of an item are not asked for at all up to so many bytes,
+  // nor those of up to so many rows of a kv_head.
+  int64_t near_bytes = 0, near_rows = 0;
 };
 
 // Query rows that read the same keys. Row r of a kv_head is token r / group, head r % group of the group.

@@ -6,8 +6,9 @@
 
 namespace paged_attn {
 
-const Kernel kAvx512Bf16Kernel = {"avx512_bf16", products_bf16,  scratch_bytes_bf16,
-                                  attend_bf16,   merge_partials, write_token};
+const Kernel kAvx512Bf16Kernel = {
+    "avx512_bf16",  products_bf16, scratch_bytes_bf16, attend_bf16,
+    merge_partials, write_token,   PartOfSlot{},       Walk{.near_bytes = kL2Bytes, .near_rows = 1}};
 
 }  // namespace paged_attn
 #endif

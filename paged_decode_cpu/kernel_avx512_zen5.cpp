@@ -1,5 +1,4 @@
-// The same instructions in the way of AMD's Zen 5 (docs/cpu.md): it fetches keys and values otherwise, and multiplies
-// twice as fast, so that laying them out for more rows at once pays.
+// The same instructions in the way of AMD's Zen 5 (docs/cpu.md): it fetches keys and values otherwise.
 #if defined(__x86_64__)
 #define PD_LANES 16
 #define PD_FEW_PIECE 64
@@ -9,18 +8,8 @@
 #include "write.h"
 
 namespace paged_attn {
-namespace {
 
-Products products_zen5(const Problem& p) {
-  Products products = products_bf16(p);
-  products.most_rows = 1008;
-  products.most_sums = int64_t(256) << 10;
-  return products;
-}
-
-}  // namespace
-
-const Kernel kAvx512Zen5Kernel = {"avx512_zen5",  products_zen5, scratch_bytes_bf16, attend_bf16,
+const Kernel kAvx512Zen5Kernel = {"avx512_zen5",  products_bf16, scratch_bytes_bf16, attend_bf16,
                                   merge_partials, write_token,   PartOfSlot{},       Walk{.near_bytes = kL2Bytes}};
 
 }  // namespace paged_attn
