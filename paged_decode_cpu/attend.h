@@ -409,8 +409,11 @@ inline void write_result(const Problem& p, const Request& request, int64_t b, in
 // The products of one tile, few rows: 8, 4, 2 or 1 at a time, on the cache rows in place.
 template <class Ops, class... Args>
 void dot_tile_scores(int64_t rows, Args&&... args) {
-  if constexpr (Ops::kMaxDotRows == 8)
+  if constexpr (Ops::kTransposesKeys) {
     if (rows == 8) return transposed_scores<Ops, 8>(args...);
+  } else if constexpr (Ops::kMaxDotRows == 8) {
+    if (rows == 8) return dot_scores<Ops, 8>(args...);
+  }
   if (rows == 4) return dot_scores<Ops, 4>(args...);
   if (rows == 2) return dot_scores<Ops, 2>(args...);
   dot_scores<Ops, 1>(args...);
@@ -605,13 +608,24 @@ inline Item rows_of(const Item& item, int64_t h, int64_t begin, int64_t end) {
   return rows;
 }
 
-using WidestF32 = OpsF32<DType::kBFloat16>;  // of all OpsF32 the one with the widest chunks
+// Calls work() with how float32 widens this cache.
+template <class Work>
+auto with_ops_f32(const Problem& p, const Work& work) {
+  switch (p.cache.dtype) {
+    case DType::kFloat16: return work.template operator()<OpsF32<DType::kFloat16>>();
+    case DType::kBFloat16: return work.template operator()<OpsF32<DType::kBFloat16>>();
+    case DType::kFloat8E4M3: return work.template operator()<OpsF32<DType::kFloat8E4M3>>();
+    case DType::kFloat8E5M2: return work.template operator()<OpsF32<DType::kFloat8E5M2>>();
+    default: return work.template operator()<OpsF32<DType::kFloat32>>();
+  }
+}
 
 // With what attend_again wants for the rows of a token.
 template <class Ops>
 int64_t scratch_bytes_as(const Problem& p, const Item& item) {
-  const Item again = rows_of(item, 0, 0, pd_min(item.rows(), p.group));
-  return Scratch<Ops>(p, item, nullptr).bytes + Scratch<WidestF32>(p, again, nullptr).bytes;
+  const Item token = rows_of(item, 0, 0, pd_min(item.rows(), p.group));
+  const int64_t again = with_ops_f32(p, [&]<class F32>() { return Scratch<F32>(p, token, nullptr).bytes; });
+  return Scratch<Ops>(p, item, nullptr).bytes + again;
 }
 
 // Whether sums of values of row i are not finite, and may be wrong then. Where its sum l is NaN a score is, and all of
@@ -791,21 +805,17 @@ inline bool multiplies_bfloat16(const Problem& p) {
   return p.q_dtype == DType::kBFloat16 || dtype_bytes(p.q_dtype) == 1;
 }
 
-inline Products products_f32(const Problem&) {
-  return {"packed_f32", "in_place_f32", OpsF32<DType::kFloat32>::kMinPackedRows, OpsF32<DType::kFloat32>::kScoreRows,
-          kBlockRows};
+inline Products products_f32(const Problem& p) {
+  const int64_t min_packed_rows = with_ops_f32(p, []<class Ops>() { return int64_t(Ops::kMinPackedRows); });
+  return {"packed_f32", "in_place_f32", min_packed_rows, OpsDefaults::kScoreRows, kBlockRows};
 }
 
-inline int64_t scratch_bytes_f32(const Problem& p, const Item& item) { return scratch_bytes_as<WidestF32>(p, item); }
+inline int64_t scratch_bytes_f32(const Problem& p, const Item& item) {
+  return with_ops_f32(p, [&]<class Ops>() { return scratch_bytes_as<Ops>(p, item); });
+}
 
 inline void attend_f32(const Problem& p, const Item& item, KvRange keys, char* memory, float* partial) {
-  switch (p.cache.dtype) {
-    case DType::kFloat32: return attend_as<OpsF32<DType::kFloat32>>(p, item, keys, memory, partial);
-    case DType::kFloat16: return attend_as<OpsF32<DType::kFloat16>>(p, item, keys, memory, partial);
-    case DType::kBFloat16: return attend_as<OpsF32<DType::kBFloat16>>(p, item, keys, memory, partial);
-    case DType::kFloat8E4M3: return attend_as<OpsF32<DType::kFloat8E4M3>>(p, item, keys, memory, partial);
-    case DType::kFloat8E5M2: return attend_as<OpsF32<DType::kFloat8E5M2>>(p, item, keys, memory, partial);
-  }
+  with_ops_f32(p, [&]<class Ops>() { attend_as<Ops>(p, item, keys, memory, partial); });
 }
 
 }  // namespace

@@ -13,6 +13,7 @@ struct OpsDefaults {
 
   static constexpr int kLeftPieces = 1, kRightPieces = 1;  // numbers that one of the left or right is held as
   static constexpr bool kDealt = false;                    // whether a chunk has its even elements before its odd ones
+  static constexpr bool kTransposesKeys = false;           // whether eight rows take keys that registers transpose
   static constexpr float kUnit = 1.f;                      // what a loaded number is to be multiplied with
 
   // Who multiplies, if not the vectors of tile.h

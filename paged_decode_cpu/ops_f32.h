@@ -24,9 +24,10 @@ struct OpsF32 : OpsDefaults {
   static constexpr int kRegs = kDealt || kFp8 ? 2 : 1;  // registers that one load of a cache row fills
   static constexpr int kChunk = kRegs * kLanes;         // elements of a row that one load reads
   static constexpr int kBytes = dtype_bytes(kCacheType);
-  static constexpr int kMaxDotRows = 4;  // rows that share what is loaded
-  // From here on laying out keys and values pays.
-  static constexpr int kMinPackedRows = kLanes == 16 ? 24 : kLanes == 8 ? 20 : 12;
+  // Rows that share what is loaded. Eight only gain where widening takes long.
+  static constexpr int kMaxDotRows = kFp8 && kLanes == 16 ? 8 : 4;
+  // From here on laying out keys and values pays: 8-bit ones are widened once then.
+  static constexpr int kMinPackedRows = kLanes == 16 ? (kFp8 ? 16 : 24) : kLanes == 8 ? 20 : 12;
   static constexpr float kUnit = kFp8 ? fp8_unit(kCacheType) : 1.f;
 
   static f32v dot(f32v acc, Reg a, Reg b) { return acc + a * b; }

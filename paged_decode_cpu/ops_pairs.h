@@ -57,6 +57,7 @@ struct OpsPairs : OpsDefaults {
   static constexpr int kChunk = 32 * kRegs;
   static constexpr int kBytes = dtype_bytes(kCacheType);
   static constexpr int kMaxDotRows = 8;
+  static constexpr bool kTransposesKeys = true;
   static constexpr int kMinPackedRows = kFp8 ? 16 : 24;  // 8-bit keys are looked up once then
   static constexpr int kValueKeys = 2;
 

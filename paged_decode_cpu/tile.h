@@ -225,7 +225,6 @@ template <class Ops, int kRows>
 
 // The same for so many rows that transposing the keys in registers costs less than the sums across lanes.
 template <class Ops, int kRows>
-  requires(!Ops::kNeon)
 void transposed_scores(const typename Ops::Elem* q, int64_t q_stride, const char* const* k, int64_t offset, int64_t n,
                        int64_t depth, float* scores, const float* carry, Prefetcher& next) {
   for (int64_t j = 0; j < n; j += kLanes) {

@@ -111,13 +111,6 @@ template <class Ops, int kRows>
   if (j < n) some(std::integral_constant<int, 4>{}, j);
 }
 
-template <class Ops, int kRows>
-  requires Ops::kNeon
-void transposed_scores(const typename Ops::Elem* q, int64_t q_stride, const char* const* k, int64_t offset, int64_t n,
-                       int64_t depth, float* scores, const float* carry, Prefetcher& next) {
-  dot_scores<Ops, kRows>(q, q_stride, k, offset, n, depth, scores, carry, next);
-}
-
 // ---- values, few rows: acc[row] += sum over keys of p[row][key] * value[key] ----
 
 // Four keys of one chunk of values.

@@ -61,6 +61,17 @@ def test_many_rows_know_their_heads(paged_attn, device, group):
     check(paged_attn, case, device)
 
 
+@pytest.mark.every_isa
+@pytest.mark.sanitize
+@pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_numbers_of_rows(paged_attn, device, dtype, kv_dtype):
+    """Of a kv_head: as many as products take together, one more or less, and where keys begin to be laid out."""
+    for rows in (5, 7, 8, 9, 11, 12, 15, 16, 17, 19, 20, 23, 24, 25):
+        case = Case(batch=2, lens=(150, 20), q_heads=2 * rows, kv_heads=2, head_dim=72, dtype=dtype, kv_dtype=kv_dtype)
+        check(paged_attn, case, device)
+
+
 @pytest.mark.parametrize(("name", "other"), [("block_table", "page_table"), ("s_aux", "sinks")])
 def test_other_name(paged_attn, device, name, other):
     case = Case(sink="float32", q_len=3, causal=True)

@@ -112,13 +112,22 @@ def test_functions_that_do_not_attend_are_refused(paged_attn, device):
         assert_same_bytes("cache", a, b)
 
 
-# Over 8-bit caches, bfloat16 queries: up to how many rows which route.
+# Over 8-bit caches: up to how many rows which route.
 ROUTES_OF_8_BIT_CACHES = {
-    "avx512_amx_fp16": {2: "in_place_bf16", 16: "tiles_in_place_bf16", 40: "tiles_bf16"},
-    "avx512_amx": {2: "in_place_bf16", 16: "tiles_in_place_bf16", 40: "tiles_bf16"},
-    "avx512_intel": {15: "in_place_bf16", 23: "in_place_f32", 40: "packed_f32"},
-    "avx512_bf16": {15: "in_place_bf16", 40: "packed_bf16"},
-    "avx512_zen5": {15: "in_place_bf16", 40: "packed_bf16"},
+    "bfloat16": {
+        "avx512_amx_fp16": {2: "in_place_bf16", 16: "tiles_in_place_bf16", 40: "tiles_bf16"},
+        "avx512_amx": {2: "in_place_bf16", 16: "tiles_in_place_bf16", 40: "tiles_bf16"},
+        "avx512_intel": {15: "in_place_bf16", 40: "packed_f32"},
+        "avx512_bf16": {15: "in_place_bf16", 40: "packed_bf16"},
+        "avx512_zen5": {15: "in_place_bf16", 40: "packed_bf16"},
+        "avx512": {15: "in_place_f32", 40: "packed_f32"},
+    },
+    "float16": {
+        "avx512_intel": {15: "in_place_f32", 40: "packed_f32"},
+        "avx512_bf16": {15: "in_place_f32", 40: "packed_f32"},
+        "avx512": {15: "in_place_f32", 40: "packed_f32"},
+        "avx2": {19: "in_place_f32", 40: "packed_f32"},
+    },
 }
 
 
@@ -147,12 +156,13 @@ class TestCpu:
         assert many.plan["packed_items"] == many.plan["items"] == 4
 
     @pytest.mark.every_isa
-    def test_products_of_8_bit_caches(self, paged_attn, device):
-        routes = ROUTES_OF_8_BIT_CACHES.get(paged_attn.cpu_isa().split()[0], {})
+    @pytest.mark.parametrize("dtype", list(ROUTES_OF_8_BIT_CACHES))
+    def test_products_of_8_bit_caches(self, paged_attn, device, dtype):
+        routes = ROUTES_OF_8_BIT_CACHES[dtype].get(paged_attn.cpu_isa().split()[0], {})
         first = 1
         for last, route in routes.items():
             for rows in (first, last):
-                case = Case(batch=1, kv_len=600, q_heads=rows, kv_heads=1, kv_dtype="float8_e4m3fn", dtype="bfloat16")
+                case = Case(batch=1, kv_len=600, q_heads=rows, kv_heads=1, kv_dtype="float8_e4m3fn", dtype=dtype)
                 explained = explain(paged_attn, cases.build(case))
                 assert explained.route == route
                 assert explained.plan["packed_items"] == (0 if "in_place" in route else 1)
