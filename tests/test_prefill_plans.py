@@ -50,13 +50,21 @@ def test_why_not_prefill(library, reason):
 
 
 def test_where_prefill_begins(library):
-    """16 rows are one tile of the decode kernel; 22 tiles are a sixth of 132 multiprocessors."""
+    """16 rows are one tile of the decode kernel; 22 tiles are a sixth of 132 multiprocessors. Fewer will do with keys
+    enough for parts of 128."""
     many = {"lens": [100] * 40, "group": 4}
     assert refusal(library, max_q_len=4, **many) == "no more rows than one tile of the decode kernel"
     assert refusal(library, max_q_len=5, **many) == ""
-    few = {"kv_heads": 1, "group": 1, "max_q_len": 128, "window_left": 400}  # no keys to cut
-    assert refusal(library, [100] * 21, **few) == "too few tiles of rows to fill the device"
-    assert refusal(library, [100] * 22, **few) == ""
+    few = {"kv_heads": 1, "group": 1, "max_q_len": 128, "window_left": 100}  # no keys to cut
+    too_few = "too few tiles of rows to fill the device"
+    assert refusal(library, [100] * 21, **few) == too_few and refusal(library, [100] * 22, **few) == ""
+    # A window of 400 and 128 queries see 528 keys. Rows of 8 bits and of fewer dimensions are less work for `decode`.
+    wider = few | {"window_left": 400}
+    assert refusal(library, [100] * 5, **wider) == too_few and refusal(library, [100] * 6, **wider) == ""
+    assert refusal(library, [100] * 10, **wider, kv_bytes=1) == too_few
+    assert refusal(library, [100] * 11, **wider, kv_bytes=1) == ""
+    assert refusal(library, [100] * 10, **wider, head_dim=64) == too_few
+    assert refusal(library, [100] * 3, **wider, head_dim=256) == ""
     # What must not depend on the other requests is always the same kernel; so are packed requests of few rows then.
     assert refusal(library, [100], deterministic=1, **few) == ""
     assert refusal(library, [100], q_lens=[1], deterministic=1) == ""
@@ -265,7 +273,13 @@ def test_how_keys_are_cut(library):
     one = {"kv_heads": 1, "max_q_len": 16, "page_size": 16}  # 65536 keys fit into the table
     assert parts([100], **one) == 32 and parts([100] * 8, **one) == 16 and parts([100] * 44, **one) == 3
     assert parts([100] * 128, **one) == 1 and parts(PROMPTS) == 1
-    assert parts([100], **one, window_left=900) == 1 and parts([100], **one, window_left=2000) == 3
+    # Parts of 128 keys with 8 tiles that compute or 12 that only read, of 256 or 512 with more of them.
+    seen = lambda keys: {"window_left": keys - 32}  # noqa: E731
+    assert parts([100], **one, **seen(300)) == 1 and parts([100], **one, **seen(900)) == 7
+    assert parts([100] * 12, **one, **seen(1024)) == 8 and parts([100] * 13, **one, **seen(1024)) == 2
+    several = one | {"max_q_len": 256}
+    assert parts([100], **several, **seen(1024)) == 8 and parts([100] * 2, **several, **seen(1024)) == 4
+    assert parts([100], **one, head_dim=256) == 16  # parts twice as large
     assert parts([100], **one, deterministic=1) == 1 and parts([100], **one, deterministic=1, num_splits=1) == 1
     assert parts([100], **one, num_splits=1) == 1 and parts([100] * 67, **one, num_splits=3) == 3
     assert numbers_of(library, [100] * 8, **one).blocks == 132
@@ -274,7 +288,7 @@ def test_how_keys_are_cut(library):
     assert most([100], **one) == 32 and most([100] * 8, **one) == 32 and most([100] * 44, **one) == 15
     assert most([100] * 128, **one) == 5 and most([100] * 67, **one, num_splits=3) == 3
     assert most([100] * 331, **one) == 3 and most([100] * 529, **one) == 1  # memory for rows; more than four rounds
-    assert most([100], **one, window_left=2000) == 3
+    assert most([100], **one, window_left=2000) == 15
     # Packed requests: one fills its tiles of rows, of several each may end with a row in a tile of its own.
     packed = {"kv_heads": 8, "page_size": 16}
     assert parts([100], q_lens=[128], **packed) == 4 and parts([100], q_lens=[129], **packed) == 3
@@ -436,6 +450,44 @@ def test_long_requests_have_more_parts(library, seed):
     # Where the longest has few keys nothing is cut.
     call, _keep = call_of(lens, part_tiles=500, **plan, **rows)
     assert order_of(library, call, tiles_of_rows)[0] == tiles_of_rows
+
+
+def test_few_keys_have_fewer_parts(library):
+    """The host does not know how many keys there are: parts of 256 of them at least, 8 parts at most."""
+    for keys, wanted in ((128, 1), (384, 1), (385, 2), (1000, 4), (1792, 7), (1920, 7), (2048, 8), (40000, 8)):
+        call, _keep = call_of([keys], max_q_len=256, kv_heads=3, parts=8, least_part_keys=256, part_tiles=4)
+        count, tiles = order_of(library, call, 8 * 3 * 8)
+        assert count == 8 * 3 * wanted and {t.part for t in tiles[:count]} == set(range(wanted)), keys
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_one_round_has_the_same_tiles(library, seed):
+    """Where every block has one tile at most their order does not matter, and each is found without counting."""
+    rng = random.Random(seed)
+    batch, heads, packed = rng.choice([1, 3, 32]), rng.choice([1, 3]), seed % 2 == 0
+    lens = [rng.choice([0, 100, rng.randint(1, 5000)]) for _ in range(batch)]
+    q_lens = [rng.choice([0, 1, 33, 200]) for _ in lens]
+    rows = {"q_lens": q_lens} if packed else {"max_q_len": 100}
+    parts = rng.choice([1, 4])
+    plan = {"kv_heads": heads, "parts": parts, "most_parts": rng.choice([parts, 4]), "part_tiles": rng.choice([0, 20])}
+    plan |= {"parts_wanted": 500, "least_part_keys": rng.choice([1, 512])}
+    orders = []
+    for one_round in (0, 1):
+        call, _keep = call_of(lens, one_round=one_round, **plan, **rows)
+        count, tiles = order_of(library, call, 5000)
+        orders.append(sorted(tuple(getattr(t, name) for name in prefill_planner.TILE) for t in tiles[:count]))
+    assert orders[0] == orders[1] and (orders[0] or not any(q_lens))
+
+
+def test_where_one_round_is_enough(library):
+    """Tiles and their parts are no more than multiprocessors, and requests have several tiles of rows each."""
+    for batch, q_len, one_round in ((1, 512, True), (1, 513, True), (32, 33, False), (1, 16, False), (8, 500, False)):
+        plan = numbers_of(library, [100] * batch, max_q_len=q_len, kv_heads=1)
+        assert plan.one_round == one_round, (batch, q_len)
+        assert not one_round or plan.blocks >= plan.items * plan.most_parts
+    sizes = {"kv_heads": 1, "window_left": 0}  # nothing is cut
+    assert numbers_of(library, [100] * 32, max_q_len=64, **sizes).one_round
+    assert not numbers_of(library, [100] * 33, max_q_len=64, **sizes).one_round  # more than a warp has lanes
 
 
 MMA_REFUSES = {

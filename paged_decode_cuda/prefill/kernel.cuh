@@ -43,7 +43,9 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
     barrier_wait(shared_address(&barrier), phase);
     if (gathered) fence_async_proxy();
   };
-  if (Shape::kTurns && consumer + 1 == Shape::kConsumers) named_barrier_arrive(kTurn, 2 * kWarpgroup);
+  // With ALiBi weights take so long that two consumers would often compute theirs at the same time.
+  const bool takes_turns = Shape::kTurns || (kFull && Shape::kOverlaps && p.alibi_slopes);
+  if (takes_turns && consumer + 1 == Shape::kConsumers) named_barrier_arrive(kTurn, 2 * kWarpgroup);
 
   while (true) {
     barrier_wait(shared_address(&control.work_full[slot.stage]), slot.phase);
@@ -69,7 +71,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
       continue;
     }
     const uint64_t own_queries = advance(first_queries, queries.stage * Shape::kQueryBytes);
-    const bool turns = Shape::kTurns && work.item.rows > 64 * (Shape::kConsumers - 1);  // everybody has rows
+    const bool turns = takes_turns && work.item.rows > 64 * (Shape::kConsumers - 1);  // everybody has rows
     if constexpr (Shape::kGathersFirst) {
       if (work.gathers) {
         const int first = consumer * 64 + warp * 16;
@@ -181,7 +183,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
         if (Shape::kQueryStages == 1 && tile == last_tile) release(control.queries_empty[queries.stage]);
       };
       // A barrier of its own for each slot: the first consumer may be one work ahead.
-      const bool staggers = Shape::kStaggers && work.item.rows > 64;
+      const bool staggers = Shape::kStaggers && !takes_turns && work.item.rows > 64;
       if (staggers && consumer == 1) named_barrier_sync(kTurn + slot.stage, 2 * kWarpgroup);
       score();
       if (staggers && consumer == 0) named_barrier_arrive(kTurn + slot.stage, 2 * kWarpgroup);

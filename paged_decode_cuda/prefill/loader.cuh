@@ -351,13 +351,13 @@ template <typename Shape>
 PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control, uint32_t shared) {
   const int lane = threadIdx.x % kWarp;
   Scheduler<Shape> scheduler;
-  if (blockIdx.x == 0 && lane == 0) open_tickets(plan.tickets);
+  if (blockIdx.x == 0 && lane == 0 && !plan.one_round) open_tickets(plan.tickets);
   int ticket = blockIdx.x;
   bool found = scheduler.start(p, plan, control.known, ticket, control.next);
   if (blockIdx.x == 0 && lane == 0) *plan.cut = control.next.part_rate != Work::kWhole;
   Ring<2> slot;
   while (true) {
-    if (!found) found = scheduler.find(p, plan, control.known, ticket, control.next);
+    if (!found && !plan.one_round) found = scheduler.find(p, plan, control.known, ticket, control.next);
     barrier_wait(shared_address(&control.work_empty[slot.stage]), slot.phase ^ 1);
     const int repeated = Shape::kMovesLate ? slot_to_repeat<Shape>(control, slot, !found) : -1;
     __syncwarp();
@@ -387,13 +387,17 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
     slot.advance();
     if (repeated >= 0) continue;
     found = false;
+    if (plan.one_round) {
+      if (lane == 0) control.next.exists = false;
+      continue;
+    }
     if (lane == 0) ticket = static_cast<int>(take_ticket(plan.tickets)) + plan.blocks_in_grid;
     ticket = __shfl_sync(~0u, ticket, 0);
   }
   // As many tickets are taken as there are tiles; without any, nobody takes one.
   const int all = scheduler.ends;
   const bool last = all == 0 ? blockIdx.x == 0 : ticket == all - 1 + plan.blocks_in_grid;
-  if (last && lane == 0) close_tickets(plan.tickets);
+  if (last && lane == 0 && !plan.one_round) close_tickets(plan.tickets);
   if (plan.parts == 0) leave_gap<Shape::kCodeGap>();  // never
 }
 

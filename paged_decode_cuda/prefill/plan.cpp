@@ -17,10 +17,15 @@ constexpr int64_t kMostPartsOfRounds = 8;  // the same with more than one round 
 constexpr int64_t kMostRounds = 4;         // with more of them a long one is hardly longer than all
 constexpr int64_t kPartTiles = 5;          // times the multiprocessors: tiles of rows whose parts there is memory for
 constexpr int64_t kIdle = 3;  // times the tiles of rows: so many multiprocessors have nothing to do without parts
+// Few tiles have short parts, as few are written: these where tiles compute, and those where they only read.
+constexpr int64_t kVeryFewTiles = 8, kFewReadTiles = 12, kShortPartKeys = 128, kIdlePartKeys = 256;
 // By measurement on H100s and H200s. GB/s that a multiprocessor reads: while the other one of its pair does nothing,
 // while both read, and where most of the GPU is idle.
 constexpr double kAloneRate = 60, kPairedRate = 39, kIdleRate = 42;
 constexpr double kCombineTime = 4000;  // ns, of the kernel that adds parts
+// The same where most of the GPU is idle; and there the rate at which all parts are written and read (GB/s), operations
+// of a multiprocessor in a ns, and ns that the weights of a key take for all rows of a tile.
+constexpr double kIdleCombineTime = 2800, kIdlePartRate = 6500, kIdleComputeRate = 6600, kWeightsTime = 8;
 // How long a multiprocessor alone reads, in ns: keys that are worth a cut where there are more rounds of tiles than
 // one, and what a table must have room for.
 constexpr double kLong = 30000, kMayBeLong = 60000;
@@ -28,13 +33,17 @@ constexpr int64_t kManyParts = 8;         // of a row: several warps add them
 constexpr int64_t kFewCombinedRows = 12;  // times the multiprocessors
 constexpr double kComputeRate = 5300;     // operations of a multiprocessor in a ns
 constexpr int64_t kMostE4m3Dims = 128;
+constexpr int64_t kRequestsAtOnce = 32;  // by the lanes of a warp
+constexpr int64_t kUsualDim = 128, kUsualTileBytes = 128 * kUsualDim * 2;
 constexpr int64_t kShortPrompt = 4096, kTilesOfShortPrompts = 3;
 constexpr int64_t kFewWidenedRows = 32;  // take less time in the decode kernel where they leave multiprocessors idle
 
 // How the keys of tiles of rows are cut: into so many parts, where the longest tile sees so many keys; and, where
-// lengths differ, into how many in all and of one tile at most.
+// lengths differ, into how many in all and of one tile at most. The device, which knows the lengths, takes fewer parts
+// where they would have fewer keys than `least` each.
 struct Cuts {
   int64_t parts, keys, wanted, most;
+  int64_t least = 1;
 };
 
 constexpr Cuts kWhole = {1, 0, 0, 1};
@@ -47,17 +56,26 @@ class CutTimes {
     const double rows = static_cast<double>(longest_query(p) * p.group), dims = static_cast<double>(p.head_dim_v);
     reads_ = rows <= instance.rows;
     key_bytes_ = static_cast<double>((p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype));
-    const double computing = 2. * instance.rows * static_cast<double>(p.head_dim + p.head_dim_v) / kComputeRate;
-    const double key = reads_ ? key_bytes_ / rate_ : computing;  // ns
+    const double operations = 2. * instance.rows * static_cast<double>(p.head_dim + p.head_dim_v);
+    const double key = reads_ ? key_bytes_ / rate_ : operations / kComputeRate;  // ns
     // A part is written and read, as float32.
-    part_ = (reads_ ? rows : instance.rows) * dims * 2 * sizeof(float) / rate_ / key;
+    part_bytes_ = (reads_ ? rows : instance.rows) * dims * 2 * sizeof(float);
+    part_ = part_bytes_ / rate_ / key;
     combine_ = kCombineTime / key;
+    idle_key_ = reads_ ? alone() : std::max(operations / kIdleComputeRate, kWeightsTime);
   }
 
   bool reads() const { return reads_; }
 
   // How long a multiprocessor alone reads a key, in ns.
   double alone() const { return key_bytes_ / kIdleRate; }
+
+  // From how many keys on parts gain 10 %, where they are all there at the same time and most of the GPU is idle
+  // without.
+  double least_keys_when_idle(int64_t parts) const {
+    const double count = static_cast<double>(parts);
+    return (kIdleCombineTime + tiles_ * count * part_bytes_ / kIdlePartRate) / (idle_key_ * (0.9 - 1 / count));
+  }
 
   // From how many keys on parts gain 3 % or more: rounds(1) * keys against rounds(parts) * (keys / parts + part) +
   // combine. Not positive: never.
@@ -81,7 +99,7 @@ class CutTimes {
 
   double tiles_, processors_, rate_;  // the last: GB/s for each of them while all read
   bool reads_;
-  double key_bytes_, part_, combine_;
+  double key_bytes_, part_bytes_, part_, combine_, idle_key_;
 };
 
 // Tiles of rows, if every request is as long as the longest one is said to be.
@@ -105,20 +123,31 @@ Cuts cut_alike(const CutTimes& times, int64_t tiles, int64_t keys, int64_t least
   return best;
 }
 
+// The same where few tiles leave most multiprocessors idle: as many parts as there are multiprocessors for.
+Cuts cut_to_fill(const Problem& p, const CutTimes& times, int64_t tiles, int64_t keys, int64_t processors) {
+  const int64_t least = tiles <= kVeryFewTiles || times.reads() ? kShortPartKeys : kIdlePartKeys;
+  const int64_t most_written = kMostParts * kUsualDim / pd_max(p.head_dim_v, kUsualDim);
+  const int64_t most = pd_min(pd_min(processors / tiles, keys / least), most_written);
+  double from = INFINITY;
+  for (int64_t parts = 2; parts <= most; ++parts)
+    from = std::min(from, std::max(times.least_keys_when_idle(parts), static_cast<double>(parts * least)));
+  if (from > static_cast<double>(keys)) return kWhole;
+  return {most, static_cast<int64_t>(from), pd_max(most * tiles, processors), most, least};
+}
+
 // Where one round takes all tiles, a long one alone would take longer than the others: it is cut into `most` parts.
-// Where tiles compute, parts of them have more rows to write, so there keys must be more; and the only request has no
-// others.
+// Where tiles compute, parts of them have more rows to write, so there keys must be more.
 Cuts cut_in_one_round(const Problem& p, const CutTimes& times, const Cuts& alike, int64_t keys, int64_t most,
                       int64_t processors) {
-  if (most <= alike.parts) return alike;
+  if (most <= alike.parts || p.batch == 1) return alike;  // the only request has no others
   const double from = times.reads() ? 2 * kPartKeys : kLong / times.alone();
   const Cuts by_length = {1, static_cast<int64_t>(from), 2 * processors, most};
   if (alike.parts == 1) {
-    const bool may_differ = times.reads() || (p.batch > 1 && static_cast<double>(keys) >= from);
+    const bool may_differ = times.reads() || static_cast<double>(keys) >= from;
     return may_differ ? by_length : alike;
   }
   if (mixed(p) && by_length.keys < alike.keys) return by_length;
-  return {alike.parts, alike.keys, alike.wanted, most};
+  return {alike.parts, alike.keys, alike.wanted, most, alike.least};
 }
 
 // With more rounds, so would a tile that is longer than what a multiprocessor reads in all of them. Half a part for
@@ -145,9 +174,10 @@ Cuts cuts_of(const Problem& p, int64_t tiles, const PrefillInstance& instance, c
   // for tiles that are not there.
   const int64_t likely = pd_min(tiles, expected_tiles(p, instance.rows));
   const CutTimes times(p, likely, instance, limits);
-  const bool idle = tiles * kIdle <= processors;
+  const bool idle = tiles * kIdle <= processors, fills = idle && (!times.reads() || tiles <= kFewReadTiles);
   const int64_t most_alike = idle ? pd_min(most, processors / tiles) : most;
-  const Cuts alike = cut_alike(times, tiles, keys, idle ? most_alike : 2, most_alike, processors);
+  const Cuts alike = fills ? cut_to_fill(p, times, tiles, keys, processors)
+                           : cut_alike(times, tiles, keys, idle ? most_alike : 2, most_alike, processors);
   if (likely <= processors) return cut_in_one_round(p, times, alike, keys, most, processors);
   if (likely > kMostRounds * processors) return alike;
   return cut_in_rounds(p, times, alike, keys, likely, instance.rows, processors);
@@ -198,6 +228,13 @@ PrefillInstance instance_for(const Problem& p, int processors) {
   return many || p.deterministic ? tall : other;
 }
 
+// Whether the decode kernel takes less time: it has little to do with few rows, few keys and few bytes of each.
+bool small(const Problem& p, const PrefillInstance& instance, int64_t processors) {
+  const int64_t parts = pd_min(most_keys(p, instance.rows) / kShortPartKeys, kMostParts);
+  const int64_t bytes = p.total_q * p.q_heads * parts * instance.head_dim * dtype_bytes(p.cache.dtype);
+  return bytes * kFewTiles < processors * kUsualTileBytes;
+}
+
 }  // namespace
 
 int64_t most_tiles(const Problem& p, int rows) {
@@ -222,7 +259,7 @@ const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
   if (p.deterministic && parts > 1) return "deterministic and num_splits above 1";
   if (parts > 1 && (parts > kPartTiles * limits.processors || tiles * parts > kPartTiles * limits.processors))
     return "num_splits above 1 and more rows than it is meant for";
-  if (!p.deterministic && tiles * parts * kFewTiles < limits.processors)
+  if (!p.deterministic && tiles * parts * kFewTiles < limits.processors && small(p, instance, limits.processors))
     return "too few tiles of rows to fill the device";
   const int64_t busy = 2 * tiles > limits.processors ? tiles : tiles * parts;
   if (widens(p) && has_few_rows(p, kFewWidenedRows) && (p.deterministic || 4 * busy < 3 * limits.processors))
@@ -243,11 +280,15 @@ PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   plan.most_parts = cuts.most;
   plan.parts_wanted = cuts.wanted;
   plan.part_keys = cuts.keys;
+  plan.least_part_keys = cuts.least;
   plan.blocks = pd_max(pd_min(tiles * plan.most_parts, limits.processors), 1);
+  plan.read_once = longest_query(p) * p.group <= plan.instance.rows;
+  // Where requests have one tile of rows each, finding the first tile takes no time, nor does finding that none is
+  // left.
+  plan.one_round = !plan.read_once && p.batch <= kRequestsAtOnce && tiles * plan.most_parts <= plan.blocks;
   // Several where a row has many parts; where only those of long requests may, if rows are few.
   plan.combine_together = plan.parts >= kManyParts || (plan.most_parts >= kManyParts &&
                                                        p.total_q * p.q_heads <= kFewCombinedRows * limits.processors);
-  plan.read_once = longest_query(p) * p.group <= plan.instance.rows;
   plan.l2_keys = kL2Bytes / ((p.head_dim + p.head_dim_v) * dtype_bytes(c.dtype));
   // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere. A box begins
   // where the swizzle does.

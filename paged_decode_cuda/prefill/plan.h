@@ -19,14 +19,16 @@ struct PrefillPlan {
   int64_t parts;                     // that the keys of every item are cut into, 1: none is
   int64_t most_parts, parts_wanted;  // where lengths differ: of a long one, and of all
   int64_t part_keys;                 // they are cut only where the longest item sees so many keys
+  int64_t least_part_keys;           // fewer keys have fewer parts
   int64_t blocks;
+  bool one_round;         // every block has one tile of rows, or part of one, at most
   bool combine_together;  // several warps add the parts of a row
   int64_t l2_keys;        // keys and values of so many places of one head may stay in L2
 };
 
 // Of both routes for long queries.
 constexpr int64_t kFewTiles = 6;        // times the tiles of rows that leave more idle than the decode kernel costs
-constexpr int64_t kPartKeys = 512;      // fewer are not worth a part
+constexpr int64_t kPartKeys = 512;      // fewer are not worth a part, where multiprocessors are busy without
 constexpr int64_t kL2Bytes = 24 << 20;  // of keys and values that all blocks read together
 
 // Softcap or ALiBi, which half of the instances do without.

@@ -46,6 +46,7 @@ PrefillCall prefill_call(const Problem& p, const PrefillPlan& plan, const Layout
   const int least_rows = hides_lengths(p) ? rows : 0;
   call.query_box_rows = boxes ? least_rows : rows + 1;
   call.blocks_in_grid = static_cast<int32_t>(plan.blocks);
+  call.one_round = plan.one_round;
   call.l2_keys = static_cast<int32_t>(plan.l2_keys);
   call.tickets = reinterpret_cast<unsigned long long*>(workspace);
   call.copy_policy = plan.read_once ? kCopyReadOnce : kCopyAsUsual;
@@ -54,6 +55,7 @@ PrefillCall prefill_call(const Problem& p, const PrefillPlan& plan, const Layout
   call.parts_wanted = static_cast<float>(plan.parts_wanted);
   call.most_part_rate = static_cast<float>(plan.instance.keys) / kPartKeys;
   call.part_tiles = static_cast<int32_t>(pd_ceil_div(plan.part_keys, plan.instance.keys));
+  call.parts_of_tile = static_cast<float>(plan.instance.keys) / static_cast<float>(plan.least_part_keys);
   call.cut = reinterpret_cast<int32_t*>(call.tickets + 1);
   call.combine_warps = plan.combine_together ? kCombineThreads / kWarp : 1;
   call.row_parts = reinterpret_cast<int2*>(workspace + layout.row_parts);

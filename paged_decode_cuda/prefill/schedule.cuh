@@ -90,8 +90,8 @@ struct Scheduler {
   int ends;           // tiles up to it, inclusive; of all lanes how many there are, once none is left
   bool left;          // whether there are tiles in buckets below this one, as far as all chunks of it were held
 
-  // Also writes the work of tile `index`, where every request has one tile of rows and all of them are in the first
-  // bucket: their order is known without counting. False: find() is to be asked.
+  // Also writes the work of tile `index`, where the order of tiles is known without counting: every request has one
+  // tile of rows, and all of them are in the first bucket; or the order does not matter. False: find() is to be asked.
   template <typename Call, typename Known>
   PD_MEMBER bool start(const Problem& p, const Call& plan, Known& known, int index, Work& work) {
     const int lane = threadIdx.x % kWarp;
@@ -114,18 +114,20 @@ struct Scheduler {
     if (lane == 0) {
       known.longest = longest;
       if constexpr (Call::kCutsKeys)
-        work.part_rate = plan.parts > 1 && longest >= plan.part_tiles ? Work::kAlike : Work::kWhole;
+        work.part_rate = plan.parts > 1 && longest >= plan.part_tiles ? -parts_alike(plan, longest) : Work::kWhole;
     }
     __syncwarp();
     const bool single = lane >= p.batch || (own.rows == 1 && own.most >= bucket_bound(p, longest, bucket));
     if (p.batch <= kWarp && __ballot_sync(~0u, single) == ~0u) {
       pieces = static_cast<int>(p.kv_heads);
-      if constexpr (Call::kCutsKeys) pieces *= work.part_rate == Work::kWhole ? 1 : plan.parts;
+      if constexpr (Call::kCutsKeys) {
+        if (work.part_rate < 0.f) pieces *= static_cast<int>(-work.part_rate);
+      }
       bucket = 0;  // nothing is left in the others
       own.in_bucket = own.rows;
       ends = min(lane + 1, static_cast<int>(p.batch)) * pieces;
       const int owner = __popc(__ballot_sync(~0u, ends <= index));
-      if (owner == kWarp) return false;
+      if (owner == kWarp) return take_none(work);
       if (lane == owner) {
         work.item = item;
         take_piece(plan, index - owner * pieces, work);
@@ -138,9 +140,34 @@ struct Scheduler {
         cut_by_length(p, plan, known, longest, rows, tiles, work);
     }
     count_pieces(p, plan, work);
+    if constexpr (Call::kCutsKeys) {
+      if (plan.one_round) return take_in_any_order(p, plan, index, item, work);
+    }
     if constexpr (Call::kHasSections) end_section(p, plan);
     own.below = own.rows;
     count(p, plan, known, work, 0);
+    return false;
+  }
+
+  // The work of tile `index`, those of all requests one behind the other. `item`: the last tile of this lane's request.
+  template <typename Call>
+  PD_MEMBER bool take_in_any_order(const Problem& p, const Call& plan, int index, const Item& item, Work& work) const {
+    const int all = own.rows * pieces, end = inclusive_sum(all);
+    const int lane = threadIdx.x % kWarp, owner = __popc(__ballot_sync(~0u, end <= index));
+    if (owner == kWarp) return take_none(work);
+    if (lane == owner) {
+      const int piece = index - (end - all), tile = piece / pieces;
+      work.item = item;
+      if (tile < own.rows - 1) take_rows<Shape>(p, plan, tile, work.item);
+      take_piece(plan, piece - tile * pieces, work);
+    }
+    __syncwarp();
+    return true;
+  }
+
+  static PD_MEMBER bool take_none(Work& work) {
+    if (threadIdx.x % kWarp == 0) work.exists = false;
+    __syncwarp();
     return false;
   }
 
@@ -186,6 +213,13 @@ struct Scheduler {
     return static_cast<float>(__reduce_add_sync(~0u, parts)) * static_cast<float>(p.kv_heads);
   }
 
+  // Into how many parts every tile of rows is cut, if the longest one sees so many tiles of keys.
+  template <typename Call>
+  PD_MEMBER static float parts_alike(const Call& plan, int longest) {
+    const float worth = floorf(static_cast<float>(longest) * plan.parts_of_tile);
+    return fminf(fmaxf(worth, 1.f), static_cast<float>(plan.parts));
+  }
+
   // Into how many parts so many tiles of keys are cut.
   template <typename Call>
   PD_MEMBER static int parts_of(const Call& plan, int tiles, float rate) {
@@ -206,7 +240,7 @@ struct Scheduler {
   template <typename Call>
   PD_MEMBER int parts(const Call& plan, const Work& work) const {
     if constexpr (Call::kCutsKeys) {
-      if (work.part_rate == Work::kAlike) return plan.parts;
+      if (work.part_rate < 0.f) return static_cast<int>(-work.part_rate);
     }
     return parts_by_length(plan, work);
   }
@@ -332,9 +366,7 @@ struct Scheduler {
         bucket = request < p.batch ? first_bucket(p) : 0;
         if (request >= p.batch) {
           ends = before;
-          if (lane == 0) work.exists = false;
-          __syncwarp();
-          return false;
+          return take_none(work);
         }
       }
       if (all_buckets || p.batch > kWarp) {

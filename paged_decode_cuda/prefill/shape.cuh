@@ -37,15 +37,16 @@ struct PrefillCall : Plan {
   uint64_t copy_policy;      // of L2, for keys and values
   int32_t box_rows;          // slots of a box; 0: no bulk copies
   int32_t blocks_in_grid;
+  bool one_round;               // no block has a second tile of rows, or part of one
   int32_t l2_keys;              // of one head, that L2 keeps
   unsigned long long* tickets;  // one word
   // The keys of a tile of rows are cut into so many parts, if the longest tile of rows has part_tiles tiles of keys or
-  // more. Where lengths differ, long ones are cut into more and short ones into fewer: about parts_wanted of all tiles
-  // of rows, most_parts of one at most, and most_part_rate of each tile of keys. Then the sums of every row of each
-  // wait for the combine kernel: [most_parts, tokens, q_heads, head_dim_v], and [most_parts, tokens, q_heads]
-  // references and weights.
+  // more, but not into more than parts_of_tile for each of them. Where lengths differ, long ones are cut into more and
+  // short ones into fewer: about parts_wanted of all tiles of rows, most_parts of one at most, and most_part_rate of
+  // each tile of keys. Then the sums of every row of each wait for the combine kernel: [most_parts, tokens, q_heads,
+  // head_dim_v], and [most_parts, tokens, q_heads] references and weights.
   int32_t parts, most_parts, part_tiles;
-  float parts_wanted, most_part_rate;
+  float parts_of_tile, parts_wanted, most_part_rate;
   int32_t* cut;           // whether keys were cut
   int2* row_parts;        // [tokens, q_heads]: into how many parts, if so, and of which request the row is
   int32_t combine_warps;  // of that kernel, for each row: one, or all of a block
@@ -55,11 +56,10 @@ struct PrefillCall : Plan {
 
 // What a block works on: a tile of rows of one request and kv_head, and a part of its keys.
 struct Work {
-  static constexpr float kAlike = -1.f;  // every tile of rows has as many parts as the host says
-  static constexpr float kWhole = 0.f;   // no keys are cut
+  static constexpr float kWhole = 0.f;  // no keys are cut
   Item item;
   int head, part, parts;
-  float part_rate;  // parts for each tile of keys, or one of the above
+  float part_rate;  // parts for each tile of keys; kWhole; or below 0: every tile of rows has -part_rate parts
   bool cut;         // its sums are those of a part
   bool exists;
   bool gathers;  // the consumers copy their queries themselves

@@ -106,6 +106,9 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
       constexpr int kAtOnce = kKeys / 2 % 16 == 0 ? 16 : 8;
       static_assert(kKeys / 2 % kAtOnce == 0, "no scores are left");
       const int column = first_key + threadIdx.x % 4 * 2;
+      float distance[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) distance[r] = static_cast<float>(q_pos[r] - column);
       const bool capped = p.softcap != 0.f;
       float factor = natural_scale;
       if (capped) factor *= (p.softcap <= kMostFastCap ? kFastCapScale : 1.f) / p.softcap;
@@ -126,8 +129,8 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
         if (p.alibi_slopes) {
 #pragma unroll
           for (int i = first; i < first + kAtOnce; ++i) {
-            const int r = i / 2 % 2, key = column + i / 4 * 8 + i % 2;
-            s[i] -= fabsf(static_cast<float>(q_pos[r] - key)) * slope[r];
+            const int r = i / 2 % 2;
+            s[i] -= fabsf(distance[r] - static_cast<float>(i / 4 * 8 + i % 2)) * slope[r];
           }
         }
       }

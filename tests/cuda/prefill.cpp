@@ -15,13 +15,13 @@ struct PrefillCase {
   int64_t batch, kv_heads, group, head_dim, head_dim_v, q_bytes, kv_bytes, total_q, max_q_len;
   int64_t page_size, paged, packed, qv;
   int64_t window_left, window_right, chunk, softcap, num_splits, deterministic;
-  int64_t l2_keys, parts, most_parts, parts_wanted, part_tiles;
+  int64_t l2_keys, parts, most_parts, parts_wanted, part_tiles, least_part_keys, one_round;
   int64_t cu_seqlens_q, cache_seqlens, leftpad;
 };
 
 struct PrefillNumbers {
   int64_t rows, keys, threads, shared_bytes, all_scores, box_rows, items, blocks, l2_keys;
-  int64_t parts, most_parts, parts_wanted, part_keys;
+  int64_t parts, most_parts, parts_wanted, part_keys, least_part_keys, one_round;
 };
 
 struct Tile {
@@ -90,8 +90,10 @@ const char* prefill_refusal(const PrefillCase* call) { return prefill_why_not(pr
 void prefill_numbers(const PrefillCase* call, PrefillNumbers* numbers) {
   const PrefillPlan plan = plan_prefill(problem_of(*call), limits_of(*call));
   const PrefillInstance& i = plan.instance;
-  *numbers = {i.rows,      i.keys,       i.threads,  i.shared_bytes,  plan.all_scores,   plan.box_rows, plan.items,
-              plan.blocks, plan.l2_keys, plan.parts, plan.most_parts, plan.parts_wanted, plan.part_keys};
+  *numbers = {
+      i.rows,        i.keys,       i.threads,  i.shared_bytes,  plan.all_scores,   plan.box_rows,  plan.items,
+      plan.blocks,   plan.l2_keys, plan.parts, plan.most_parts, plan.parts_wanted, plan.part_keys, plan.least_part_keys,
+      plan.one_round};
 }
 
 struct PrefillMmaNumbers {
@@ -121,9 +123,11 @@ int64_t prefill_order(const PrefillCase* call, Tile* tiles, int64_t most) {
   plan.parts = static_cast<int32_t>(call->parts);
   plan.most_parts = static_cast<int32_t>(pd_max(call->most_parts, call->parts));
   plan.parts_wanted = static_cast<float>(call->parts_wanted);
+  plan.parts_of_tile = static_cast<float>(Shape::kKeys) / static_cast<float>(pd_max(call->least_part_keys, 1));
   plan.most_part_rate = static_cast<float>(Shape::kKeys) / kPartKeys;
   plan.part_tiles = static_cast<int32_t>(call->part_tiles);
   plan.blocks_in_grid = static_cast<int32_t>(call->processors);
+  plan.one_round = call->one_round != 0;
   int64_t count = 0;
   Work work = {};  // of all lanes
   KnownRequests<384> known, of_other;
@@ -132,7 +136,8 @@ int64_t prefill_order(const PrefillCase* call, Tile* tiles, int64_t most) {
     scheduler.start(p, plan, known, 0, work);
     for (int index = 0;; ++index) {
       // Every second tile as a block finds it that begins with it, where that is known at once.
-      const bool found = index % 2 == 0 && other.start(p, plan, of_other, index, work);
+      const bool found = (index % 2 == 0 || plan.one_round) && other.start(p, plan, of_other, index, work);
+      if (!found && plan.one_round) break;
       if (!found && !scheduler.find(p, plan, known, index, work)) break;
       if (threadIdx.x != 0) continue;
       const Item& item = work.item;

@@ -18,11 +18,12 @@ CALL = [
     *("batch", "kv_heads", "group", "head_dim", "head_dim_v", "q_bytes", "kv_bytes", "total_q", "max_q_len"),
     *("page_size", "paged", "packed", "qv"),
     *("window_left", "window_right", "chunk", "softcap", "num_splits", "deterministic"),
-    *("l2_keys", "parts", "most_parts", "parts_wanted", "part_tiles", "cu_seqlens_q", "cache_seqlens", "leftpad"),
+    *("l2_keys", "parts", "most_parts", "parts_wanted", "part_tiles", "least_part_keys", "one_round"),
+    *("cu_seqlens_q", "cache_seqlens", "leftpad"),
 ]
 NUMBERS = [
     *("rows", "keys", "threads", "shared_bytes", "all_scores", "box_rows"),
-    *("items", "blocks", "l2_keys", "parts", "most_parts", "parts_wanted", "part_keys"),
+    *("items", "blocks", "l2_keys", "parts", "most_parts", "parts_wanted", "part_keys", "least_part_keys", "one_round"),
 ]
 MMA_NUMBERS = [
     *("head_dim", "keys", "widens", "rows", "threads", "shared_bytes"),
