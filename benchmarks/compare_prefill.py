@@ -18,7 +18,7 @@ import re
 from pathlib import Path
 
 import torch
-from cuda_cases import last_round_cases, prefill_cases
+from cuda_cases import few_tiles_cases, last_round_cases, prefill_cases
 from cuda_providers import KERNEL, Missing, fa3_library, fa3_plan, load_ours, measure
 from tqdm import tqdm
 
@@ -138,7 +138,8 @@ def main():
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n\n| case | GFLOP | us (TFLOP/s) | | |")
     print("| --- | --- | " + " | ".join("---" for _ in PROVIDERS) + " |")
     rows = []
-    cases = [case for case in (*prefill_cases(), *last_round_cases()) if re.search(arguments.cases, case.name)]
+    cases = [*prefill_cases(), *last_round_cases(), *few_tiles_cases()]
+    cases = [case for case in cases if re.search(arguments.cases, case.name)]
     for case in tqdm(cases, "cases"):
         rows.append(row := measure(Inputs(case), PROVIDERS, arguments.rounds))
         cells = [f"{name} {us:.1f} ({case.flops / us * 1e-6:.0f})" for name, us in row["us"].items()]

@@ -119,6 +119,17 @@ def last_round_cases():
     ]
 
 
+def few_tiles_cases():
+    """Short prompts and chunks of one request: few tiles of rows, which leave most multiprocessors idle."""
+    heads = {"8/1": (8, 1, 128), "32/8": (32, 8, 128), "8/4 D256": (8, 4, 256), "9/3 D64": (9, 3, 64)}
+    lengths = [(64, 256), (64, 2048), (128, 128), (256, 256), (256, 512), (256, 1024), (256, 4096), (512, 1024)]
+    return [
+        Prompts(f"B1 {q_len} on {kv_len}, {name}", [q_len], [kv_len], *sizes, page_size=16)
+        for name, sizes in heads.items()
+        for q_len, kv_len in lengths
+    ]
+
+
 # Attention of models, from their configurations: q_heads, kv_heads, head_dim, and what a layer has besides.
 MODELS = {
     "Llama 3.1 8B": (32, 8, 128, {}),
