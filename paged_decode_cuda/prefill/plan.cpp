@@ -228,8 +228,8 @@ PrefillInstance instance_for(const Problem& p, int processors) {
   return many || p.deterministic ? tall : other;
 }
 
-// Whether the decode kernel takes less time: it has little to do with few rows, few keys and few bytes of each.
-bool small(const Problem& p, const PrefillInstance& instance, int64_t processors) {
+// Whether the decode kernel takes less time, as rows, keys and the bytes of each are few.
+bool little_work(const Problem& p, const PrefillInstance& instance, int64_t processors) {
   const int64_t parts = pd_min(most_keys(p, instance.rows) / kShortPartKeys, kMostParts);
   const int64_t bytes = p.total_q * p.q_heads * parts * instance.head_dim * dtype_bytes(p.cache.dtype);
   return bytes * kFewTiles < processors * kUsualTileBytes;
@@ -259,7 +259,7 @@ const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
   if (p.deterministic && parts > 1) return "deterministic and num_splits above 1";
   if (parts > 1 && (parts > kPartTiles * limits.processors || tiles * parts > kPartTiles * limits.processors))
     return "num_splits above 1 and more rows than it is meant for";
-  if (!p.deterministic && tiles * parts * kFewTiles < limits.processors && small(p, instance, limits.processors))
+  if (!p.deterministic && tiles * parts * kFewTiles < limits.processors && little_work(p, instance, limits.processors))
     return "too few tiles of rows to fill the device";
   const int64_t busy = 2 * tiles > limits.processors ? tiles : tiles * parts;
   if (widens(p) && has_few_rows(p, kFewWidenedRows) && (p.deterministic || 4 * busy < 3 * limits.processors))
