@@ -8,6 +8,8 @@ output once more. Roundings of different keys are independent, so they add up as
 scores alike adds up as it is. The sum of probabilities has roundings of its own, see `error_of_the_sum`.
 """
 
+import math
+
 import cases
 import reference
 import torch
@@ -133,7 +135,9 @@ def attend_request(call, b, request, caches, q, qv, slopes, sinks, narrow, cappe
     scale = length**-0.5 if scale is None else scale
     s, size = s * scale, size.sqrt() * abs(scale)
     random = size * (6 * EPS32 * max(1.0, length**0.5 / 4))
-    together = 8 * EPS32 * s.abs() + rotated * size + (EIGHT_BIT_SUMS * size if narrow else 0.0)
+    together = 8 * EPS32 * s.abs() + rotated * size
+    if narrow:  # the matrix unit adds 32 terms at a time, and keeps 13 bits of the sum
+        together = together + EIGHT_BIT_SUMS * size + 2**-13 * math.ceil(length / 32) * s.abs()
     softcap = arguments.get("softcap", 0.0)
     if softcap > 0:
         s = softcap * torch.tanh(s / softcap)
