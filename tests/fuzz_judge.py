@@ -136,7 +136,7 @@ def attend_request(call, b, request, caches, q, qv, slopes, sinks, narrow, cappe
     s, size = s * scale, size.sqrt() * abs(scale)
     random = size * (6 * EPS32 * max(1.0, length**0.5 / 4))
     together = 8 * EPS32 * s.abs() + rotated * size
-    if narrow:  # the matrix unit adds 32 terms at a time, and keeps 13 bits of the sum
+    if narrow:  # the matrix unit cuts each of 32 terms to 13 bits of the largest one, or of the sum so far
         together = together + EIGHT_BIT_SUMS * size + 2**-13 * math.ceil(length / 32) * s.abs()
     softcap = arguments.get("softcap", 0.0)
     if softcap > 0:
