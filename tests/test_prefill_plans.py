@@ -273,10 +273,10 @@ def test_how_keys_are_cut(library):
     one = {"kv_heads": 1, "max_q_len": 16, "page_size": 16}  # 65536 keys fit into the table
     assert parts([100], **one) == 32 and parts([100] * 8, **one) == 16 and parts([100] * 44, **one) == 3
     assert parts([100] * 128, **one) == 1 and parts(PROMPTS) == 1
-    # Parts of 128 keys with 8 tiles that compute or 12 that only read, of 256 or 512 with more of them.
+    # Parts of 128 keys where tiles only read or are 8 at most, of 256 with more that compute.
     seen = lambda keys: {"window_left": keys - 32}  # noqa: E731
     assert parts([100], **one, **seen(300)) == 1 and parts([100], **one, **seen(900)) == 7
-    assert parts([100] * 12, **one, **seen(1024)) == 8 and parts([100] * 13, **one, **seen(1024)) == 2
+    assert parts([100] * 16, **one, **seen(1024)) == 8 and parts([100] * 17, **one, **seen(1024)) == 7
     several = one | {"max_q_len": 256}
     assert parts([100], **several, **seen(1024)) == 8 and parts([100] * 2, **several, **seen(1024)) == 4
     assert parts([100], **one, head_dim=256) == 16  # parts twice as large
@@ -292,12 +292,26 @@ def test_how_keys_are_cut(library):
     # Packed requests: one fills its tiles of rows, of several each may end with a row in a tile of its own.
     packed = {"kv_heads": 8, "page_size": 16}
     assert parts([100], q_lens=[128], **packed) == 4 and parts([100], q_lens=[129], **packed) == 3
-    assert parts([100] * 2, q_lens=[64, 64], **packed) == 3 and parts([100] * 2, q_lens=[65, 63], **packed) == 3
+    assert parts([100] * 2, q_lens=[64, 64], **packed) == 4 and parts([100] * 2, q_lens=[65, 63], **packed) == 3
     assert numbers_of(library, [100] * 2, q_lens=[65, 63], **packed).items == 5
+    # Tokens of no request.
+    assert parts([], q_lens=[], **one, total_q=500) == 1
     # The sums of all parts are those of five tiles of rows per multiprocessor at most.
     assert refusal(library, [100] * 82, **one, num_splits=8) == ""
     assert refusal(library, [100] * 83, **one, num_splits=8) != ""
     assert refusal(library, [100], **one, num_splits=2**40) != ""
+
+
+def test_blocks_that_add_parts_are_spread(library):
+    """No multiprocessor takes more of them than its share, or two; with few rows several warps add those of each."""
+    for tokens, warps in ((4, 4), (66, 4), (67, 2), (99, 2), (100, 1), (2000, 1)):
+        plan = numbers_of(library, [60000], max_q_len=tokens, num_splits=8)
+        assert plan.combine_warps == warps
+        share = 233472 // (plan.combine_bytes + 8 * 32 * 24 + 1024)
+        assert plan.combine_blocks == min(-(-tokens * 16 * warps // 8), 8 * 132)
+        assert share == max(2, -(-plan.combine_blocks // 132))
+    few = numbers_of(library, [60000], max_q_len=4, num_splits=7)
+    assert few.combine_warps == 1  # parts are few too
 
 
 def test_keys_are_cut_where_the_last_round_has_few_tiles(library):
@@ -421,6 +435,7 @@ def test_long_requests_have_more_parts(library, seed):
     tiles_of_rows = sum(-(-n * 4 // 128) for n in q_lens) * heads
     wanted = host * tiles_of_rows
     plan = {"kv_heads": heads, "parts": host, "most_parts": most, "parts_wanted": wanted}
+    plan["processors"] = rng.choice([132, 2000])
     call, _keep = call_of(lens, part_tiles=20, **plan, **rows)
     count, tiles = order_of(library, call, tiles_of_rows * (most + 1))
     dealt = {}
@@ -462,21 +477,21 @@ def test_few_keys_have_fewer_parts(library):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_one_round_has_the_same_tiles(library, seed):
-    """Where every block has one tile at most their order does not matter, and each is found without counting."""
+    """Where every block has one tile at most their order does not matter: the tiles and parts of a single block that
+    takes the long ones first, and those that the host knows to be so few."""
     rng = random.Random(seed)
-    batch, heads, packed = rng.choice([1, 3, 32]), rng.choice([1, 3]), seed % 2 == 0
+    batch, heads, packed = rng.choice([1, 3, 32, 50]), rng.choice([1, 3]), seed % 2 == 0
     lens = [rng.choice([0, 100, rng.randint(1, 5000)]) for _ in range(batch)]
     q_lens = [rng.choice([0, 1, 33, 200]) for _ in lens]
     rows = {"q_lens": q_lens} if packed else {"max_q_len": 100}
     parts = rng.choice([1, 4])
-    plan = {"kv_heads": heads, "parts": parts, "most_parts": rng.choice([parts, 4]), "part_tiles": rng.choice([0, 20])}
-    plan |= {"parts_wanted": 500, "least_part_keys": rng.choice([1, 512])}
+    plan = {"kv_heads": heads, "parts": parts, "part_tiles": rng.choice([0, 20]), "least_part_keys": rng.choice([1, 512])}
     orders = []
-    for one_round in (0, 1):
-        call, _keep = call_of(lens, one_round=one_round, **plan, **rows)
+    for one_round, blocks in ((0, 1), (0, 5000), (batch <= 32, 5000)):  # it is only known of so few requests
+        call, _keep = call_of(lens, one_round=one_round, processors=blocks, **plan, **rows)
         count, tiles = order_of(library, call, 5000)
         orders.append(sorted(tuple(getattr(t, name) for name in prefill_planner.TILE) for t in tiles[:count]))
-    assert orders[0] == orders[1] and (orders[0] or not any(q_lens))
+    assert orders[0] == orders[1] == orders[2] and (orders[0] or not any(q_lens))
 
 
 def test_where_one_round_is_enough(library):
@@ -563,7 +578,7 @@ def test_prefill_tiles_are_dealt_once(library, seed):
         options = {
             "kv_heads": rng.choice([1, 3, 8]), "group": rng.choice([1, 3, 4, 8]), "chunk": rng.choice([0, 0, 0, 100]),
             "window_right": rng.choice([0, 0, -1, 5]), "window_left": rng.choice([-1, -1, 60]),
-            "l2_keys": rng.choice([1, 1000, 1 << 20]),
+            "l2_keys": rng.choice([1, 1000, 1 << 20]), "processors": rng.choice([1, 132]),
         }  # fmt: skip
         leftpads = [rng.randint(0, n) for n in lens] if rng.random() < 0.3 else None
         call, _keep = call_of(lens, q_lens, leftpads, **options)
@@ -583,8 +598,11 @@ def test_prefill_tiles_are_dealt_once(library, seed):
                 begin, end = visible(row // group, q_lens[t.b], lens[t.b], leftpad, *places)
                 assert begin >= end or (t.key_begin <= begin and end <= t.key_end)
         falls = options["window_right"] >= 0 and options["window_left"] < 0 and not options["chunk"]
-        if falls and not leftpads:
-            sections = batch <= 32 and all(2 * -(-n * group // rows) * options["kv_heads"] >= 132 for n in q_lens)
+        blocks = options["processors"]
+        if wanted <= blocks:  # their order does not matter
+            assert [t.b for t in tiles] == sorted(t.b for t in tiles)
+        elif falls and not leftpads:
+            sections = batch <= 32 and all(2 * -(-n * group // rows) * options["kv_heads"] >= blocks for n in q_lens)
             assert sections or long_ones_first(tiles, keys, 8 if batch <= 32 else 4)
 
 

@@ -9,11 +9,12 @@ namespace {
 
 constexpr int kWarps = kCombineThreads / kWarp;
 
-// What the warps of a row have added up.
+// What the warps of a block have added up.
 struct SharedSums {
   float2 ml[kWarps][kWarp];
   float4 acc[kWarps][kWarp];
 };
+static_assert(sizeof(SharedSums) == kCombineSharedBytes, "as the host counts");
 
 // Part `first` and every step-th behind it, of `parts`.
 PD_DEVICE RowSum add_parts(const Problem& p, const PrefillCall& call, int parts, int token, int q_head, int quad,
@@ -77,12 +78,12 @@ __global__ void __launch_bounds__(kCombineThreads)
         shared_sums.acc[warp][lane] = make_float4(sum.acc[0], sum.acc[1], sum.acc[2], sum.acc[3]);
         __syncthreads();
         if (member > 0) continue;
-        float2 ml[kWarps];
-        float4 values[kWarps];
+        float2 ml[kMostTogether];
+        float4 values[kMostTogether];
 #pragma unroll
-        for (int i = 0; i < kWarps; ++i) {
-          ml[i] = shared_sums.ml[i][lane];
-          values[i] = shared_sums.acc[i][lane];
+        for (int i = 0; i < kMostTogether; ++i) {
+          ml[i] = i < together ? shared_sums.ml[warp + i][lane] : make_float2(-INFINITY, 0.f);
+          values[i] = i < together ? shared_sums.acc[warp + i][lane] : make_float4(0.f, 0.f, 0.f, 0.f);
         }
         sum = {};
         sum.add(ml, values);

@@ -7,6 +7,7 @@
 #include "../decode/plan.h"
 #include "../layout.h"
 #include "e4m3_sizes.h"
+#include "instances.h"
 #include "narrow_sizes.h"
 
 namespace paged_attn {
@@ -17,8 +18,8 @@ constexpr int64_t kMostPartsOfRounds = 8;  // the same with more than one round 
 constexpr int64_t kMostRounds = 4;         // with more of them a long one is hardly longer than all
 constexpr int64_t kPartTiles = 5;          // times the multiprocessors: tiles of rows whose parts there is memory for
 constexpr int64_t kIdle = 3;  // times the tiles of rows: so many multiprocessors have nothing to do without parts
-// Few tiles have short parts, as few are written: these where tiles compute, and those where they only read.
-constexpr int64_t kVeryFewTiles = 8, kFewReadTiles = 12, kShortPartKeys = 128, kIdlePartKeys = 256;
+// Then parts are short, as few are written: the first of these where tiles only read or are very few.
+constexpr int64_t kVeryFewTiles = 8, kShortPartKeys = 128, kIdlePartKeys = 256;
 // By measurement on H100s and H200s. GB/s that a multiprocessor reads: while the other one of its pair does nothing,
 // while both read, and where most of the GPU is idle.
 constexpr double kAloneRate = 60, kPairedRate = 39, kIdleRate = 42;
@@ -29,9 +30,10 @@ constexpr double kIdleCombineTime = 2800, kIdlePartRate = 6500, kIdleComputeRate
 // How long a multiprocessor alone reads, in ns: keys that are worth a cut where there are more rounds of tiles than
 // one, and what a table must have room for.
 constexpr double kLong = 30000, kMayBeLong = 60000;
-constexpr int64_t kManyParts = 8;         // of a row: several warps add them
-constexpr int64_t kFewCombinedRows = 12;  // times the multiprocessors
-constexpr double kComputeRate = 5300;     // operations of a multiprocessor in a ns
+constexpr int64_t kManyParts = 8;                                   // of a row: several warps add them
+constexpr int64_t kVeryFewCombinedRows = 8, kFewCombinedRows = 12;  // times the multiprocessors
+constexpr int64_t kMostCombineBlocks = 8;  // times them: more would take long to start where nothing was cut
+constexpr double kComputeRate = 5300;      // operations of a multiprocessor in a ns
 constexpr int64_t kMostE4m3Dims = 128;
 constexpr int64_t kRequestsAtOnce = 32;  // by the lanes of a warp
 constexpr int64_t kUsualDim = 128, kUsualTileBytes = 128 * kUsualDim * 2;
@@ -40,10 +42,10 @@ constexpr int64_t kFewWidenedRows = 32;  // take less time in the decode kernel 
 
 // How the keys of tiles of rows are cut: into so many parts, where the longest tile sees so many keys; and, where
 // lengths differ, into how many in all and of one tile at most. The device, which knows the lengths, takes fewer parts
-// where they would have fewer keys than `least` each.
+// where they would have fewer keys than `least` each, and `least_long` where lengths differ.
 struct Cuts {
   int64_t parts, keys, wanted, most;
-  int64_t least = 1;
+  int64_t least = 1, least_long = kPartKeys;
 };
 
 constexpr Cuts kWhole = {1, 0, 0, 1};
@@ -91,9 +93,7 @@ class CutTimes {
     const double rest = all - full * processors_;
     if (rest == 0) return full;
     if (!reads_) return full + 1;
-    const double own = tiles_ * kIdle <= processors_         ? kIdleRate
-                       : full == 0 && rest > processors_ / 2 ? kPairedRate
-                                                             : kAloneRate;
+    const double own = full == 0 && rest > processors_ / 2 ? kPairedRate : kAloneRate;
     return full + std::max(rest / processors_, std::min(rate_ / own, 1.));
   }
 
@@ -111,10 +111,10 @@ int64_t expected_tiles(const Problem& p, int rows) {
 // tiles of rows only read, though others compute.
 bool mixed(const Problem& p) { return p.cu_seqlens_q && 2 * p.total_q <= p.batch * longest_query(p); }
 
-// All tiles into as many parts: the number that pays from the fewest keys on. least, most: parts.
-Cuts cut_alike(const CutTimes& times, int64_t tiles, int64_t keys, int64_t least, int64_t most, int64_t processors) {
+// All tiles into as many parts: the number that pays from the fewest keys on, `most` at most.
+Cuts cut_alike(const CutTimes& times, int64_t tiles, int64_t keys, int64_t most, int64_t processors) {
   Cuts best = kWhole;
-  for (int64_t parts = pd_max(least, 2); parts <= most; ++parts) {
+  for (int64_t parts = 2; parts <= pd_min(most, kMostParts); ++parts) {
     const double from = times.least_keys(parts);
     if (from <= 0 || from > static_cast<double>(keys)) continue;
     if (best.parts == 1 || from < static_cast<double>(best.keys))
@@ -124,30 +124,34 @@ Cuts cut_alike(const CutTimes& times, int64_t tiles, int64_t keys, int64_t least
 }
 
 // The same where few tiles leave most multiprocessors idle: as many parts as there are multiprocessors for.
-Cuts cut_to_fill(const Problem& p, const CutTimes& times, int64_t tiles, int64_t keys, int64_t processors) {
+Cuts cut_to_fill(const Problem& p, const CutTimes& times, int64_t tiles, int64_t keys, int64_t room,
+                 int64_t processors) {
   const int64_t least = tiles <= kVeryFewTiles || times.reads() ? kShortPartKeys : kIdlePartKeys;
   const int64_t most_written = kMostParts * kUsualDim / pd_max(p.head_dim_v, kUsualDim);
-  const int64_t most = pd_min(pd_min(processors / tiles, keys / least), most_written);
+  const int64_t most = pd_min(pd_min(processors / tiles, keys / least), pd_min(most_written, room));
   double from = INFINITY;
   for (int64_t parts = 2; parts <= most; ++parts)
     from = std::min(from, std::max(times.least_keys_when_idle(parts), static_cast<double>(parts * least)));
-  if (from > static_cast<double>(keys)) return kWhole;
-  return {most, static_cast<int64_t>(from), pd_max(most * tiles, processors), most, least};
+  if (from > static_cast<double>(keys)) return {1, 0, 0, 1, 1, least};
+  return {most, static_cast<int64_t>(from), processors, most, least, least};
 }
 
 // Where one round takes all tiles, a long one alone would take longer than the others: it is cut into `most` parts.
 // Where tiles compute, parts of them have more rows to write, so there keys must be more.
-Cuts cut_in_one_round(const Problem& p, const CutTimes& times, const Cuts& alike, int64_t keys, int64_t most,
-                      int64_t processors) {
+Cuts cut_in_one_round(const Problem& p, const CutTimes& times, const Cuts& alike, int64_t keys, int64_t tiles,
+                      int64_t room, int64_t processors) {
+  const int64_t most = pd_min(pd_min(room, keys / alike.least_long), kMostParts);
   if (most <= alike.parts || p.batch == 1) return alike;  // the only request has no others
   const double from = times.reads() ? 2 * kPartKeys : kLong / times.alone();
-  const Cuts by_length = {1, static_cast<int64_t>(from), 2 * processors, most};
+  const bool fits = 2 * tiles <= processors;  // all parts, with a long one cut, into one round
+  const int64_t wanted = fits ? processors : 2 * processors;
+  const Cuts by_length = {1, static_cast<int64_t>(from), wanted, most, 1, alike.least_long};
   if (alike.parts == 1) {
     const bool may_differ = times.reads() || static_cast<double>(keys) >= from;
     return may_differ ? by_length : alike;
   }
   if (mixed(p) && by_length.keys < alike.keys) return by_length;
-  return {alike.parts, alike.keys, alike.wanted, most, alike.least};
+  return {alike.parts, alike.keys, fits ? wanted : alike.wanted, most, alike.least, alike.least_long};
 }
 
 // With more rounds, so would a tile that is longer than what a multiprocessor reads in all of them. Half a part for
@@ -167,18 +171,18 @@ Cuts cut_in_rounds(const Problem& p, const CutTimes& times, const Cuts& alike, i
 // wider. Where a result must not depend on the other requests, neither may the cuts.
 Cuts cuts_of(const Problem& p, int64_t tiles, const PrefillInstance& instance, const DeviceLimits& limits) {
   if (p.num_splits > 0) return {p.num_splits, 0, 0, p.num_splits};
-  if (p.deterministic || tiles == 0) return kWhole;
-  const int64_t keys = most_keys(p, instance.rows), processors = limits.processors;
-  const int64_t most = pd_min(pd_min(kPartTiles * processors / tiles, keys / kPartKeys), kMostParts);
+  if (p.deterministic) return kWhole;
   // With cu_seqlens_q there may be about one more for every request, and a last round would seem to have few, or many,
   // for tiles that are not there.
   const int64_t likely = pd_min(tiles, expected_tiles(p, instance.rows));
+  if (likely == 0) return kWhole;
+  const int64_t keys = most_keys(p, instance.rows), processors = limits.processors;
+  const int64_t room = kPartTiles * processors / tiles;  // parts of each tile that there is memory for
   const CutTimes times(p, likely, instance, limits);
-  const bool idle = tiles * kIdle <= processors, fills = idle && (!times.reads() || tiles <= kFewReadTiles);
-  const int64_t most_alike = idle ? pd_min(most, processors / tiles) : most;
-  const Cuts alike = fills ? cut_to_fill(p, times, tiles, keys, processors)
-                           : cut_alike(times, tiles, keys, idle ? most_alike : 2, most_alike, processors);
-  if (likely <= processors) return cut_in_one_round(p, times, alike, keys, most, processors);
+  const Cuts alike = likely * kIdle <= processors
+                         ? cut_to_fill(p, times, likely, keys, room, processors)
+                         : cut_alike(times, likely, keys, pd_min(keys / kPartKeys, room), processors);
+  if (likely <= processors) return cut_in_one_round(p, times, alike, keys, likely, room, processors);
   if (likely > kMostRounds * processors) return alike;
   return cut_in_rounds(p, times, alike, keys, likely, instance.rows, processors);
 }
@@ -235,6 +239,20 @@ bool little_work(const Problem& p, const PrefillInstance& instance, int64_t proc
   return bytes * kFewTiles < processors * kUsualTileBytes;
 }
 
+// The kernel that adds parts. Several warps add those of a row where they may be many and rows are few. Its blocks
+// start while those of the kernel before end, and the first multiprocessors that are free would take nearly all. So
+// each asks for so much shared memory that none of them takes more than its share, or two.
+void plan_combine(const Problem& p, const DeviceLimits& limits, PrefillPlan& plan) {
+  const int64_t rows = p.total_q * p.q_heads, processors = limits.processors;
+  const bool few = plan.most_parts >= kManyParts && rows <= kFewCombinedRows * processors;
+  plan.combine_warps = !few ? 1 : rows > kVeryFewCombinedRows * processors ? kMostTogether / 2 : kMostTogether;
+  const int64_t blocks = pd_ceil_div(rows * plan.combine_warps, int64_t{kCombineThreads / 32});
+  plan.combine_blocks = pd_min(blocks, kMostCombineBlocks * processors);
+  const int64_t share = pd_max(pd_ceil_div(plan.combine_blocks, processors), 2);
+  const int64_t used = kSharedCostOfBlock + kCombineSharedBytes;
+  plan.combine_bytes = static_cast<int>(pd_max(limits.shared_per_processor / share - used, 0));
+}
+
 }  // namespace
 
 int64_t most_tiles(const Problem& p, int rows) {
@@ -281,14 +299,13 @@ PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   plan.parts_wanted = cuts.wanted;
   plan.part_keys = cuts.keys;
   plan.least_part_keys = cuts.least;
+  plan.least_long_part_keys = cuts.least_long;
   plan.blocks = pd_max(pd_min(tiles * plan.most_parts, limits.processors), 1);
   plan.read_once = longest_query(p) * p.group <= plan.instance.rows;
   // Where requests have one tile of rows each, finding the first tile takes no time, nor does finding that none is
   // left.
   plan.one_round = !plan.read_once && p.batch <= kRequestsAtOnce && tiles * plan.most_parts <= plan.blocks;
-  // Several where a row has many parts; where only those of long requests may, if rows are few.
-  plan.combine_together = plan.parts >= kManyParts || (plan.most_parts >= kManyParts &&
-                                                       p.total_q * p.q_heads <= kFewCombinedRows * limits.processors);
+  plan_combine(p, limits, plan);
   plan.l2_keys = kL2Bytes / ((p.head_dim + p.head_dim_v) * dtype_bytes(c.dtype));
   // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere. A box begins
   // where the swizzle does.

@@ -20,10 +20,13 @@ struct PrefillPlan {
   int64_t most_parts, parts_wanted;  // where lengths differ: of a long one, and of all
   int64_t part_keys;                 // they are cut only where the longest item sees so many keys
   int64_t least_part_keys;           // fewer keys have fewer parts
+  int64_t least_long_part_keys;      // the same where lengths differ
   int64_t blocks;
   bool one_round;         // every block has one tile of rows, or part of one, at most
-  bool combine_together;  // several warps add the parts of a row
-  int64_t l2_keys;        // keys and values of so many places of one head may stay in L2
+  int64_t combine_warps;  // that add the parts of a row together
+  int64_t combine_blocks;
+  int combine_bytes;  // of shared memory for each of them, beside what it uses
+  int64_t l2_keys;    // keys and values of so many places of one head may stay in L2
 };
 
 // Of both routes for long queries.

@@ -8,8 +8,6 @@
 namespace paged_attn {
 namespace {
 
-constexpr int64_t kCombineBlocks = 16;  // of a multiprocessor: more would take long to start where nothing was cut
-
 // The workspace: the word of tickets and whether keys were cut, then the number of parts of every row, then the parts'
 // references and sums of weights, then their sums.
 struct Layout {
@@ -53,11 +51,11 @@ PrefillCall prefill_call(const Problem& p, const PrefillPlan& plan, const Layout
   call.parts = static_cast<int32_t>(plan.parts);
   call.most_parts = static_cast<int32_t>(plan.most_parts);
   call.parts_wanted = static_cast<float>(plan.parts_wanted);
-  call.most_part_rate = static_cast<float>(plan.instance.keys) / kPartKeys;
+  call.most_part_rate = static_cast<float>(plan.instance.keys) / static_cast<float>(plan.least_long_part_keys);
   call.part_tiles = static_cast<int32_t>(pd_ceil_div(plan.part_keys, plan.instance.keys));
   call.parts_of_tile = static_cast<float>(plan.instance.keys) / static_cast<float>(plan.least_part_keys);
   call.cut = reinterpret_cast<int32_t*>(call.tickets + 1);
-  call.combine_warps = plan.combine_together ? kCombineThreads / kWarp : 1;
+  call.combine_warps = static_cast<int32_t>(plan.combine_warps);
   call.row_parts = reinterpret_cast<int2*>(workspace + layout.row_parts);
   call.ml = reinterpret_cast<float2*>(workspace + layout.ml);
   call.sums = reinterpret_cast<float*>(workspace + layout.sums);
@@ -91,10 +89,7 @@ void add_prefill(const Problem& p, const PrefillPlan& plan, Launches& launches) 
   const void* const kernel = kernel_of(plan.instance, plan.all_scores);
   launches.add(kernel, {plan.blocks, plan.instance.threads, plan.instance.shared_bytes}, p, call);
   if (plan.most_parts > 1) {
-    const int64_t warps = p.total_q * p.q_heads * call.combine_warps;
-    const int64_t blocks = pd_ceil_div(warps, kCombineThreads / kWarp);
-    const int64_t at_once = kCombineBlocks * launches.limits().processors;
-    launches.add(prefill_combine_kernel(), {pd_min(blocks, at_once), kCombineThreads, 0}, p, call);
+    launches.add(prefill_combine_kernel(), {plan.combine_blocks, kCombineThreads, plan.combine_bytes}, p, call);
   }
 }
 

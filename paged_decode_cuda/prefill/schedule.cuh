@@ -90,8 +90,9 @@ struct Scheduler {
   int ends;           // tiles up to it, inclusive; of all lanes how many there are, once none is left
   bool left;          // whether there are tiles in buckets below this one, as far as all chunks of it were held
 
-  // Also writes the work of tile `index`, where the order of tiles is known without counting: every request has one
-  // tile of rows, and all of them are in the first bucket; or the order does not matter. False: find() is to be asked.
+  // Also writes the work of tile `index`, where up to 32 requests need no buckets: each has one tile of rows, and all
+  // of them are in the first bucket; or no block has a second tile, so that the order does not matter. False: find() is
+  // to be asked.
   template <typename Call, typename Known>
   PD_MEMBER bool start(const Problem& p, const Call& plan, Known& known, int index, Work& work) {
     const int lane = threadIdx.x % kWarp;
@@ -117,53 +118,53 @@ struct Scheduler {
         work.part_rate = plan.parts > 1 && longest >= plan.part_tiles ? -parts_alike(plan, longest) : Work::kWhole;
     }
     __syncwarp();
-    const bool single = lane >= p.batch || (own.rows == 1 && own.most >= bucket_bound(p, longest, bucket));
-    // The usual case of drafts, in fewer steps than take_in_any_order() has: 0.2 us less.
-    if (p.batch <= kWarp && __ballot_sync(~0u, single) == ~0u) {
-      pieces = static_cast<int>(p.kv_heads);
-      if constexpr (Call::kCutsKeys) {
-        if (work.part_rate < 0.f) pieces *= static_cast<int>(-work.part_rate);
-      }
-      bucket = 0;  // nothing is left in the others
-      own.in_bucket = own.rows;
-      ends = min(lane + 1, static_cast<int>(p.batch)) * pieces;
-      const int owner = __popc(__ballot_sync(~0u, ends <= index));
-      if (owner == kWarp) return take_none(work);
-      if (lane == owner) {
-        work.item = item;
-        take_piece(plan, index - owner * pieces, work);
-      }
-      __syncwarp();
-      return true;
-    }
+    const bool in_first = lane >= p.batch || (own.rows == 1 && own.most >= bucket_bound(p, longest, bucket));
+    const bool one_bucket = p.batch <= kWarp && __ballot_sync(~0u, in_first) == ~0u;
     if constexpr (Call::kCutsKeys) {
-      if (plan.most_parts > plan.parts && longest >= plan.part_tiles)
+      if (!one_bucket && plan.most_parts > plan.parts && longest >= plan.part_tiles)
         cut_by_length(p, plan, known, longest, rows, tiles, work);
     }
     count_pieces(p, plan, work);
-    if constexpr (Call::kCutsKeys) {
-      if (plan.one_round) return take_in_any_order(p, plan, index, item, work);
+    if (p.batch <= kWarp) {
+      ends = one_bucket ? min(lane + 1, static_cast<int>(p.batch)) * pieces : inclusive_sum(own.rows * pieces);
+      if (one_bucket || __shfl_sync(~0u, ends, kWarp - 1) <= plan.blocks_in_grid)
+        return take_in_order(p, plan, index, item, work);
+    } else if constexpr (Call::kCutsKeys) {
+      const bool alike = work.part_rate <= 0.f;
+      if (alike && __reduce_add_sync(~0u, rows) * pieces <= plan.blocks_in_grid) put_into_one_bucket(known);
     }
-    if constexpr (Call::kHasSections) end_section(p, plan);
+    // As if a bucket above the first one had been counted.
+    ++bucket;
+    first = (static_cast<int>(p.batch) - 1) / kWarp * kWarp;
     own.below = own.rows;
-    count(p, plan, known, work, 0);
+    ends = 0;
+    left = true;
     return false;
   }
 
   // The work of tile `index`, those of all requests one behind the other. `item`: the last tile of this lane's request.
   template <typename Call>
-  PD_MEMBER bool take_in_any_order(const Problem& p, const Call& plan, int index, const Item& item, Work& work) const {
-    const int all = own.rows * pieces, end = inclusive_sum(all);
-    const int lane = threadIdx.x % kWarp, owner = __popc(__ballot_sync(~0u, end <= index));
+  PD_MEMBER bool take_in_order(const Problem& p, const Call& plan, int index, const Item& item, Work& work) {
+    bucket = 0;  // nothing is left in the others
+    own.in_bucket = own.rows;
+    const int lane = threadIdx.x % kWarp, owner = __popc(__ballot_sync(~0u, ends <= index));
     if (owner == kWarp) return take_none(work);
     if (lane == owner) {
-      const int piece = index - (end - all), tile = piece / pieces;
+      const int piece = index - (ends - own.rows * pieces), tile = own.rows > 1 ? piece / pieces : 0;
       work.item = item;
       if (tile < own.rows - 1) take_rows<Shape>(p, plan, tile, work.item);
       take_piece(plan, piece - tile * pieces, work);
     }
     __syncwarp();
     return true;
+  }
+
+  // Where no block has a second one their order does not matter either: all tiles are in the lowest bucket.
+  template <typename Known>
+  PD_MEMBER void put_into_one_bucket(Known& known) {
+    bucket = 0;
+    if (threadIdx.x % kWarp == 0) known.longest = Known::kOneBucket;
+    __syncwarp();
   }
 
   static PD_MEMBER bool take_none(Work& work) {
@@ -176,7 +177,7 @@ struct Scheduler {
   // `rows` tiles of rows and their `tiles` of keys.
   template <typename Call, typename Known>
   PD_MEMBER void cut_by_length(const Problem& p, const Call& plan, Known& known, int longest, int rows, int tiles,
-                               Work& work) const {
+                               Work& work) {
     const int all_rows = __reduce_add_sync(~0u, rows);
     const float all = static_cast<float>(__reduce_add_sync(~0u, tiles));
     if (all >= 0.875f * static_cast<float>(longest) * static_cast<float>(all_rows)) return;
@@ -186,17 +187,20 @@ struct Scheduler {
     if (made < 1.25f * static_cast<float>(plan.parts)) return;
     int part = static_cast<int>(ceilf(static_cast<float>(longest) / made));
     const float grid = static_cast<float>(plan.blocks_in_grid);
+    bool one_round = false;
     if (plan.parts_wanted <= kFewRounds * grid) {
       // A few parts more than whole rounds of them would take a round of their own. Longer ones are fewer.
       const float rounds = all_parts(p, plan, known, part_rate(part)) / grid, over = rounds - floorf(rounds);
-      if (over > 0 && over <= kMostOver) ++part;
+      if (rounds > 1 && over > 0 && over <= kMostOver) ++part;
       rate = part_rate(part);
+      one_round = rounds <= 1 + kMostOver;
     }
     if (threadIdx.x % kWarp == 0) {
       known.longest = part;
       work.part_rate = rate;
     }
     __syncwarp();
+    if (one_round) put_into_one_bucket(known);
   }
 
   // Parts of a tile of keys, if no part has more than so many; whole parts stay so where this is rounded.
@@ -328,7 +332,7 @@ struct Scheduler {
   // Row tiles of this lane's request that lie in buckets below this one.
   template <typename Known>
   PD_MEMBER int tiles_below(const Problem& p, const Known& known, int parts, int number) const {
-    if (number > first_bucket(p)) return own.rows;
+    if (number > (known.longest == Known::kOneBucket ? 0 : first_bucket(p))) return own.rows;
     const int bound = bucket_bound(p, known.longest, number) * parts;
     if (own.most < bound) return own.rows;
     if (own.rows <= 1 || number == 0 || p.window_right < 0 || p.window_left >= 0 || p.attention_chunk > 0) return 0;
@@ -376,7 +380,7 @@ struct Scheduler {
         own.below = tiles_below(p, known, parts_by_length(plan, work), bucket + 1);
       }
       if constexpr (Call::kHasSections) {
-        if (all_buckets) end_section(p, plan);
+        if (bucket == first_bucket(p)) end_section(p, plan);
       }
       count(p, plan, known, work, before);
     }

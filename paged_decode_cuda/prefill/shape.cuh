@@ -23,9 +23,8 @@ struct PrefillShape : Sizes {
   // at once, some would go on at once, and nothing would run beside their weights.
   static constexpr bool kStaggers = Sizes::kConsumers == 2 && requires { requires !Sizes::kTurns; };
   // Instructions between the director's code and that of the loaders. With them the loops of the loaders lie where the
-  // loop of the consumers leaves the instruction cache free (docs/cuda.md). Measured at head_dim 128, without softcap,
-  // where the director's code is as long as it should be; at 192 they keep the place that they had without a gap.
-  static constexpr int kCodeGap = Sizes::kDim == 192 && Sizes::kOwnDirector ? 42 : 0;
+  // loop of the consumers leaves the instruction cache free (docs/cuda.md). Measured at head_dim 128 and 192.
+  static constexpr int kCodeGap = !Sizes::kOwnDirector ? 0 : Sizes::kDim == 192 ? 288 : 250;
 };
 
 // What the kernel reads beside the problem.
@@ -77,10 +76,11 @@ struct RequestTiles {
 // takes half a microsecond: so it remembers the first kRemembered.
 template <int kRemembered>
 struct KnownRequests {
-  static constexpr int kMost = kRemembered;
+  static constexpr int kMost = kRemembered, kOneBucket = 0;
   static constexpr int kKeyBits = 20;  // of a word, for tiles of keys; those of rows have the rest
   static constexpr uint32_t kUnknown = ~0u;
-  int longest;  // tiles of keys of the longest row tile, or of the longest part of one
+  int longest;  // tiles of keys of the longest row tile, or part of one; kOneBucket: all tiles of rows are in the
+                // lowest
   uint32_t words[kRemembered];
 
   PD_MEMBER void note(int b, int rows, int most) {
@@ -101,7 +101,7 @@ struct KnownRequests {
 // Where there is no room for them.
 template <>
 struct KnownRequests<0> {
-  static constexpr int kMost = 0;
+  static constexpr int kMost = 0, kOneBucket = 0;
   int longest;
 
   PD_MEMBER void note(int, int, int) {}

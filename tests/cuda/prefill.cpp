@@ -21,7 +21,8 @@ struct PrefillCase {
 
 struct PrefillNumbers {
   int64_t rows, keys, threads, shared_bytes, all_scores, box_rows, items, blocks, l2_keys;
-  int64_t parts, most_parts, parts_wanted, part_keys, least_part_keys, one_round;
+  int64_t parts, most_parts, parts_wanted, part_keys, least_part_keys, least_long_part_keys, one_round;
+  int64_t combine_warps, combine_blocks, combine_bytes;
 };
 
 struct Tile {
@@ -90,10 +91,25 @@ const char* prefill_refusal(const PrefillCase* call) { return prefill_why_not(pr
 void prefill_numbers(const PrefillCase* call, PrefillNumbers* numbers) {
   const PrefillPlan plan = plan_prefill(problem_of(*call), limits_of(*call));
   const PrefillInstance& i = plan.instance;
-  *numbers = {
-      i.rows,        i.keys,       i.threads,  i.shared_bytes,  plan.all_scores,   plan.box_rows,  plan.items,
-      plan.blocks,   plan.l2_keys, plan.parts, plan.most_parts, plan.parts_wanted, plan.part_keys, plan.least_part_keys,
-      plan.one_round};
+  *numbers = {i.rows,
+              i.keys,
+              i.threads,
+              i.shared_bytes,
+              plan.all_scores,
+              plan.box_rows,
+              plan.items,
+              plan.blocks,
+              plan.l2_keys,
+              plan.parts,
+              plan.most_parts,
+              plan.parts_wanted,
+              plan.part_keys,
+              plan.least_part_keys,
+              plan.least_long_part_keys,
+              plan.one_round,
+              plan.combine_warps,
+              plan.combine_blocks,
+              plan.combine_bytes};
 }
 
 struct PrefillMmaNumbers {
@@ -113,7 +129,8 @@ void prefill_mma_numbers(const PrefillCase* call, PrefillMmaNumbers* numbers) {
               plan.l2_keys};
 }
 
-// All tiles in their order, as the warp of one block would find them that takes every ticket; how many there are.
+// All tiles in their order: those that blocks begin with, as each of them finds it, and those behind, as the warp of
+// one block would find them that takes every ticket. How many there are.
 int64_t prefill_order(const PrefillCase* call, Tile* tiles, int64_t most) {
   using Shape = PrefillSizes128;
   const Problem p = problem_of(*call);
@@ -135,10 +152,14 @@ int64_t prefill_order(const PrefillCase* call, Tile* tiles, int64_t most) {
     Scheduler<Shape> scheduler, other;
     scheduler.start(p, plan, known, 0, work);
     for (int index = 0;; ++index) {
-      // Every second tile as a block finds it that begins with it, where that is known at once.
-      const bool found = (index % 2 == 0 || plan.one_round) && other.start(p, plan, of_other, index, work);
-      if (!found && plan.one_round) break;
-      if (!found && !scheduler.find(p, plan, known, index, work)) break;
+      bool found = false;
+      if (index < plan.blocks_in_grid) {
+        found = other.start(p, plan, of_other, index, work);
+        if (!found && !plan.one_round) found = other.find(p, plan, of_other, index, work);
+      } else {
+        found = !plan.one_round && scheduler.find(p, plan, known, index, work);
+      }
+      if (!found) break;
       if (threadIdx.x != 0) continue;
       const Item& item = work.item;
       if (count < most) {

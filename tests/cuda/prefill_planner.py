@@ -23,7 +23,8 @@ CALL = [
 ]
 NUMBERS = [
     *("rows", "keys", "threads", "shared_bytes", "all_scores", "box_rows"),
-    *("items", "blocks", "l2_keys", "parts", "most_parts", "parts_wanted", "part_keys", "least_part_keys", "one_round"),
+    *("items", "blocks", "l2_keys", "parts", "most_parts", "parts_wanted", "part_keys"),
+    *("least_part_keys", "least_long_part_keys", "one_round", "combine_warps", "combine_blocks", "combine_bytes"),
 ]
 MMA_NUMBERS = [
     *("head_dim", "keys", "widens", "rows", "threads", "shared_bytes"),
@@ -91,7 +92,7 @@ def call_of(lens, q_lens=None, leftpads=None, **options):
         q_len = options.setdefault("max_q_len", 1000)
         options["total_q"] = q_len * len(lens)
     else:
-        options |= {"total_q": sum(q_lens)} | ({} if "max_q_len" in options else {"max_q_len": max([0, *q_lens])})
+        options = {"total_q": sum(q_lens), "max_q_len": max([0, *q_lens])} | options
     tables = {"cache_seqlens": lens, "leftpad": leftpads}
     tables["cu_seqlens_q"] = q_lens and [sum(q_lens[:b]) for b in range(len(q_lens) + 1)]
     call, keep = Call(), []
