@@ -288,7 +288,12 @@ def test_how_keys_are_cut(library):
     assert most([100], **one) == 32 and most([100] * 8, **one) == 32 and most([100] * 44, **one) == 15
     assert most([100] * 128, **one) == 5 and most([100] * 67, **one, num_splits=3) == 3
     assert most([100] * 331, **one) == 3 and most([100] * 529, **one) == 1  # memory for rows; more than four rounds
-    assert most([100], **one, window_left=2000) == 15
+    assert most([100], **one, window_left=5000) == 32 and most([100], **one, window_left=2000) == 15
+    # One round of parts with half as many tiles as multiprocessors, else two; short ones where few tiles are cut.
+    cuts = lambda batch, **options: numbers_of(library, [100] * batch, **options)  # noqa: E731
+    assert cuts(66, **one).parts_wanted == 132 and cuts(128, **one).parts_wanted == 264
+    assert cuts(44, **one).least_long_part_keys == 128 and cuts(45, **one).least_long_part_keys == 512
+    assert cuts(1, **several).least_long_part_keys == 128 and cuts(2, **several).least_long_part_keys == 256
     # Packed requests: one fills its tiles of rows, of several each may end with a row in a tile of its own.
     packed = {"kv_heads": 8, "page_size": 16}
     assert parts([100], q_lens=[128], **packed) == 4 and parts([100], q_lens=[129], **packed) == 3
@@ -570,7 +575,7 @@ def test_prefill_mma_plans(library, name, kv_bytes):
 def test_prefill_tiles_are_dealt_once(library, seed):
     """Every row of every kv_head is in one tile, with all its keys; long tiles come before short ones."""
     rng, rows, keys = random.Random(seed), 128, 128
-    for _ in range(12):
+    for _ in range(20):
         batch = rng.choice([0, 1, 2, 7, 33, 70])
         top = rng.choice([40, 700, 5000])
         lens = [rng.choice([0, 1, rng.randint(0, top), top]) for _ in range(batch)]
@@ -578,7 +583,7 @@ def test_prefill_tiles_are_dealt_once(library, seed):
         options = {
             "kv_heads": rng.choice([1, 3, 8]), "group": rng.choice([1, 3, 4, 8]), "chunk": rng.choice([0, 0, 0, 100]),
             "window_right": rng.choice([0, 0, -1, 5]), "window_left": rng.choice([-1, -1, 60]),
-            "l2_keys": rng.choice([1, 1000, 1 << 20]), "processors": rng.choice([1, 132]),
+            "l2_keys": rng.choice([1, 1000, 1 << 20]), "processors": rng.choice([1, 1, 132]),
         }  # fmt: skip
         leftpads = [rng.randint(0, n) for n in lens] if rng.random() < 0.3 else None
         call, _keep = call_of(lens, q_lens, leftpads, **options)
