@@ -18,7 +18,7 @@ import re
 from pathlib import Path
 
 import torch
-from cuda_cases import few_tiles_cases, last_round_cases, prefill_cases
+from cuda_cases import few_tiles_cases, last_round_cases, prefill_cases, wide_table_cases
 from cuda_providers import KERNEL, Missing, fa3_library, fa3_plan, load_ours, measure
 from tqdm import tqdm
 
@@ -53,7 +53,8 @@ class Inputs:
         self.tables = []
         for _ in range(self.copies if case.page_size else 0):
             order = torch.randperm(sum(pages), generator=generator, device="cuda").int()
-            table = torch.zeros(len(pages), max(pages), dtype=torch.int32, device="cuda")
+            width = max(*pages, case.table_keys // case.page_size)
+            table = torch.zeros(len(pages), width, dtype=torch.int32, device="cuda")
             for b, own in enumerate(order.split(pages)):
                 table[b, : len(own)] = own
             self.tables.append(table)
@@ -138,7 +139,7 @@ def main():
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n\n| case | GFLOP | us (TFLOP/s) | | |")
     print("| --- | --- | " + " | ".join("---" for _ in PROVIDERS) + " |")
     rows = []
-    cases = [*prefill_cases(), *last_round_cases(), *few_tiles_cases()]
+    cases = [*prefill_cases(), *last_round_cases(), *few_tiles_cases(), *wide_table_cases()]
     cases = [case for case in cases if re.search(arguments.cases, case.name)]
     for case in tqdm(cases, "cases"):
         rows.append(row := measure(Inputs(case), PROVIDERS, arguments.rounds))

@@ -1,5 +1,6 @@
 """The cases of compare_cuda.py and compare_prefill.py: shapes, bytes and operations, without a GPU."""
 
+import itertools
 import math
 import random
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class Prompts:
     head_dim: int = 128
     head_dim_v: int = 0
     page_size: int = 0  # 0: packed keys
+    table_keys: int = 0  # for which a row of the block table has room, if the longest request needs less
     causal: bool = True
     window_left: int = -1
     softcap: float = 0.0
@@ -128,6 +130,19 @@ def few_tiles_cases():
         for name, sizes in heads.items()
         for q_len, kv_len in lengths
     ]
+
+
+def wide_table_cases():
+    """Drafts in a block table of 32k keys, as a captured graph has it: the host does not know how long requests are."""
+    heads = {"8/1": (8, 1, 4), "32/8": (32, 8, 8), "16/2": (16, 2, 8)}  # q_heads, kv_heads, tokens
+    lengths = [(n, 512, 4096) for n in (2, 4, 8, 16, 32)] + [(8, 128, 8192), (60, 128, 8192), (100, 128, 4096)]
+    lengths += [(4, 4096, 4096), (8, 16384, 16384), (16, 16384, 16384), (32, 4096, 4096), (64, 1024, 1024)]
+    cases = []
+    for (n, least, most), (name, (q_heads, kv_heads, tokens)) in itertools.product(lengths, heads.items()):
+        kv_lens = [round(least * (most / least) ** (i / (n - 1))) for i in range(n)]
+        title = f"{n} of {least}..{most}, {tokens} tokens, {name}, wide table"
+        cases.append(Prompts(title, [tokens] * n, kv_lens, q_heads, kv_heads, page_size=16, table_keys=32768))
+    return cases
 
 
 # Attention of models, from their configurations: q_heads, kv_heads, head_dim, and what a layer has besides.

@@ -79,8 +79,7 @@ struct KnownRequests {
   static constexpr int kMost = kRemembered, kOneBucket = 0;
   static constexpr int kKeyBits = 20;  // of a word, for tiles of keys; those of rows have the rest
   static constexpr uint32_t kUnknown = ~0u;
-  int longest;  // tiles of keys of the longest row tile, or part of one; kOneBucket: all tiles of rows are in the
-                // lowest
+  int longest;  // tiles of keys of the longest row tile or part of one; kOneBucket: all are in the lowest bucket
   uint32_t words[kRemembered];
 
   PD_MEMBER void note(int b, int rows, int most) {
