@@ -132,6 +132,11 @@ def few_tiles_cases():
     ]
 
 
+def between(least, most, n):
+    """n lengths that grow by equal factors."""
+    return [round(least * (most / least) ** (i / (n - 1))) for i in range(n)]
+
+
 def wide_table_cases():
     """Drafts in a block table of 32k keys, as a captured graph has it: the host does not know how long requests are."""
     heads = {"8/1": (8, 1, 4), "32/8": (32, 8, 8), "16/2": (16, 2, 8)}  # q_heads, kv_heads, tokens
@@ -139,7 +144,7 @@ def wide_table_cases():
     lengths += [(4, 4096, 4096), (8, 16384, 16384), (16, 16384, 16384), (32, 4096, 4096), (64, 1024, 1024)]
     cases = []
     for (n, least, most), (name, (q_heads, kv_heads, tokens)) in itertools.product(lengths, heads.items()):
-        kv_lens = [round(least * (most / least) ** (i / (n - 1))) for i in range(n)]
+        kv_lens = between(least, most, n)
         title = f"{n} of {least}..{most}, {tokens} tokens, {name}, wide table"
         cases.append(Prompts(title, [tokens] * n, kv_lens, q_heads, kv_heads, page_size=16, table_keys=32768))
     return cases
@@ -176,7 +181,7 @@ MODELS = {
 STEPS = {
     "1 of 4k": ([1], [4096]),
     "32 of 2k": ([1] * 32, [2048] * 32),
-    "32 of 128..8k": ([1] * 32, [round(128 * 64 ** (i / 31)) for i in range(32)]),
+    "32 of 128..8k": ([1] * 32, between(128, 8192, 32)),
     "16 of 4k, 4 tokens": ([4] * 16, [4096] * 16),
     "512 on 4k": ([512], [4096]),
     "8 x 512": ([512] * 8, [512] * 8),

@@ -440,7 +440,8 @@ def test_long_requests_have_more_parts(library, seed):
     tiles_of_rows = sum(-(-n * 4 // 128) for n in q_lens) * heads
     wanted = host * tiles_of_rows
     plan = {"kv_heads": heads, "parts": host, "most_parts": most, "parts_wanted": wanted}
-    plan["processors"] = rng.choice([132, 2000])
+    least = rng.choice([1, 4])  # tiles of keys in a part
+    plan |= {"processors": rng.choice([132, 2000]), "least_long_part_keys": 128 * least}
     call, _keep = call_of(lens, part_tiles=20, **plan, **rows)
     count, tiles = order_of(library, call, tiles_of_rows * (most + 1))
     dealt = {}
@@ -460,10 +461,10 @@ def test_long_requests_have_more_parts(library, seed):
         assert max(t.tiles for t in cuts) <= -(-sum(t.tiles for t in cuts) // len(cuts))
     tiles_of_keys = sum(-(-n // 128) * -(-q * 4 // 128) for n, q in zip(lens, q_lens)) * heads
     longest = -(-50000 // 128)
-    rate = min((wanted - tiles_of_rows / 2) / tiles_of_keys, 1 / 4)  # of parts for a tile of keys
+    rate = min((wanted - tiles_of_rows / 2) / tiles_of_keys, 1 / least)  # of parts for a tile of keys
     if min(longest * rate, most) >= 1.25 * host:
         assert count <= wanted + 0.6 * tiles_of_rows
-        fair = max(tiles_of_keys / (wanted - tiles_of_rows / 2), 4, -(-50000 // 128) / most)
+        fair = max(tiles_of_keys / (wanted - tiles_of_rows / 2), least, -(-50000 // 128) / most)
         assert max(lengths) <= fair + 2
     else:
         assert count == wanted

@@ -35,7 +35,6 @@ constexpr int64_t kVeryFewCombinedRows = 8, kFewCombinedRows = 12;  // times the
 constexpr int64_t kMostCombineBlocks = 8;  // times them: more would take long to start where nothing was cut
 constexpr double kComputeRate = 5300;      // operations of a multiprocessor in a ns
 constexpr int64_t kMostE4m3Dims = 128;
-constexpr int64_t kRequestsAtOnce = 32;  // by the lanes of a warp
 constexpr int64_t kUsualDim = 128, kUsualTileBytes = 128 * kUsualDim * 2;
 constexpr int64_t kShortPrompt = 4096, kTilesOfShortPrompts = 3;
 constexpr int64_t kFewWidenedRows = 32;  // take less time in the decode kernel where they leave multiprocessors idle
@@ -132,7 +131,11 @@ Cuts cut_to_fill(const Problem& p, const CutTimes& times, int64_t tiles, int64_t
   double from = INFINITY;
   for (int64_t parts = 2; parts <= most; ++parts)
     from = std::min(from, std::max(times.least_keys_when_idle(parts), static_cast<double>(parts * least)));
-  if (from > static_cast<double>(keys)) return {1, 0, 0, 1, 1, least};
+  if (from > static_cast<double>(keys)) {
+    Cuts whole = kWhole;
+    whole.least_long = least;
+    return whole;
+  }
   return {most, static_cast<int64_t>(from), processors, most, least, least};
 }
 
@@ -246,7 +249,7 @@ void plan_combine(const Problem& p, const DeviceLimits& limits, PrefillPlan& pla
   const int64_t rows = p.total_q * p.q_heads, processors = limits.processors;
   const bool few = plan.most_parts >= kManyParts && rows <= kFewCombinedRows * processors;
   plan.combine_warps = !few ? 1 : rows > kVeryFewCombinedRows * processors ? kMostTogether / 2 : kMostTogether;
-  const int64_t blocks = pd_ceil_div(rows * plan.combine_warps, int64_t{kCombineThreads / 32});
+  const int64_t blocks = pd_ceil_div(rows * plan.combine_warps, int64_t{kCombineThreads / kWarp});
   plan.combine_blocks = pd_min(blocks, kMostCombineBlocks * processors);
   const int64_t share = pd_max(pd_ceil_div(plan.combine_blocks, processors), 2);
   const int64_t used = kSharedCostOfBlock + kCombineSharedBytes;
@@ -302,9 +305,9 @@ PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   plan.least_long_part_keys = cuts.least_long;
   plan.blocks = pd_max(pd_min(tiles * plan.most_parts, limits.processors), 1);
   plan.read_once = longest_query(p) * p.group <= plan.instance.rows;
-  // Where requests have one tile of rows each, finding the first tile takes no time, nor does finding that none is
-  // left.
-  plan.one_round = !plan.read_once && p.batch <= kRequestsAtOnce && tiles * plan.most_parts <= plan.blocks;
+  // A warp looks at as many requests at once as it has lanes. Where they have one tile of rows each, finding the first
+  // tile takes no time, nor does finding that none is left.
+  plan.one_round = !plan.read_once && p.batch <= kWarp && tiles * plan.most_parts <= plan.blocks;
   plan_combine(p, limits, plan);
   plan.l2_keys = kL2Bytes / ((p.head_dim + p.head_dim_v) * dtype_bytes(c.dtype));
   // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere. A box begins

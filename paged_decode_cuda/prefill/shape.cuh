@@ -48,7 +48,7 @@ struct PrefillCall : Plan {
   float parts_of_tile, parts_wanted, most_part_rate;
   int32_t* cut;           // whether keys were cut
   int2* row_parts;        // [tokens, q_heads]: into how many parts, if so, and of which request the row is
-  int32_t combine_warps;  // of that kernel, for each row: one, or all of a block
+  int32_t combine_warps;  // of that kernel, for each row: 1, 2 or 4
   float* sums;
   float2* ml;
 };

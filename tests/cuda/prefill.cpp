@@ -15,7 +15,7 @@ struct PrefillCase {
   int64_t batch, kv_heads, group, head_dim, head_dim_v, q_bytes, kv_bytes, total_q, max_q_len;
   int64_t page_size, paged, packed, qv;
   int64_t window_left, window_right, chunk, softcap, num_splits, deterministic;
-  int64_t l2_keys, parts, most_parts, parts_wanted, part_tiles, least_part_keys, one_round;
+  int64_t l2_keys, parts, most_parts, parts_wanted, part_tiles, least_part_keys, least_long_part_keys, one_round;
   int64_t cu_seqlens_q, cache_seqlens, leftpad;
 };
 
@@ -141,7 +141,8 @@ int64_t prefill_order(const PrefillCase* call, Tile* tiles, int64_t most) {
   plan.most_parts = static_cast<int32_t>(pd_max(call->most_parts, call->parts));
   plan.parts_wanted = static_cast<float>(call->parts_wanted);
   plan.parts_of_tile = static_cast<float>(Shape::kKeys) / static_cast<float>(pd_max(call->least_part_keys, 1));
-  plan.most_part_rate = static_cast<float>(Shape::kKeys) / kPartKeys;
+  const int64_t least_long = call->least_long_part_keys > 0 ? call->least_long_part_keys : kPartKeys;
+  plan.most_part_rate = static_cast<float>(Shape::kKeys) / static_cast<float>(least_long);
   plan.part_tiles = static_cast<int32_t>(call->part_tiles);
   plan.blocks_in_grid = static_cast<int32_t>(call->processors);
   plan.one_round = call->one_round != 0;

@@ -18,7 +18,8 @@ CALL = [
     *("batch", "kv_heads", "group", "head_dim", "head_dim_v", "q_bytes", "kv_bytes", "total_q", "max_q_len"),
     *("page_size", "paged", "packed", "qv"),
     *("window_left", "window_right", "chunk", "softcap", "num_splits", "deterministic"),
-    *("l2_keys", "parts", "most_parts", "parts_wanted", "part_tiles", "least_part_keys", "one_round"),
+    *("l2_keys", "parts", "most_parts", "parts_wanted", "part_tiles"),
+    *("least_part_keys", "least_long_part_keys", "one_round"),
     *("cu_seqlens_q", "cache_seqlens", "leftpad"),
 ]
 NUMBERS = [
