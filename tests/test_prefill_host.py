@@ -256,6 +256,18 @@ def test_long_requests_are_cut_into_more_parts(library, packed):
     case.judge()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_many_requests_of_different_lengths(library, packed):
+    """Four warps look at them together. The keys of some are cut, those of the others are not, and the second kernel
+    leaves their rows alone."""
+    lens = [2500 if b % 10 == 0 else 60 + 7 * b for b in range(40)]
+    q_lens = [1 + b % 9 for b in range(40)] if packed else 5
+    case = Prompt(lens=lens, q_lens=q_lens, q_heads=4, page_size=16, processors=64)
+    numbers = case.run(library)
+    assert numbers.parts < numbers.most_parts
+    case.judge()
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_attends_some_call(library, seed):
     rng = random.Random(seed)

@@ -1,6 +1,7 @@
 """CUDA's routes for long queries without a GPU: what they take, what they plan, and the order of their tiles."""
 
 import itertools
+import math
 import random
 import sys
 from pathlib import Path
@@ -471,6 +472,35 @@ def test_long_requests_have_more_parts(library, seed):
     # Where the longest has few keys nothing is cut.
     call, _keep = call_of(lens, part_tiles=500, **plan, **rows)
     assert order_of(library, call, tiles_of_rows)[0] == tiles_of_rows
+
+
+@pytest.mark.parametrize("batch", [20, 100])
+def test_short_requests_have_no_short_parts(library, batch):
+    """The longest one has as many parts as the host says. Parts of others are not shorter, but for their last one, and
+    none is empty. Where blocks have one of them each at most, all have as many, for that is found sooner."""
+    lens = [round(128 * 32 ** (b / (batch - 1))) for b in range(batch)]
+    plan = {"max_q_len": 8, "kv_heads": 1, "parts": 5, "most_parts": 6, "parts_wanted": 5 * batch}
+    for processors in (132, 2000):
+        call, _keep = call_of(lens, processors=processors, **plan)
+        count, tiles = order_of(library, call, 6 * batch)
+        parts = [math.ceil(math.ceil(n / 128) / 7) for n in lens]  # 32 tiles of keys in 5 parts: 7 at most
+        alike = batch * 5 <= processors
+        assert count == (5 * batch if alike else sum(parts))
+        assert alike or all(t.tiles > 0 for t in tiles[:count])
+
+
+@pytest.mark.parametrize("batch", [33, 129, 700])
+@pytest.mark.parametrize("blocks", [1, 132])
+def test_many_requests_go_from_long_to_short(library, batch, blocks):
+    """By eighths of the longest, in four groups of requests that are whole chunks of 32."""
+    lens = [random.Random(b).randint(1, 8000) for b in range(batch)]
+    call, _keep = call_of(lens, max_q_len=8, kv_heads=2, processors=blocks)
+    count, tiles = order_of(library, call, 2 * batch)
+    assert count == 2 * batch and len({(t.b, t.head) for t in tiles[:count]}) == count
+    longest = max(-(-n // 128) for n in lens)
+    group = -(-batch // 128) * 32
+    places = [(-min(-(-lens[t.b] // 128) * 8 // longest, 7), t.b // group) for t in tiles[:count]]
+    assert places == sorted(places)
 
 
 def test_few_keys_have_fewer_parts(library):

@@ -48,9 +48,12 @@ __global__ void __launch_bounds__(kCombineThreads)
   const int member = warp & (together - 1);
   const int q_heads = static_cast<int>(p.q_heads), group = static_cast<int>(p.group);
   const int quads = static_cast<int>(p.head_dim_v / 4);
-  wait_for_predecessor();
+  // Blocks start one by one while those of the kernel before end. Where no keys were cut they make room at once for the
+  // next kernel's; the first one waits, so that this kernel does not end before the one before.
   let_successor_start();
-  const int cut = *call.cut;
+  if (call.looks_early && blockIdx.x > 0 && load_relaxed(call.cut) == 0) return;
+  wait_for_predecessor();
+  const bool cut = load_relaxed(call.cut) != 0;
   // There are no more rows than those of a few tiles for every multiprocessor.
   const int warps = static_cast<int>(p.total_q) * q_heads * together;
 #pragma unroll 1
@@ -60,13 +63,14 @@ __global__ void __launch_bounds__(kCombineThreads)
     const int head = call.group.divide(q_head);
     // A row of no request may say anything.
     const int2 word = call.row_parts[token * q_heads + q_head];
-    const int parts = min(max(word.x, 1), call.most_parts);
-    if (!cut) return;  // only here: both are on their way together
+    const int parts = word.x > 1 ? min(word.x, call.most_parts) : 0;  // 1: the row is written
+    if (!cut) return;                                                 // only here: both are on their way together
     Item item = {};
     item.b = min(max(word.y, 0), static_cast<int>(p.batch) - 1);
     item.q_begin = query_begin(p, item.b);
     const int first = first_token(p, item);
-    const bool exists = row / q_heads == token && token >= first && token - first < query_length(p, item.b);
+    const bool exists =
+        parts > 0 && row / q_heads == token && token >= first && token - first < query_length(p, item.b);
     item.first_row = (token - first) * group;
 #pragma unroll 1
     for (int first_quad = 0; first_quad < quads; first_quad += kWarp) {

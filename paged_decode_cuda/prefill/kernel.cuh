@@ -19,7 +19,6 @@ namespace paged_attn {
 template <typename Shape, bool kFull>
 PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control, uint32_t shared) {
   constexpr bool kBf16 = IsBf16<typename Shape::Type>::value;
-  constexpr int kTurn = 2;  // named barriers: whose turn it is to issue
   const int consumer = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0) - 1,
             other = consumer + 1 < Shape::kConsumers ? consumer + 1 : 0;
   const int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
@@ -250,6 +249,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
     } else {
       store_rows<Shape, kFull, kBf16>(p, plan, work, acc, rows, first_row);
     }
+    if (work.says_whole) leave_out(p, plan, work, first_row);
     if (Shape::kMovesLate && lost) control.again[slot.stage] = true;
     barrier_arrive(shared_address(&control.work_empty[slot.stage]));
     slot.advance();
@@ -304,9 +304,23 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   }
   __syncthreads();
   wait_for_predecessor();
+  // Before the blocks of the combine kernel start, so that they do not take the word of another call for that of this
+  // one. The director says later what it is.
+  if (plan.looks_early && blockIdx.x == 0 && threadIdx.x < kWarp) {
+    if (threadIdx.x == 0) store_relaxed(plan.cut, PrefillCall::kNotYetKnown);
+    named_barrier_arrive(kCutUnknown, 2 * kWarp);
+    __threadfence();
+  }
   let_successor_start();
+  // By the warpgroup of the director.
+  const auto survey = [&] {
+    Scheduler<Shape> scheduler;
+    const auto meet = [] { named_barrier_sync(kSurvey, kWarpgroup); };
+    if (p.batch > kWarp) scheduler.survey(p, plan, control.known, control.next, threadIdx.x / kWarp % 4, 4, meet);
+  };
   if (threadIdx.x < kWarpgroup) {
     give_registers<Shape::kProducerRegisters>();
+    if constexpr (!Shape::kOwnDirector) survey();
     const int warp = threadIdx.x / kWarp;
     constexpr int kTransposer = 2, kDirector = 3;
     if (!Shape::kOwnDirector && warp == kDirector) {
@@ -325,6 +339,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     }
   } else if (Shape::kOwnDirector && threadIdx.x >= (1 + Shape::kConsumers) * kWarpgroup) {
     give_registers<Shape::kProducerRegisters>();
+    survey();
     if (threadIdx.x / kWarp == (1 + Shape::kConsumers) * kWarpgroup / kWarp) direct<Shape>(p, plan, control, shared);
   } else if (Shape::kNarrow && threadIdx.x >= (1 + Shape::kConsumers) * kWarpgroup) {
     give_registers<Shape::kProducerRegisters>();

@@ -354,7 +354,10 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
   if (blockIdx.x == 0 && lane == 0 && !plan.one_round) open_tickets(plan.tickets);
   int ticket = blockIdx.x;
   bool found = scheduler.start(p, plan, control.known, ticket, control.next);
-  if (blockIdx.x == 0 && lane == 0) *plan.cut = control.next.part_rate != Work::kWhole;
+  if (blockIdx.x == 0) {
+    if (plan.looks_early) named_barrier_sync(kCutUnknown, 2 * kWarp);
+    if (lane == 0) store_relaxed(plan.cut, control.next.part_rate != Work::kWhole ? 1 : 0);
+  }
   Ring<2> slot;
   while (true) {
     if (!found && !plan.one_round) found = scheduler.find(p, plan, control.known, ticket, control.next);
@@ -391,7 +394,10 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
       if (lane == 0) control.next.exists = false;
       continue;
     }
-    if (lane == 0) ticket = static_cast<int>(take_ticket(plan.tickets)) + plan.blocks_in_grid;
+    if (lane == 0) {
+      if (ticket < plan.blocks_in_grid) await_tickets(plan.tickets);  // once they are open they stay so
+      ticket = static_cast<int>(next_ticket(plan.tickets)) + plan.blocks_in_grid;
+    }
     ticket = __shfl_sync(~0u, ticket, 0);
   }
   // As many tickets are taken as there are tiles; without any, nobody takes one.

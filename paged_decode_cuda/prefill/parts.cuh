@@ -22,6 +22,16 @@ PD_DEVICE void store_weight(const PrefillCall& plan, const Work& work, int64_t p
   if (work.part == 0) plan.row_parts[place] = make_int2(work.parts, work.item.b);
 }
 
+// The combine kernel has nothing to do with the rows of a warp.
+PD_DEVICE void leave_out(const Problem& p, const PrefillCall& plan, const Work& work, int first_row) {
+#pragma unroll 1
+  for (int row = first_row; row < min(work.item.rows, first_row + 16); row += 8) {
+    if (threadIdx.x % 4 > 0) continue;
+    const QueryRow query = query_row(p, plan, work.item, work.head, row);
+    plan.row_parts[part_row(p, 0, first_token(p, work.item) + query.token, query.q_head)] = make_int2(1, 0);
+  }
+}
+
 // Leaves the rows of a warp for the combine kernel.
 template <typename Shape, bool kFull>
 PD_DEVICE void store_part(const Problem& p, const PrefillCall& plan, const Work& work,

@@ -297,6 +297,7 @@ PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   const int64_t tiles = most_tiles(p, plan.instance.rows);
   plan.items = tiles / p.kv_heads;
   const Cuts cuts = cuts_of(p, tiles, plan.instance, limits);
+  plan.few_tiles = kIdle * tiles <= limits.processors;
   plan.parts = cuts.parts;
   plan.most_parts = cuts.most;
   plan.parts_wanted = cuts.wanted;

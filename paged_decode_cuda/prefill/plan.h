@@ -16,6 +16,7 @@ struct PrefillPlan {
   bool read_once;                    // no two blocks copy the same keys, as far as the host can tell
   int32_t box_rows;                  // slots of a page that one bulk copy takes; 0: pages are too small for that
   int64_t items;                     // tiles of rows, at most, of every kv_head
+  bool few_tiles;                    // of rows: their keys are cut unless they are very few
   int64_t parts;                     // that the keys of every item are cut into, 1: none is
   int64_t most_parts, parts_wanted;  // where lengths differ: of a long one, and of all
   int64_t part_keys;                 // they are cut only where the longest item sees so many keys

@@ -54,7 +54,8 @@ PrefillCall prefill_call(const Problem& p, const PrefillPlan& plan, const Layout
   call.most_part_rate = static_cast<float>(plan.instance.keys) / static_cast<float>(plan.least_long_part_keys);
   call.part_tiles = static_cast<int32_t>(pd_ceil_div(plan.part_keys, plan.instance.keys));
   call.parts_of_tile = static_cast<float>(plan.instance.keys) / static_cast<float>(plan.least_part_keys);
-  call.cut = reinterpret_cast<int32_t*>(call.tickets + 1);
+  call.cut = call.tickets + 1;
+  call.looks_early = plan.most_parts > 1 && !plan.few_tiles;
   call.combine_warps = static_cast<int32_t>(plan.combine_warps);
   call.row_parts = reinterpret_cast<int2*>(workspace + layout.row_parts);
   call.ml = reinterpret_cast<float2*>(workspace + layout.ml);

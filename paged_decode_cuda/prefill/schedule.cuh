@@ -3,19 +3,31 @@
 // Tiles are in buckets by the number of their keys, longest first. Where lengths decide into how many parts keys are
 // cut, it is by those of a part. In a bucket tiles are ordered by request, then by sections of kv_heads whose keys L2
 // can hold, then by row tile (latest first, whose keys are the most), then by kv_head. Nobody makes a list of them: a
-// warp counts the tiles of 32 requests at a time and walks on from where its last one was. Where tiles of rows are few
-// for each key, all this is done for some requests, then for the next ones.
+// warp counts the tiles of 32 requests and walks on from where its last one was. Where tiles of rows are few for each
+// key, all this is done for some requests, then for the next ones.
+//
+// More than 32 requests are in four groups, and the tiles of every bucket of every group, a cell, are counted once. The
+// cells are in the order of the tiles, so a warp goes straight to that of its tile.
+//
+//      group            0        1         2         3
+//      bucket 7         0..9     10..13    14..19    20..29     the longest tiles
+//      bucket 6         30..33   34..50    -         51..52
+//      ...
 #pragma once
 
 #include "shape.cuh"
 
 namespace paged_attn {
 
-constexpr int kBucketBits = 3;         // with more buckets a block takes longer to find its first tile
+constexpr int kBucketBits = 3;                        // with more buckets a block takes longer to find its first tile
+constexpr int kFirstBucket = (1 << kBucketBits) - 1;  // of the longest tiles
+constexpr int kGroups = kWarp >> kBucketBits;         // of many requests: every lane has a cell
 constexpr float kFewRounds = 3;        // of parts: with more of them it matters little whether the last one is full
 constexpr float kMostOver = 0.125f;    // of a round
+constexpr float kEvensOut = 4;         // n rounds of tiles even out one that is n * n / kEvensOut times the average
 constexpr int kSectionTiles = 32;      // of rows: with as many a kv_head has several in every bucket
 constexpr int kMostCounted = 1 << 20;  // tiles of keys: sums of them fit into 32 bits
+constexpr int kEven = -1;              // in their place: nothing is to be cut by length
 
 // The word that is counted up must be zero before, and nobody clears it before a launch: the first block writes it
 // together with a number of this launch, the one that takes the last ticket clears it.
@@ -90,63 +102,117 @@ struct Scheduler {
   int ends;           // tiles up to it, inclusive; of all lanes how many there are, once none is left
   bool left;          // whether there are tiles in buckets below this one, as far as all chunks of it were held
 
+  // More than 32 requests: so many warps look at them together and count the tiles of every cell. `warp`: which of them
+  // this is. Meet: they wait for each other.
+  template <typename Call, typename Known, typename Meet>
+  PD_MEMBER void survey(const Problem& p, const Call& plan, Known& known, Work& work, int warp, int warps,
+                        const Meet& meet) {
+    const int lane = threadIdx.x % kWarp, batch = static_cast<int>(p.batch);
+    if (lane == 0) known.totals[warp] = {};
+    if (lane == 0 && warp == 0) known.group_size = (batch + kGroups * kWarp - 1) / (kGroups * kWarp) * kWarp;
+    if (lane <= kFirstBucket) {
+      for (int group = warp; group < kGroups; group += warps) known.cells[lane * kGroups + group] = 0;
+    }
+    __syncwarp();
+    // Twice: the second time it is known how keys are cut.
+#pragma unroll 1
+    for (bool counts = false;; counts = true) {
+#pragma unroll 1
+      for (int request = warp * kWarp; request < batch; request += warps * kWarp) {
+        hold(p, plan, known, request, counts);
+        if (!counts) {
+          known.note(request + this_thread() % kWarp, own.rows, own.most);
+          const Totals found = own_totals<Call>();
+          if (lane == 0) known.totals[warp].add(found);
+        } else {
+          count_pieces(p, plan, work);
+          const int parts = parts_by_length(plan, work), group = request / known.group_size;
+          int above = own.rows;
+#pragma unroll 1
+          for (int number = bucket_of(known.longest, own.most, parts); above > 0; --number) {
+            const int below = tiles_below(p, known, parts, number);
+            if (above > below)
+              atomicAdd(known.cells + (kFirstBucket - number) * kGroups + group, (above - below) * pieces);
+            above = below;
+          }
+        }
+      }
+      meet();
+      if (counts) break;
+      if (warp == 0) {
+        Totals totals = known.totals[0];
+        for (int other = 1; other < warps; ++other) totals.add(known.totals[other]);
+        cut(p, plan, known, totals, work);
+      }
+      meet();
+    }
+    if (warp == 0) {
+      int& cell = known.cells[this_thread() % kWarp];
+      cell = inclusive_sum(cell);
+    }
+    meet();
+  }
+
   // Also writes the work of tile `index`, where up to 32 requests need no buckets: each has one tile of rows, and all
   // of them are in the first bucket; or no block has a second tile, so that the order does not matter. False: find() is
   // to be asked.
   template <typename Call, typename Known>
   PD_MEMBER bool start(const Problem& p, const Call& plan, Known& known, int index, Work& work) {
+    if (p.batch > kWarp) return false;
     const int lane = threadIdx.x % kWarp;
-    left = false;
-    bucket = first_bucket(p);
-    int most = 1, rows = 0, tiles = 0;
-    Item item = {};
-    // The first requests come last: they stay.
-#pragma unroll 1
-    for (int request = (static_cast<int>(p.batch) - 1) / kWarp * kWarp; request >= 0; request -= kWarp) {
-      item = look_at(p, plan, request);
-      if (p.batch > kWarp) known.note(request + lane, own.rows, own.most);
-      most = max(most, own.most);
-      if constexpr (Call::kCutsKeys) {
-        rows += own.rows;
-        tiles += own.rows * min(own.most, kMostCounted);
-      }
-    }
-    const int longest = __reduce_max_sync(~0u, most);
-    if (lane == 0) {
-      known.longest = longest;
-      if constexpr (Call::kCutsKeys)
-        work.part_rate = plan.parts > 1 && longest >= plan.part_tiles ? -parts_alike(plan, longest) : Work::kWhole;
-    }
-    __syncwarp();
-    const bool in_first = lane >= p.batch || (own.rows == 1 && own.most >= bucket_bound(p, longest, bucket));
-    const bool one_bucket = p.batch <= kWarp && __ballot_sync(~0u, in_first) == ~0u;
-    if constexpr (Call::kCutsKeys) {
-      if (!one_bucket && plan.most_parts > plan.parts && longest >= plan.part_tiles)
-        cut_by_length(p, plan, known, longest, rows, tiles, work);
-    }
+    const Item item = look_at(p, plan, 0);
+    Totals totals = own_totals<Call>();
+    const bool in_first = lane >= p.batch || (own.rows == 1 && own.most >= bucket_bound(totals.longest, kFirstBucket));
+    const bool one_bucket = __ballot_sync(~0u, in_first) == ~0u;
+    if (one_bucket) totals.tiles = kEven;
+    cut(p, plan, known, totals, work);
     count_pieces(p, plan, work);
-    if (p.batch <= kWarp) {
-      ends = one_bucket ? min(lane + 1, static_cast<int>(p.batch)) * pieces : inclusive_sum(own.rows * pieces);
-      if (one_bucket || __shfl_sync(~0u, ends, kWarp - 1) <= plan.blocks_in_grid)
-        return take_in_order(p, plan, index, item, work);
-    } else if constexpr (Call::kCutsKeys) {
-      const bool alike = work.part_rate <= 0.f;
-      if (alike && __reduce_add_sync(~0u, rows) * pieces <= plan.blocks_in_grid) put_into_one_bucket(known);
-    }
+    ends = one_bucket ? min(lane + 1, static_cast<int>(p.batch)) * pieces : inclusive_sum(own.rows * pieces);
+    if (one_bucket || __shfl_sync(~0u, ends, kWarp - 1) <= plan.blocks_in_grid)
+      return take_in_order(p, plan, index, item, work);
     // As if a bucket above the first one had been counted.
-    ++bucket;
-    first = (static_cast<int>(p.batch) - 1) / kWarp * kWarp;
+    bucket = kFirstBucket + 1;
+    first = 0;
     own.below = own.rows;
     ends = 0;
     left = true;
     return false;
   }
 
+  // Of the requests of all lanes.
+  template <typename Call>
+  PD_MEMBER Totals own_totals() const {
+    Totals totals = {__reduce_max_sync(~0u, max(own.most, 1)), 0, 0};
+    if constexpr (Call::kCutsKeys) {
+      totals.rows = __reduce_add_sync(~0u, own.rows);
+      totals.tiles = __reduce_add_sync(~0u, own.rows * min(own.most, kMostCounted));
+    }
+    return totals;
+  }
+
+  // Decides how keys are cut.
+  template <typename Call, typename Known>
+  PD_MEMBER void cut(const Problem& p, const Call& plan, Known& known, const Totals& totals, Work& work) {
+    int longest = totals.longest;  // tiles of keys of what is dealt
+    float rate = Work::kWhole;
+    if constexpr (Call::kCutsKeys) {
+      if (longest >= plan.part_tiles) {
+        if (plan.parts > 1) rate = -parts_alike(plan, longest);
+        if (totals.tiles != kEven && plan.parts_wanted > 0.f) cut_by_length(p, plan, known, totals, longest, rate);
+      }
+    }
+    if (threadIdx.x % kWarp == 0) {
+      known.longest = longest;
+      work.part_rate = rate;
+    }
+    __syncwarp();
+  }
+
   // The work of tile `index`, those of all requests one behind the other. `item`: the last tile of this lane's request.
   template <typename Call>
   PD_MEMBER bool take_in_order(const Problem& p, const Call& plan, int index, const Item& item, Work& work) {
-    bucket = 0;  // nothing is left in the others
     own.in_bucket = own.rows;
+    left = false;
     const int lane = threadIdx.x % kWarp, owner = __popc(__ballot_sync(~0u, ends <= index));
     if (owner == kWarp) return take_none(work);
     if (lane == owner) {
@@ -159,61 +225,61 @@ struct Scheduler {
     return true;
   }
 
-  // Where no block has a second one their order does not matter either: all tiles are in the lowest bucket.
-  template <typename Known>
-  PD_MEMBER void put_into_one_bucket(Known& known) {
-    bucket = 0;
-    if (threadIdx.x % kWarp == 0) known.longest = Known::kOneBucket;
-    __syncwarp();
-  }
-
   static PD_MEMBER bool take_none(Work& work) {
     if (threadIdx.x % kWarp == 0) work.exists = false;
     __syncwarp();
     return false;
   }
 
-  // Where lengths differ much: about as many parts as the host says, all of about the same length. Lanes have counted
-  // `rows` tiles of rows and their `tiles` of keys.
+  // Where lengths differ much: about as many parts as the host says, all of about the same length. `part`: tiles of
+  // keys of the longest. `rate`: as in a Work.
   template <typename Call, typename Known>
-  PD_MEMBER void cut_by_length(const Problem& p, const Call& plan, Known& known, int longest, int rows, int tiles,
-                               Work& work) {
-    const int all_rows = __reduce_add_sync(~0u, rows);
-    const float all = static_cast<float>(__reduce_add_sync(~0u, tiles));
-    if (all >= 0.875f * static_cast<float>(longest) * static_cast<float>(all_rows)) return;
-    const float heads = static_cast<float>(p.kv_heads), lost = 0.5f * heads * static_cast<float>(all_rows);
-    float rate = fminf(fmaxf(plan.parts_wanted - lost, 0.f) / (heads * all), plan.most_part_rate);
-    const float made = fminf(static_cast<float>(longest) * rate, static_cast<float>(plan.most_parts));
-    if (made < 1.25f * static_cast<float>(plan.parts)) return;
-    int part = static_cast<int>(ceilf(static_cast<float>(longest) / made));
-    const float grid = static_cast<float>(plan.blocks_in_grid);
-    bool one_round = false;
-    if (plan.parts_wanted <= kFewRounds * grid) {
+  PD_MEMBER void cut_by_length(const Problem& p, const Call& plan, const Known& known, const Totals& totals, int& part,
+                               float& rate) {
+    const float all = static_cast<float>(totals.tiles), rows = static_cast<float>(totals.rows);
+    const float longest = static_cast<float>(totals.longest), heads = static_cast<float>(p.kv_heads);
+    const float grid = static_cast<float>(plan.blocks_in_grid), tiles_of_rows = heads * rows;
+    if (all >= 0.875f * longest * rows) return;
+    // With several rounds of tiles short ones even out what a long one takes.
+    if (kEvensOut * longest * rows * grid * grid <= all * tiles_of_rows * tiles_of_rows) return;
+    float more =
+        fminf(__fdividef(fmaxf(plan.parts_wanted - 0.5f * tiles_of_rows, 0.f), heads * all), plan.most_part_rate);
+    float parts = fminf(longest * more, static_cast<float>(plan.most_parts));  // of the longest
+    const bool alike = parts < 1.25f * static_cast<float>(plan.parts);
+    if (alike) {
+      parts = -rate;
+      if (parts * tiles_of_rows <= grid) return;
+    }
+    part = part_of(longest, parts);
+    const bool few = plan.parts_wanted <= kFewRounds * grid;
+    if (few) {
       // A few parts more than whole rounds of them would take a round of their own. Longer ones are fewer.
-      const float rounds = all_parts(p, plan, known, part_rate(part)) / grid, over = rounds - floorf(rounds);
+      const float rounds = __fdividef(all_parts(p, plan, known, part_rate(part)), grid), over = rounds - floorf(rounds);
       if (rounds > 1 && over > 0 && over <= kMostOver) ++part;
-      rate = part_rate(part);
-      one_round = rounds <= 1 + kMostOver;
     }
-    if (threadIdx.x % kWarp == 0) {
-      known.longest = part;
-      work.part_rate = rate;
-    }
-    __syncwarp();
-    if (one_round) put_into_one_bucket(known);
+    rate = few || alike ? part_rate(part) : more;
+  }
+
+  // Tiles of keys of a part, if the longest tile of rows has so many parts.
+  PD_MEMBER static int part_of(float longest, float parts) {
+    return static_cast<int>(ceilf(__fdividef(longest, parts) - 0.001f));
   }
 
   // Parts of a tile of keys, if no part has more than so many; whole parts stay so where this is rounded.
-  PD_MEMBER static float part_rate(int tiles) { return 0.99999f / static_cast<float>(tiles); }
+  PD_MEMBER static float part_rate(int tiles) { return __fdividef(0.99999f, static_cast<float>(tiles)); }
 
   // Parts of all tiles of rows, as far as requests are remembered.
   template <typename Call, typename Known>
   PD_MEMBER float all_parts(const Problem& p, const Call& plan, const Known& known, float rate) const {
-    int parts = own.rows * parts_of(plan, own.most, rate);
+    int parts = 0;
+    if (p.batch <= kWarp) {
+      parts = own.rows * parts_of(plan, own.most, rate);
+    } else {
 #pragma unroll 1
-    for (int b = kWarp + threadIdx.x % kWarp; b < min(static_cast<int>(p.batch), Known::kMost); b += kWarp) {
-      int rows, most;
-      if (known.find(b, rows, most)) parts += rows * parts_of(plan, most, rate);
+      for (int b = threadIdx.x % kWarp; b < min(static_cast<int>(p.batch), Known::kMost); b += kWarp) {
+        int rows, most;
+        if (known.find(b, rows, most)) parts += rows * parts_of(plan, most, rate);
+      }
     }
     return static_cast<float>(__reduce_add_sync(~0u, parts)) * static_cast<float>(p.kv_heads);
   }
@@ -262,9 +328,11 @@ struct Scheduler {
     work.exists = true;
     work.head = piece;
     work.part = 0;
-    work.cut = Call::kCutsKeys && work.part_rate != Work::kWhole;
-    if (!work.cut) return;
+    work.cut = work.says_whole = false;
+    if (!Call::kCutsKeys || work.part_rate == Work::kWhole) return;
     work.parts = parts(plan, work);
+    work.cut = work.parts > 1;
+    work.says_whole = work.parts == 1;
     work.head = piece / work.parts;
     work.part = piece - work.head * work.parts;
     take_part(work.item, work.part, work.parts);
@@ -311,29 +379,31 @@ struct Scheduler {
 
   // The same, once all of them have been looked at.
   template <typename Call, typename Known>
-  PD_MEMBER void hold(const Problem& p, const Call& plan, const Known& known, int request) {
+  PD_MEMBER void hold(const Problem& p, const Call& plan, const Known& known, int request, bool knows = true) {
     own = {};
     const int b = request + threadIdx.x % kWarp;
-    if (b < p.batch && (p.batch <= kWarp || !known.find(b, own.rows, own.most))) look_at(p, plan, request);
+    if (b < p.batch && !(knows && p.batch > kWarp && known.find(b, own.rows, own.most))) look_at(p, plan, request);
     first = request;
   }
 
-  // Of how many buckets there are. With more requests than the lanes hold every bucket is a walk over all of them.
-  PD_MEMBER static int bucket_bits(const Problem& p) { return p.batch > kWarp ? kBucketBits - 1 : kBucketBits; }
-
-  // That of the longest tiles.
-  PD_MEMBER static int first_bucket(const Problem& p) { return (1 << bucket_bits(p)) - 1; }
-
   // Tiles of keys from which on a row tile is in a bucket.
-  PD_MEMBER static int bucket_bound(const Problem& p, int longest, int number) {
-    return (longest * number + (1 << bucket_bits(p)) - 1) >> bucket_bits(p);
+  PD_MEMBER static int bucket_bound(int longest, int number) {
+    return (longest * number + (1 << kBucketBits) - 1) >> kBucketBits;
+  }
+
+  // The bucket of a row tile of so many tiles of keys.
+  PD_MEMBER static int bucket_of(int longest, int tiles, int parts) {
+    int number = min(static_cast<int>(__fdividef(tiles << kBucketBits, longest * parts)), kFirstBucket);
+#pragma unroll 1
+    while (number < kFirstBucket && tiles >= bucket_bound(longest, number + 1) * parts) ++number;
+    return number;
   }
 
   // Row tiles of this lane's request that lie in buckets below this one.
   template <typename Known>
   PD_MEMBER int tiles_below(const Problem& p, const Known& known, int parts, int number) const {
-    if (number > (known.longest == Known::kOneBucket ? 0 : first_bucket(p))) return own.rows;
-    const int bound = bucket_bound(p, known.longest, number) * parts;
+    if (number > kFirstBucket) return own.rows;
+    const int bound = bucket_bound(known.longest, number) * parts;
     if (own.most < bound) return own.rows;
     if (own.rows <= 1 || number == 0 || p.window_right < 0 || p.window_left >= 0 || p.attention_chunk > 0) return 0;
     // Causal: the number of keys falls by kRows / group from one row tile to the one before.
@@ -353,34 +423,46 @@ struct Scheduler {
     if (__any_sync(~0u, own.in_bucket > 0)) ends += inclusive_sum(own.in_bucket * pieces);
   }
 
+  // To the cell of tile `index`, as if all before it had been counted. False: there is no such tile.
+  template <typename Known>
+  PD_MEMBER bool go_to_cell(const Known& known, int index) {
+    const int end = known.cells[this_thread() % kWarp], cell = __popc(__ballot_sync(~0u, end <= index));
+    ends = cell == 0 ? 0 : __shfl_sync(~0u, end, cell - 1);
+    bucket = kFirstBucket - cell / kGroups;
+    first = cell % kGroups * known.group_size - kWarp;
+    left = false;
+    return cell < kWarp;
+  }
+
   // The work of tile `index`, which never falls from call to call. False past the end, where none exists.
   template <typename Call, typename Known>
   PD_MEMBER bool find(const Problem& p, const Call& plan, Known& known, int index, Work& work) {
     const int lane = threadIdx.x % kWarp;
+    if (p.batch > kWarp && !go_to_cell(known, index)) return take_none(work);
     while (true) {
       const int before = __shfl_sync(~0u, ends, kWarp - 1);  // tiles up to the end of this chunk
       if (index < before) break;
-      int request = first + kWarp < p.batch ? first + kWarp : 0;
-      const bool all_buckets = request == 0 && !left;
-      if (request == 0) {
+      int request = first + kWarp;  // the next chunk of the cell
+      if (p.batch <= kWarp) {
+        request = -1;  // the same one, and the next bucket
         --bucket;
+        if (!left) {
+          request = Call::kHasSections ? next_section(p) : static_cast<int>(p.batch);
+          bucket = kFirstBucket;
+        }
         left = false;
       }
-      if (all_buckets) {
-        request = Call::kHasSections ? next_section(p) : static_cast<int>(p.batch);
-        bucket = request < p.batch ? first_bucket(p) : 0;
-        if (request >= p.batch) {
-          ends = before;
-          return take_none(work);
-        }
+      if (request >= p.batch) {
+        ends = before;
+        return take_none(work);
       }
-      if (all_buckets || p.batch > kWarp) {
+      if (request >= 0) {
         hold(p, plan, known, request);
         count_pieces(p, plan, work);
         own.below = tiles_below(p, known, parts_by_length(plan, work), bucket + 1);
       }
       if constexpr (Call::kHasSections) {
-        if (bucket == first_bucket(p)) end_section(p, plan);
+        if (bucket == kFirstBucket) end_section(p, plan);
       }
       count(p, plan, known, work, before);
     }

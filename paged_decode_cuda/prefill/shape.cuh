@@ -24,7 +24,7 @@ struct PrefillShape : Sizes {
   static constexpr bool kStaggers = Sizes::kConsumers == 2 && requires { requires !Sizes::kTurns; };
   // Instructions between the director's code and that of the loaders. With them the loops of the loaders lie where the
   // loop of the consumers leaves the instruction cache free (docs/cuda.md). Measured at head_dim 128 and 192.
-  static constexpr int kCodeGap = !Sizes::kOwnDirector ? 0 : Sizes::kDim == 192 ? 288 : 250;
+  static constexpr int kCodeGap = !Sizes::kOwnDirector ? 0 : Sizes::kDim == 192 ? 218 : 184;
 };
 
 // What the kernel reads beside the problem.
@@ -46,8 +46,10 @@ struct PrefillCall : Plan {
   // head_dim_v], and [most_parts, tokens, q_heads] references and weights.
   int32_t parts, most_parts, part_tiles;
   float parts_of_tile, parts_wanted, most_part_rate;
-  int32_t* cut;           // whether keys were cut
+  unsigned long long* cut;  // whether keys were cut: 0, 1, or kNotYetKnown
+  static constexpr unsigned long long kNotYetKnown = 2;
   int2* row_parts;        // [tokens, q_heads]: into how many parts, if so, and of which request the row is
+  bool looks_early;       // whether the blocks of that kernel ask if keys were cut before they wait for this one
   int32_t combine_warps;  // of that kernel, for each row: 1, 2 or 4
   float* sums;
   float2* ml;
@@ -60,6 +62,7 @@ struct Work {
   int head, part, parts;
   float part_rate;  // parts for each tile of keys; kWhole; or below 0: every tile of rows has -part_rate parts
   bool cut;         // its sums are those of a part
+  bool says_whole;  // all of its keys, where those of others are cut
   bool exists;
   bool gathers;  // the consumers copy their queries themselves
   bool careful;  // done once more, since some weights were too large: the largest score is looked for in every tile
@@ -72,14 +75,27 @@ struct RequestTiles {
   int below, in_bucket;  // how many are in buckets below the present one, and in it
 };
 
-// What a block has found out about the batch. A warp walks over all requests again and again, and to look at 32 of them
-// takes half a microsecond: so it remembers the first kRemembered.
+// Of some requests: tiles of keys of the longest tile of rows, tiles of rows, and tiles of keys of all of these.
+struct Totals {
+  int longest, rows, tiles;
+
+  PD_MEMBER void add(const Totals& other) {
+    longest = max(longest, other.longest);
+    rows += other.rows;
+    tiles += other.tiles;
+  }
+};
+
+// What a block has found out about the batch. To look at 32 requests takes half a microsecond, so it remembers the
+// first kRemembered.
 template <int kRemembered>
 struct KnownRequests {
-  static constexpr int kMost = kRemembered, kOneBucket = 0;
+  static constexpr int kMost = kRemembered;
   static constexpr int kKeyBits = 20;  // of a word, for tiles of keys; those of rows have the rest
   static constexpr uint32_t kUnknown = ~0u;
-  int longest;  // tiles of keys of the longest row tile or part of one; kOneBucket: all are in the lowest bucket
+  int longest;                   // tiles of keys of the longest row tile or part of one
+  int cells[kWarp], group_size;  // with more than 32 requests: see Scheduler
+  Totals totals[4];              // of those that each warp has looked at
   uint32_t words[kRemembered];
 
   PD_MEMBER void note(int b, int rows, int most) {
@@ -100,8 +116,10 @@ struct KnownRequests {
 // Where there is no room for them.
 template <>
 struct KnownRequests<0> {
-  static constexpr int kMost = 0, kOneBucket = 0;
+  static constexpr int kMost = 0;
   int longest;
+  int cells[kWarp], group_size;
+  Totals totals[1];
 
   PD_MEMBER void note(int, int, int) {}
   PD_MEMBER bool find(int, int&, int&) const { return false; }
@@ -115,6 +133,9 @@ struct TransposedBarriers {
 template <>
 struct TransposedBarriers<0> {};
 
+// Named barriers; 0 is that of the whole block. Behind kTurn, whose turn it is to issue, lie those of the consumers.
+constexpr int kSurvey = 1, kTurn = 2, kCutUnknown = 15;
+
 // Barriers and messages, outside of the dynamic part.
 template <typename Shape>
 struct PrefillControl : TransposedBarriers<Shape::kTransposedStages> {
@@ -124,7 +145,7 @@ struct PrefillControl : TransposedBarriers<Shape::kTransposedStages> {
   uint64_t work_full[2], work_empty[2];
   Work work[2], next;        // the next one waits for a place
   bool again[2];             // a consumer asks for this work once more
-  KnownRequests<384> known;  // no block has room for more than 400
+  KnownRequests<352> known;  // no block has room for more than 360
 };
 
 }  // namespace paged_attn

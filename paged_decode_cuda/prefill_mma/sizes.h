@@ -31,7 +31,7 @@ struct PrefillMmaSizes {
   static constexpr int kRawKeysAt = kKeysAt + kStages / 2 * kTileBytes;  // of 8 bits, where tiles are widened
   static constexpr int kRawValuesAt = kRawKeysAt + (kWidens ? kKeys * kDim : 0);
   static constexpr int kControlAt = kRawValuesAt + (kWidens ? kKeys * kDimV : 0);
-  static constexpr int kControlBytes = 832;
+  static constexpr int kControlBytes = 992;
   static constexpr int kSharedBytes = kControlAt + kControlBytes;
 
   static constexpr int kCopyRows = 32 / kTurned;    // that a warp copies at a time

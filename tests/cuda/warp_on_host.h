@@ -28,6 +28,8 @@ struct Place {
 };
 inline Place threadIdx, blockIdx, blockDim, gridDim;
 
+inline int this_thread() { return threadIdx.x; }
+
 inline void pass_on() {
   const int from = warp.lane;
   int to = from;
@@ -72,6 +74,7 @@ inline const int64_t* exchange(int64_t value) {
   return left;
 }
 
+inline void atomicAdd(int* place, int value) { *place += value; }
 inline void __syncwarp() { exchange(0); }
 inline int __shfl_sync(unsigned, int value, int lane) { return static_cast<int>(exchange(value)[lane]); }
 inline int __shfl_up_sync(unsigned, int value, int step) {

@@ -146,6 +146,7 @@ template <typename T>
 T load_shared_by_blocks(const T* place) {
   return *place;
 }
+PD_DEVICE void atomicAdd(int* place, int value) { *place += value; }
 PD_DEVICE unsigned long long atomicAdd(unsigned long long* word, unsigned long long n) {
   const unsigned long long before = *word;
   *word += n;

@@ -255,6 +255,7 @@ inline const int64_t* exchange(int64_t value) {
 
 inline int lane() { return threadIdx.x % kLanes; }
 inline void __syncwarp() { exchange(0); }
+inline void __threadfence() {}
 inline int __shfl_sync(unsigned, int value, int from) { return static_cast<int>(exchange(value)[from % kLanes]); }
 inline uint32_t __shfl_sync(unsigned, uint32_t value, int from) {
   return static_cast<uint32_t>(exchange(value)[from % kLanes]);
