@@ -24,10 +24,10 @@ class Launches {
 
   const DeviceLimits& limits() const { return limits_; }
 
-  // Nothing of it is set.
+  // Nothing of it is set: large numbers, of whole ones and in float32.
   void* workspace(int64_t bytes) {
     const auto& memory = memory_.emplace_back(new uint8_t[bytes]);
-    return memset(memory.get(), 0xff, bytes);
+    return memset(memory.get(), 0x7f, bytes);
   }
 
   template <typename... Arguments>
