@@ -48,11 +48,6 @@ PD_DEVICE void await_tickets(const unsigned long long* tickets) {
 // Once they are open.
 PD_DEVICE unsigned next_ticket(unsigned long long* tickets) { return static_cast<unsigned>(atomicAdd(tickets, 1ull)); }
 
-PD_DEVICE unsigned take_ticket(unsigned long long* tickets) {
-  await_tickets(tickets);
-  return next_ticket(tickets);
-}
-
 PD_DEVICE void close_tickets(unsigned long long* tickets) { store_relaxed(tickets, 0); }
 
 // Keys of a request, new ones included.
