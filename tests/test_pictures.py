@@ -24,7 +24,7 @@ def test_is_up_to_date(name):
 
 def test_pages_show_what_there_is():
     shown = set()
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"!\[[^\]]*\]\(([^)\s]+\.(?:svg|png))\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target} does not exist"
             shown.add((page.parent / target).resolve())

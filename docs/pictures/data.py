@@ -73,7 +73,7 @@ def with_tables(page: str) -> str:
 
 
 def pages() -> list[Path]:
-    return [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
+    return [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
 if __name__ == "__main__":
