@@ -29,6 +29,8 @@ namespace {
 
 constexpr int kLanes = PD_LANES;
 
+inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
 typedef float f32v __attribute__((vector_size(4 * kLanes)));
 typedef int32_t i32v __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t u32v __attribute__((vector_size(4 * kLanes)));

@@ -482,7 +482,14 @@ FAULTS = [
         "test_paged_cache.py -k samples_continue",
     ),
     # The CPU
-    Fault("q_descale ignored", "cpu", ATTEND, "p.scale * q_descale *", "p.scale *", "test_decode.py -k q_e4m3"),
+    Fault(
+        "q_descale ignored",
+        "cpu",
+        "paged_decode_cpu/scratch.h",
+        "p.scale * q_descale *",
+        "p.scale *",
+        "test_decode.py -k q_e4m3",
+    ),
     Fault(
         "tokens of no request left alone",
         "cpu",

@@ -153,7 +153,7 @@ WAYS = {
         ("Threads take items from a counter", "paged_decode_cpu/paged_decode_cpu.cpp", "run_plan"),
         ("Tile by tile: scores, softmax, values", "paged_decode_cpu/attend.h", "attend_as"),
         ("The last of a block's splits merges", "paged_decode_cpu/attend.h", "merge_partials"),
-        ("Sink, normalise, out and lse", "paged_decode_cpu/attend.h", "finish_row"),
+        ("Sink, normalise, out and lse", "paged_decode_cpu/item_rows.h", "finish_row"),
     ],
     "cuda": [
         ("The host sees no lengths", "paged_decode_cuda/backend.cu", "run_attention"),
