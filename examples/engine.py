@@ -1,4 +1,4 @@
-"""An LLM engine in one page: what a server does around `flash_attn_with_kvcache`.
+"""An LLM engine in one file: what a server does around `flash_attn_with_kvcache`.
 
     make build && .venv/bin/python examples/engine.py        a small random Llama, every token checked
     MODEL=<hub id> .venv/bin/python examples/engine.py       a real Llama

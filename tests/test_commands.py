@@ -45,6 +45,7 @@ ELSEWHERE = {
     "make compile-cuda": ".ci/run",
     "make format lint": ".ci/run lints",
     "make run BACKEND=cpu": "make run",
+    "make clean": "would remove the build that is tested",
     "MODEL=<hub id> make run": "weights of the Hub",
     "make test": "runs this",
     'make test PYTEST="-k name"': "runs this",
