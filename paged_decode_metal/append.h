@@ -149,6 +149,8 @@ PD_FN void write_vector(constant Arguments& a, Tables tables, RotaryTables rotar
   }
 }
 
+}  // namespace paged_attn
+
 // Grid: vectors of a token (of all heads of K, then of V), tokens (the new ones, then those of q to be rotated)
 [[kernel]] void append(constant Arguments& a [[buffer(kArgumentsBuffer)]], PD_TABLE_BUFFERS,
                        const device void* q [[buffer(kQueryBuffer), function_constant(rotates_queries)]],
@@ -186,5 +188,3 @@ PD_FN void write_vector(constant Arguments& a, Tables tables, RotaryTables rotar
                             : NewRows{new_v, v_cache, v_descale, false, has_v_descale};
   write_vector(a, tables, rotary, rows, token, place, index, head, dim);
 }
-
-}  // namespace paged_attn

@@ -247,6 +247,8 @@ PD_FN void finish_item(constant Arguments& a, Operands operands, Item item, int 
   }
 }
 
+}  // namespace paged_attn
+
 template <int kDims, int kDimsV, int kLanes, int kRows, bool kQv>
 [[kernel]] void attend(constant Arguments& a [[buffer(kArgumentsBuffer)]], PD_TABLE_BUFFERS, PD_OPERAND_BUFFERS,
                        uint3 position [[threadgroup_position_in_grid]], uint3 grid [[threadgroups_per_grid]],
@@ -287,5 +289,3 @@ template <int kDims, int kDimsV, int kLanes, int kRows, bool kQv>
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the next queries overwrite what is merged
   }
 }
-
-}  // namespace paged_attn

@@ -1,8 +1,8 @@
 // The shader's language: qualifiers for the shared headers, function constants, numbers of every dtype.
 //
-// Metal compiles with fast math, which may assume that no number is infinite or NaN. So nothing here depends on them:
-// an empty partial has a finite m, what nobody sees is skipped rather than multiplied by 0, and an lse of -inf is
-// written as bits.
+// Metal's fast math may assume that no number is infinite or NaN. paged_decode.metal asks for the mode that may not, so
+// that both go from inputs to results. Nothing else here needs them: an empty partial has a finite m, what nobody sees
+// is skipped rather than multiplied by 0, and an lse of -inf is written as bits.
 #pragma once
 
 #include <metal_simdgroup>
@@ -70,7 +70,7 @@ constant int sinks_type [[function_constant(kSinksType)]];
 
 constant uint kInfinity = 0x7f800000u, kMinusInfinity = 0xff800000u;
 
-// By its bits, as fast math knows neither infinity nor NaN.
+// By its bits, which no mode of fast math has a rule for.
 PD_FN bool is_finite(float x) { return (as_type<uint>(x) & kInfinity) != kInfinity; }
 
 PD_FN int dtype_bytes(int type) { return type == kFloat32 ? 4 : type <= kBFloat16 ? 2 : 1; }
@@ -166,3 +166,7 @@ PD_FN Vector load_vector(const device void* cache, long row, int dim, int dims) 
 }
 
 }  // namespace paged_attn
+
+// Kernels stand outside of it: inside, their names for the host would begin with paged_attn::, and an instantiation
+// outside of the namespace of its template is no C++.
+using namespace paged_attn;

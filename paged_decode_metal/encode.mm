@@ -4,6 +4,7 @@
 #import <Foundation/Foundation.h>
 
 #include <map>
+#include <mutex>
 #include <stdexcept>
 
 #include "spec/ranges.h"
@@ -16,11 +17,13 @@ namespace {
   throw std::runtime_error("metal: " + what + ": " + (error ? error.localizedDescription.UTF8String : "unknown error"));
 }
 
-// Compiled once for every kernel and combination of constants. Called on the stream's queue only, which runs one block
-// at a time.
+// Compiled once for every kernel and combination of constants. From torch 2.14 on threads may have streams of their
+// own, each with a queue.
 id<MTLComputePipelineState> pipeline_for(const std::string& name, const Constants& constants) {
   static std::map<std::string, id<MTLComputePipelineState>> known;
   static id<MTLLibrary> library = nil;
+  static std::mutex one_at_a_time;
+  const std::lock_guard lock(one_at_a_time);
   const std::string key =
       name + std::string(reinterpret_cast<const char*>(constants.data()), sizeof(int32_t) * constants.size());
   const auto found = known.find(key);

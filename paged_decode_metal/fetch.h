@@ -3,12 +3,8 @@
 
 #include "device.h"
 
-namespace paged_attn {
-
 [[kernel]] void fetch(constant Arguments& a [[buffer(kArgumentsBuffer)]],
                       const device int* table [[buffer(kTableBuffer)]], device int* copy [[buffer(kCopyBuffer)]],
                       uint index [[thread_position_in_grid]]) {
   if (index < a.total_words) copy[index] = table[index];
 }
-
-}  // namespace paged_attn

@@ -12,6 +12,8 @@ struct SplitStates {
   State operator()(long i) const { return {sums[i * kSimdWidth].x, sums[i * kSimdWidth].y}; }
 };
 
+}  // namespace paged_attn
+
 [[kernel]] void merge(constant Arguments& a [[buffer(kArgumentsBuffer)]], PD_TABLE_BUFFERS,
                       device void* out [[buffer(kOutBuffer)]],
                       device uint* lse [[buffer(kLseBuffer), function_constant(has_lse)]],
@@ -43,5 +45,3 @@ struct SplitStates {
     store_float(out, out_type, target + dim, x * normalizer);
   }
 }
-
-}  // namespace paged_attn

@@ -19,6 +19,8 @@ struct PartStates {
   }
 };
 
+}  // namespace paged_attn
+
 [[kernel]] void merge_parts(constant Arguments& a [[buffer(kArgumentsBuffer)]], device void* out [[buffer(kOutBuffer)]],
                             device uint* lse [[buffer(kLseBuffer), function_constant(has_lse)]],
                             const device void* values [[buffer(kPartialAccBuffer)]],
@@ -54,5 +56,3 @@ struct PartStates {
     lse[token * p.merged_lse_stride_token + head] = bits;
   }
 }
-
-}  // namespace paged_attn

@@ -1,13 +1,15 @@
 // The shaders of the Metal backend. Which dimensions and rows have a kernel of their own stands here and in
 // the plans of routes.mm; everything else, dtypes too, is a function constant.
+//
+// Fast math, but with infinities and NaN: else the compiler may drop every test for them, even one by bits.
+#pragma METAL fp math_mode(relaxed)
+
 #include "append.h"
 #include "attend.h"
 #include "fetch.h"
 #include "merge.h"
 #include "merge_parts.h"
 #include "prefill.h"
-
-using namespace paged_attn;
 
 // clang-format off
 #define ATTEND(dims, dims_v, lanes, rows, qv)                             \

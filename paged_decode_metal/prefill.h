@@ -172,6 +172,8 @@ PD_FN void finish_rows(constant Arguments& a, Operands operands, Item item, int 
   }
 }
 
+}  // namespace paged_attn
+
 template <typename T, int kDims, int kRows>
 [[kernel]] void prefill(constant Arguments& a [[buffer(kArgumentsBuffer)]], PD_TABLE_BUFFERS, PD_OPERAND_BUFFERS,
                         uint3 position [[threadgroup_position_in_grid]],
@@ -233,5 +235,3 @@ template <typename T, int kDims, int kRows>
   for (int i = 0; i < kDims / kSide; ++i) simdgroup_store(acc[i], sums + i * kSide, kDims);
   finish_rows<kDims>(a, operands, item, index.split, own_rows, sums, s, worker);
 }
-
-}  // namespace paged_attn

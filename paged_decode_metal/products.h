@@ -11,17 +11,17 @@ namespace paged_attn {
 template <int count, int top, int bottom>
 PD_FN int scatter_sum(thread float* values, uint lane) {
   int begin = 0;
-  int half = count / 2;
+  int share = count / 2;
 #pragma clang loop unroll(full)
-  for (int mask = top; mask >= bottom; mask /= 2, half /= 2) {
+  for (int mask = top; mask >= bottom; mask /= 2, share /= 2) {
     const bool upper = lane & mask;
 #pragma clang loop unroll(full)
-    for (int i = 0; i < half; ++i) {
-      const float sent = upper ? values[i] : values[i + half];
-      const float kept = upper ? values[i + half] : values[i];
+    for (int i = 0; i < share; ++i) {
+      const float sent = upper ? values[i] : values[i + share];
+      const float kept = upper ? values[i + share] : values[i];
       values[i] = kept + simd_shuffle_xor(sent, ushort(mask));
     }
-    begin += upper ? half : 0;
+    begin += upper ? share : 0;
   }
   return begin;
 }

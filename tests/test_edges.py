@@ -212,6 +212,7 @@ def poison_key(call, cache_index, b, position, kv_head, dim, value):
     cache[page, position % page_size, kv_head, dim] = value
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("q_len", [1, 30])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

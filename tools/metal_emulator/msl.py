@@ -183,6 +183,18 @@ def preprocess(path: Path, includes: list[Path], defines: list[str], depfile: Pa
     return run.stdout
 
 
+def scopes_of(s: list[Token]) -> list[str]:
+    """The namespaces that each token lies in, as `outer::inner::`."""
+    scopes, opened = [], []
+    for i, t in enumerate(s):
+        if t.text == "{":
+            opened.append(s[i - 1].text + "::" if i > 1 and s[i - 2].text == "namespace" else "")
+        elif t.text == "}" and opened:
+            opened.pop()
+        scopes.append("".join(opened))
+    return scopes
+
+
 class Source:
     """One preprocessed .metal file."""
 
@@ -196,7 +208,7 @@ class Source:
     # ---- kernels
 
     def find_kernels(self, s: list[Token]) -> None:
-        i = 0
+        i, scopes = 0, scopes_of(s)
         while i < len(s):
             attributes, begin = {}, None
             if s[i].text == "kernel" and s[i - 1].text not in ("[[", ","):
@@ -206,10 +218,11 @@ class Source:
                 attributes = take_attributes(s[i : end + 1])[0]
                 if "kernel" in attributes:
                     begin = end + 1
-            i = self.read_kernel(s, i, begin, attributes) if begin else i + 1
+            i = self.read_kernel(s, i, begin, attributes, scopes[i]) if begin else i + 1
 
-    def read_kernel(self, s: list[Token], start: int, begin: int, attributes: dict) -> int:
-        """A definition `kernel void name(...) {`, or an explicit instantiation that gives it a name for the host."""
+    def read_kernel(self, s: list[Token], start: int, begin: int, attributes: dict, scope: str) -> int:
+        """A definition `kernel void name(...) {`, or an explicit instantiation that gives it a name for the host.
+        Without such a name the host must say its namespaces too (`scope`)."""
         while s[begin].text == "[[":
             end = find(s, begin, "]]")
             attributes |= take_attributes(s[begin : end + 1])[0]
@@ -221,7 +234,7 @@ class Source:
         if s[begin].text == "decltype":
             end = after_bracket(s, begin + 1, "(", ")")
             expression = s[begin + 2 : end - 1]
-            self.add_kernel(host_name, expression, expression[0].text, limit)
+            self.add_kernel(host_name, " ".join(t.text for t in expression), expression[0].text, limit)
             return find(s, end, ";")
         if s[begin].text != "void":
             return start + 1
@@ -233,15 +246,15 @@ class Source:
         if s[end].text == "{":
             self.parameters[name] = [self.read_parameter(p) for p in split_at_commas(s[opening + 1 : end - 1])]
             if not is_template:
-                self.add_kernel(host_name or name, expression, name, limit)
+                self.add_kernel(host_name or scope + name, scope + text_of(expression), name, limit)
         elif host_name:
-            self.add_kernel(host_name, expression, name, limit)
+            self.add_kernel(host_name, " ".join(t.text for t in expression), name, limit)
         return end
 
-    def add_kernel(self, host_name: str, expression: list[Token], function: str, limit: str) -> None:
+    def add_kernel(self, host_name: str, expression: str, function: str, limit: str) -> None:
         if any(k.host_name == host_name for k in self.kernels):
             raise MslError(f"two kernels are named {host_name!r}")
-        self.kernels.append(Kernel(host_name, " ".join(t.text for t in expression), function, limit))
+        self.kernels.append(Kernel(host_name, expression, function, limit))
 
     @staticmethod
     def read_parameter(tokens: list[Token]) -> Parameter:
@@ -297,7 +310,8 @@ class Source:
         if text == "[[":  # attributes that C++ does not know
             end = find(tokens, i, "]]")
             return newlines(tokens[i:end]), end + 1
-        if text == "template" and statement:  # an explicit instantiation of a kernel: its wrapper instantiates it
+        # An explicit instantiation of a kernel: its wrapper instantiates it. A check sees it as it is.
+        if text == "template" and statement and not check:
             following = next(j for j in range(i + 1, len(tokens)) if tokens[j].kind not in BLANK)
             if tokens[following].text == "[[":
                 end = find(tokens, i, ";")
@@ -437,11 +451,12 @@ CHECK_FLAGS = (
     "-Wno-undefined-internal -Wno-unknown-pragmas -Wno-sign-compare"
 )
 NOT_IN_MSL = re.compile("double|goto|dynamic_cast|throw|try|catch|new|delete|typeid|thread_local|virtual|asm")
+TYPE = re.compile("float|half|bfloat|u?int|u?short|u?char|u?long|bool")
 SCALAR = re.compile("float|half|bfloat|u?int|u?short|u?char|u?long|bool|T|U|void|size_t|u?int(8|16|32|64)_t")
 
 
 def lint(source: Source, path: Path) -> list[str]:
-    """Keywords that MSL lacks, and pointers and references without an address space."""
+    """Keywords that MSL lacks, types as names, and pointers and references without an address space."""
     complaints, placed, file, line = [], [], str(path), 1
     for t in source.tokens:
         marker = re.match(r'#\s+(\d+)\s+"([^"]*)"', t.text) if t.kind == "line" else None
@@ -453,6 +468,8 @@ def lint(source: Source, path: Path) -> list[str]:
     for i, (t, place) in enumerate(placed):
         if t.kind == "name" and NOT_IN_MSL.fullmatch(t.text):
             complaints.append(f"{place}: '{t.text}' does not exist in MSL")
+        if i > 0 and TYPE.fullmatch(placed[i - 1][0].text) and TYPE.fullmatch(t.text):
+            complaints.append(f"{place}: '{t.text}' is a type in MSL")
         declares = t.text in ("*", "&") and 1 < i < len(placed) - 1 and placed[i - 1][0].kind == "name"
         if declares and (placed[i + 1][0].kind == "name" or placed[i + 1][0].text in ("*", "__restrict__")):
             begin = i - 1

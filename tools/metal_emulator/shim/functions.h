@@ -183,7 +183,14 @@ using metal::min;
 using metal::pow;
 MTL_ALL_MATH;
 }  // namespace fast
-namespace precise = fast;
+namespace precise {
+using namespace fast;
+// Correctly rounded also where fast math would multiply by the reciprocal.
+METAL_FUNC float divide(float x, float y) {
+#pragma clang fp reciprocal(off)
+  return x / y;
+}
+}  // namespace precise
 using std::swap;
 
 }  // namespace metal

@@ -125,6 +125,18 @@ def test_aliased_buffers(faults):
     assert torch.equal(memory[32:], torch.arange(64.0))
 
 
+def test_a_name_for_the_host_has_its_namespaces():
+    """As in Metal, unless an attribute gives another one."""
+    library = emulator.Library(metal_build.kernels(KERNELS / "functions.metal"))
+    out = torch.zeros(32)
+    library.run("outer::inner::in_a_namespace", (1, 1, 1), (32, 1, 1), {0: out})
+    assert out.tolist() == [1.0] * 32
+    library.run("named_for_the_host", (1, 1, 1), (32, 1, 1), {0: out})
+    assert out.tolist() == [2.0] * 32
+    with pytest.raises(emulator.MetalError, match="no kernel 'in_a_namespace'"):
+        library.run("in_a_namespace", (1, 1, 1), (32, 1, 1), {0: out})
+
+
 def test_counts():
     library = emulator.Library(metal_build.kernels(KERNELS / "functions.metal", "count"))
     x, out = torch.randn(3, 64).bfloat16(), torch.zeros(3, 64).bfloat16()

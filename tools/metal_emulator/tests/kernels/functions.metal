@@ -80,3 +80,13 @@ kernel void histogram(const device uint* in [[buffer(0)]], device atomic_uint* b
 kernel void small_threadgroups(device int* out [[buffer(0)]], uint i [[thread_position_in_grid]]) {
   out[i] = 1;
 }
+
+namespace outer {
+namespace inner {
+[[kernel]] void in_a_namespace(device float* out [[buffer(0)]], uint i [[thread_position_in_grid]]) { out[i] = 1; }
+}  // namespace inner
+[[host_name("named_for_the_host")]] [[kernel]] void another(device float* out [[buffer(0)]],
+                                                            uint i [[thread_position_in_grid]]) {
+  out[i] = 2;
+}
+}  // namespace outer

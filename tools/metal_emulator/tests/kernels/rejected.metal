@@ -11,7 +11,16 @@ kernel void f(device float4* a [[buffer(0)]], device bfloat* b [[buffer(1)]], ui
   first = (device float*)a;  // fault
   double d = 1.0;            // fault
   b[i] = exp(b[i]);          // fault
+  int half = 2;              // fault
   half4 h = half4(float4(1.0f));
   float4 f = h;  // fault
   a[i] = float4(f.x) * float(d);
 }
+namespace inner {
+template <int kValue>
+[[kernel]] void fill(device int* out [[buffer(0)]]) {
+  out[0] = kValue;
+}
+}  // namespace inner
+using namespace inner;
+template [[host_name("fill_1")]] [[kernel]] decltype(fill<1>) fill<1>;  // fault
