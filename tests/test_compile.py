@@ -162,6 +162,46 @@ def test_errors_of_the_trace_say_what_is_wrong(paged_attn, device, name):
 
 
 # Tensors of a call whose heads do not fit, and what is said of them.
+@pytest.mark.parametrize("pool", ["stacked", "unbound", "of all layers", "flat inputs"])
+def test_caches_of_one_memory_whose_size_changes(paged_attn, device, backend, pool, monkeypatch, tmp_path):
+    """Layers with caches in one pool: a view of it begins where the number of pages says. Inductor keeps its graphs on
+    disk; one that is wrong could come from there."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    layers = 3
+    table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32, device=device)
+    lens = torch.tensor([3, 20], dtype=torch.int32, device=device)
+    q, new = torch.randn(2, 1, 4, 64, device=device), torch.randn(2, 1, 1, 64, device=device)
+
+    def caches_of(pools):
+        if pool == "stacked":
+            return [(pools[0][i], pools[1][i]) for i in range(layers)]
+        if pool == "unbound":  # vLLM's layout, K and V of a layer in one tensor
+            return [tuple(both.unbind(0)) for both in pools]
+        if pool == "of all layers":
+            return [(pools[0][2 * i], pools[0][2 * i + 1]) for i in range(layers)]
+        return list(zip(pools[::2], pools[1::2], strict=True))
+
+    def step(q, pools):
+        for k_cache, v_cache in caches_of(pools):
+            keywords = {"cache_seqlens": lens, "block_table": table, "causal": True}
+            q = paged_attn.flash_attn_with_kvcache(q, k_cache, v_cache, q[:, :, :1], new, **keywords)
+        return q
+
+    def pools_of(pages):
+        shapes = {"stacked": [(layers,)] * 2, "unbound": [(2,)] * layers, "of all layers": [(2 * layers,)]}
+        if pool != "flat inputs":
+            return [torch.randn(*first, pages, 16, 1, 64, device=device) for first in shapes[pool]]
+        return list(torch.randn(2 * layers, pages, 16, 1, 64, device=device).unbind(0))
+
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
+    for pages in (4, 6, 9):
+        pools = pools_of(pages)
+        copies = [x.clone() for x in pools]
+        out, expected = compiled(q, pools), step(q, copies)
+        for x, y in zip([out, *pools], [expected, *copies], strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
 MISFITS = {
     "head_dim": (
         {"k_cache": (2, 8, 2, 32)},

@@ -171,6 +171,30 @@ def test_keys_and_values_in_one_memory(paged_attn, device, dtype, way):
     assert not memory.view(torch.uint8).any()
 
 
+@pytest.mark.parametrize("begin", [0, 8, 16])
+def test_values_in_keys_that_are_rotated(paged_attn, device, begin):
+    """The values would be written over what the rotation made of the first 16 numbers."""
+    k, q = torch.randn(2, 3, 1, 48, device=device), torch.randn(2, 3, 2, 48, device=device)
+    angles = torch.rand(20, 8, device=device)
+    cache, apart = torch.zeros(2, 2, 8, 1, 48, device=device)
+    v = k[..., begin : begin + 16]
+
+    def attend(keys, values):
+        return paged_attn.flash_attn_with_kvcache(
+            q, keys, values, k, v, angles.cos(), angles.sin(), cache_seqlens=2, causal=True
+        )
+
+    if begin < 16:
+        words = f"^rotary_cos: expected rotary_dim of at most {begin}, where the values begin .*, got 16$"
+        with pytest.raises(RuntimeError, match=words):
+            attend(cache, cache[..., begin : begin + 16])
+        assert not cache.any()
+    else:
+        ours = attend(cache, cache[..., begin : begin + 16])
+        assert torch.equal(ours, attend(apart, torch.zeros(2, 8, 1, 16, device=device)))
+        assert torch.equal(cache, apart)
+
+
 def test_keys_and_values_in_pages_by_turns(paged_attn, device):
     """The caches lie in each other, the pages of a table do not: so transformers' continuous batching has them."""
     pool, apart = torch.zeros(5, 8, 2, 48, device=device), torch.zeros(2, 2, 8, 2, 48, device=device)

@@ -249,6 +249,7 @@ void check_memory(const Problem& p) {
   const Rows out = rows_at(p.out, out_dtype(p.q_dtype), p.head_dim_v, tokens,
                            {p.out_stride_batch, p.out_stride_token, p.out_stride_head});
   const Cache& c = p.cache;
+  const Rotary& r = p.rotary;
   const int64_t slots[] = {c.num_pages, c.page_size, p.kv_heads};
   const Rows k_cache = rows_at(c.k, c.dtype, p.head_dim, slots, {c.k_stride_page, c.k_stride_slot, c.k_stride_head});
   const Rows v_cache = rows_at(c.v, c.dtype, p.head_dim_v, slots, {c.v_stride_page, c.v_stride_slot, c.v_stride_head});
@@ -273,6 +274,11 @@ void check_memory(const Problem& p) {
   // batching has its keys and values in pages by turns). The key and the value of one token may not.
   if (writes && !values_are_keys(k_cache, v_cache, new_keys(p), new_values(p)))
     refuse_shared("v_cache", first_token(v_cache), "k_cache", first_token(k_cache));
+  // The values are written as they are, over keys that have been rotated.
+  const int64_t values_begin = (v_cache.begin - k_cache.begin) / dtype_bytes(c.dtype);
+  if (writes && r.cos && r.rotary_dim > values_begin && !v_cache.empty() && lies_within(k_cache, v_cache))
+    fail("rotary_cos: expected rotary_dim of at most " + str(values_begin) +
+         ", where the values begin in the keys (v_cache is a part of k_cache), got " + str(r.rotary_dim));
   refuse_shared("out", out, "k_cache", k_cache);
   refuse_shared("out", out, "v_cache", v_cache);
 }

@@ -1,5 +1,7 @@
 """What torch.compile needs to know of the operators: they return nothing, their results are arguments."""
 
+import functools
+
 import torch
 
 from ._call import form_of, types_of
@@ -30,6 +32,23 @@ def _check_heads(tensors):
             raise ValueError(f"{name}: expected 3 or 4 dimensions that end with [{ends}], got {form_of(tensor)}")
 
 
+@functools.cache
+def _lower_offsets():
+    """Where a view begins in its memory. Inductor has no word for that (torch 2.11 to 2.15, pytorch issue 198068): in a
+    graph of changing sizes it puts every view that an operator writes at the start of its memory, without an error."""
+    from torch._inductor.lowering import lowerings, register_lowering
+    from torch._inductor.virtualized import V
+
+    offset_of = torch.ops.aten.sym_storage_offset.default
+    if offset_of in lowerings:
+        return
+
+    @register_lowering(offset_of, type_promotion_kind=None)
+    def lower(_):
+        offset = V.graph.current_node.meta["val"]
+        return offset.node.expr if isinstance(offset, torch.SymInt) else int(offset)
+
+
 def _returns_nothing(types):
     def fake(*arguments, **keywords):
         # A real tensor without data (device "meta") sends a call here whatever the device of the others.
@@ -46,6 +65,8 @@ def _returns_nothing(types):
                     f"{tensor.device}"
                 )
         _check_heads(tensors)
+        if any(isinstance(tensor.storage_offset(), torch.SymInt) for tensor in tensors.values()):
+            _lower_offsets()
 
     return fake
 
