@@ -270,8 +270,9 @@ def test_card(paged_attn, device):
 
 def test_kernels_benchmark(device, tmp_path):
     """`kernels benchmark <this directory>` finds every script, and each workload equals its reference."""
-    if device != ("cuda" if torch.cuda.is_available() else "cpu"):
-        pytest.skip("it takes the device that a user's process has")
+    # `kernels` looks for the backend that torch was built for, with or without a GPU.
+    if device != ("cuda" if torch.version.cuda else "cpu"):
+        pytest.skip("it takes the backend that a user's torch has")
     output = tmp_path / "results.json"
     command = [sys.executable, "-c", "from kernels.cli import main; main()", "benchmark", REPOSITORY]
     command += ["--iterations=1", "--warmup=0", f"--output={output}"]

@@ -439,9 +439,9 @@ def test_pages_are_not_pickled(make_model, paged_cache):
 
 
 def test_attention_that_cannot_be_replaced_is_refused(device, paged_cache):
-    config = transformers.GPTJConfig(vocab_size=300, n_embd=32, n_layer=1, n_head=2, rotary_dim=8)
-    model = transformers.GPTJForCausalLM(config)
-    with pytest.raises(ValueError, match=r"^model: expected attention that can be replaced .*, got GPTJForCausalLM$"):
+    config = transformers.BloomConfig(vocab_size=300, hidden_size=32, n_layer=1, n_head=2)
+    model = transformers.BloomForCausalLM(config)
+    with pytest.raises(ValueError, match=r"^model: expected attention that can be replaced .*, got BloomForCausalLM$"):
         paged_cache(model.to(device))
 
 

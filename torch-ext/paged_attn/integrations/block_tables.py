@@ -13,9 +13,8 @@ and XPU only. On CPU and MPS every decode step gathers the whole cache and calls
 import inspect
 from contextlib import contextmanager
 
-# The newest release of each of these lines was run with the path open; of 5.23 and 5.24 the gate was
-# read, and is that of 5.22. Another one may have moved or changed the gate, and a gate replaced in
-# the wrong place would silently do nothing.
+# The newest release of each of these lines was run with the path open; of 5.23 the gate was read, and is that of 5.22.
+# Another one may have moved or changed the gate, and a gate replaced in the wrong place would silently do nothing.
 KNOWN_TRANSFORMERS = ("5.17", "5.18", "5.19", "5.20", "5.21", "5.22", "5.23", "5.24")
 
 _GATE = "ensure_decode_fast_path_is_available"
