@@ -268,6 +268,16 @@ def test_many_requests_of_different_lengths(library, packed):
     case.judge()
 
 
+@pytest.mark.parametrize("batch", [31, 41])
+def test_ends_where_cu_seqlens_q_falls(library, batch):
+    """A GPU does not check it. Requests share tokens then, and there are more tiles than all tokens have."""
+    q_lens = [1000 if b % 2 == 0 else -1000 for b in range(batch)]
+    sizes = {"q_heads": 4, "page_size": 16, "processors": 132, "deterministic": 1, "max_q_len": 500}
+    case = Prompt(lens=[300] * batch, q_lens=q_lens, **sizes)
+    assert case.total_q == 1000
+    case.run(library)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_attends_some_call(library, seed):
     rng = random.Random(seed)

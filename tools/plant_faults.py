@@ -140,7 +140,7 @@ FAULTS = [
         "always one split",
         "native",
         CPU_PLAN,
-        "return pd_max(1, pd_min(pd_ceil_div(cost_of(item), pd_max(task_cost, 1)), most));",
+        "return pd_max(pd_max(1, least), pd_min(pd_ceil_div(cost_of(item), pd_max(task_cost, 1)), most));",
         "return 1;",
         "test_plans.py",
     ),

@@ -87,6 +87,9 @@ PD_DEVICE void take_part(Item& item, int part, int parts) {
 // Walks through all tiles in their order. The lanes of one warp call everything together; each has a request. Whoever
 // has the request of a tile writes what it is where all of them see it. Call: of the kernel.
 //
+// With more than 32 requests survey() comes first. Then start() is asked for the tile that a block begins with; find(),
+// where start() does not have it, and for every later one.
+//
 // What is done for every tile is short, for it shares the cache of instructions with the loops of the other warps: 256
 // multiplications more cost 0.6 us of each tile (docs/cuda.md).
 template <typename Shape>
@@ -109,7 +112,7 @@ struct Scheduler {
       for (int group = warp; group < kGroups; group += warps) known.cells[lane * kGroups + group] = 0;
     }
     __syncwarp();
-    // Twice: the second time it is known how keys are cut.
+    // Twice, as tiles are counted once it is known how keys are cut. By one loop, for what looks at lengths is long.
 #pragma unroll 1
     for (bool counts = false;; counts = true) {
 #pragma unroll 1
@@ -120,16 +123,7 @@ struct Scheduler {
           const Totals found = own_totals<Call>();
           if (lane == 0) known.totals[warp].add(found);
         } else {
-          count_pieces(p, plan, work);
-          const int parts = parts_by_length(plan, work), group = request / known.group_size;
-          int above = own.rows;
-#pragma unroll 1
-          for (int number = bucket_of(known.longest, own.most, parts); above > 0; --number) {
-            const int below = tiles_below(p, known, parts, number);
-            if (above > below)
-              atomicAdd(known.cells + (kFirstBucket - number) * kGroups + group, (above - below) * pieces);
-            above = below;
-          }
+          count_cells(p, plan, known, work, request);
         }
       }
       meet();
@@ -137,7 +131,7 @@ struct Scheduler {
       if (warp == 0) {
         Totals totals = known.totals[0];
         for (int other = 1; other < warps; ++other) totals.add(known.totals[other]);
-        cut(p, plan, known, totals, work);
+        decide_cuts(p, plan, known, totals, work);
       }
       meet();
     }
@@ -146,6 +140,20 @@ struct Scheduler {
       cell = inclusive_sum(cell);
     }
     meet();
+  }
+
+  // Adds the tiles of this lane's request to their cells. `request`: the first of the chunk.
+  template <typename Call, typename Known>
+  PD_MEMBER void count_cells(const Problem& p, const Call& plan, Known& known, const Work& work, int request) {
+    count_pieces(p, plan, work);
+    const int parts = parts_by_length(plan, work), group = request / known.group_size;
+    int above = own.rows;
+#pragma unroll 1
+    for (int number = bucket_of(known.longest, own.most, parts); above > 0; --number) {
+      const int below = tiles_below(p, known, parts, number);
+      if (above > below) atomicAdd(known.cells + (kFirstBucket - number) * kGroups + group, (above - below) * pieces);
+      above = below;
+    }
   }
 
   // Also writes the work of tile `index`, where up to 32 requests need no buckets: each has one tile of rows, and all
@@ -160,7 +168,7 @@ struct Scheduler {
     const bool in_first = lane >= p.batch || (own.rows == 1 && own.most >= bucket_bound(totals.longest, kFirstBucket));
     const bool one_bucket = __ballot_sync(~0u, in_first) == ~0u;
     if (one_bucket) totals.tiles = kEven;
-    cut(p, plan, known, totals, work);
+    decide_cuts(p, plan, known, totals, work);
     count_pieces(p, plan, work);
     ends = one_bucket ? min(lane + 1, static_cast<int>(p.batch)) * pieces : inclusive_sum(own.rows * pieces);
     if (one_bucket || __shfl_sync(~0u, ends, kWarp - 1) <= plan.blocks_in_grid)
@@ -187,7 +195,7 @@ struct Scheduler {
 
   // Decides how keys are cut.
   template <typename Call, typename Known>
-  PD_MEMBER void cut(const Problem& p, const Call& plan, Known& known, const Totals& totals, Work& work) {
+  PD_MEMBER void decide_cuts(const Problem& p, const Call& plan, Known& known, const Totals& totals, Work& work) {
     int longest = totals.longest;  // tiles of keys of what is dealt
     float rate = Work::kWhole;
     if constexpr (Call::kCutsKeys) {
@@ -372,7 +380,7 @@ struct Scheduler {
     return last;
   }
 
-  // The same, once all of them have been looked at.
+  // The same from what a survey has remembered, as far as it has (`knows`: it has been there).
   template <typename Call, typename Known>
   PD_MEMBER void hold(const Problem& p, const Call& plan, const Known& known, int request, bool knows = true) {
     own = {};

@@ -93,9 +93,10 @@ struct KnownRequests {
   static constexpr int kMost = kRemembered;
   static constexpr int kKeyBits = 20;  // of a word, for tiles of keys; those of rows have the rest
   static constexpr uint32_t kUnknown = ~0u;
-  int longest;                   // tiles of keys of the longest row tile or part of one
-  int cells[kWarp], group_size;  // with more than 32 requests: see Scheduler
-  Totals totals[4];              // of those that each warp has looked at
+  int longest;  // tiles of keys of the longest row tile or part of one
+  // With more than 32 requests: the tiles up to the end of each cell (see schedule.cuh), and requests of a group.
+  int cells[kWarp], group_size;
+  Totals totals[4];  // of those that each warp has looked at
   uint32_t words[kRemembered];
 
   PD_MEMBER void note(int b, int rows, int most) {
