@@ -21,7 +21,7 @@ bool fits_copy_kernel(const Problem& p) {
     if (!aligned(d, from)) return false;
   }
   for (const Dimension& d : cache_dimensions(p)) {
-    if (!aligned(d, to == 1 ? 2 : to)) return false;  // 8-bit numbers are stored 8 at a time
+    if (!aligned(d, a.dtype == c.dtype ? to : 2)) return false;  // converted to 8 bits, they are stored 8 at a time
   }
   return true;
 }

@@ -239,6 +239,22 @@ def test_8_bit_keys_are_stored_byte_for_byte(paged_attn, device, kv_dtype, layou
     assert_caches(case, call.storage, before, before.kwargs)
 
 
+@pytest.mark.parametrize("spare", [8, 16])
+@pytest.mark.parametrize("kv_dtype", FP8)
+def test_8_bit_rows_with_a_few_bytes_between(paged_attn, device, kv_dtype, spare):
+    """As where scales stand behind the numbers of a row. With 8 bytes every second row begins between pieces of 16."""
+    draw = lambda *shape: torch.randn(*shape, device=device).to(getattr(torch, kv_dtype))  # noqa: E731
+    q, k, v = draw(2, 3, 2, 32), draw(2, 3, 1, 32), draw(2, 3, 1, 32)
+    memory = torch.zeros(2, 2, 8, 1, 32 + spare, dtype=torch.uint8, device=device)
+    apart = torch.zeros(2, 2, 8, 1, 32, dtype=torch.uint8, device=device).view(k.dtype)
+    caches = memory.view(k.dtype)[..., :32]
+    ours, expected = (
+        paged_attn.flash_attn_with_kvcache(q, *pair, k, v, cache_seqlens=2, causal=True) for pair in (caches, apart)
+    )
+    torch.testing.assert_close(ours, expected, rtol=1e-2, atol=1e-2)  # on a GPU two kernels
+    assert torch.equal(memory[..., :32], apart.view(torch.uint8)) and not memory[..., 32:].any()
+
+
 @pytest.mark.parametrize("layout", ["plain", "odd_strides"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bit_keys_are_stored_byte_for_byte(paged_attn, device, dtype, layout):
