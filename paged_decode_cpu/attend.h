@@ -189,7 +189,9 @@ void attend_tile_dot(const Problem& p, const Item& item, const Scratch<Ops>& s, 
       if (h < item.heads() - 1) {
         then_read(part, tile.v + j, v_offset(h + 1));
       } else if (j + sweep < part.keys) {
-        then_read(part, tile.v + j + sweep, v_offset(0));
+        // Not past the addresses that the tile has: a last sweep may be shorter than this one.
+        const int64_t end = part.from + j + sweep + round_up(keys, Ops::kValueKeys);
+        then_read(part, end <= round_up(tile.n, kPaddedKeys) ? tile.v + j + sweep : nullptr, v_offset(0));
       } else {
         then_read(part, next_tile.n >= tile.n ? next_tile.k : nullptr, k_offset(0));
       }

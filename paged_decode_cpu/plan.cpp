@@ -233,9 +233,10 @@ int64_t fixed_splits(const Problem& p, const Item& item) {
   return pd_max(1, pd_min(splits, most_splits(p, item.batch)));
 }
 
-int64_t even_splits(const Item& item, int64_t task_cost, int64_t threads) {
+int64_t even_splits(const Item& item, const Products& products, int64_t task_cost, int64_t threads) {
   const int64_t most = pd_min(item.num_keys() / kMinSplitKeys, kMaxSplitsPerThread * threads);
-  const int64_t least = item.rows() <= kFewRows ? pd_ceil_div(item.num_keys(), kLongestSplit) : 1;
+  const bool in_place = item.rows() <= kFewRows || item.rows() < products.min_packed_rows;
+  const int64_t least = in_place ? pd_ceil_div(item.num_keys(), kLongestSplit) : 1;
   return pd_max(pd_max(1, least), pd_min(pd_ceil_div(cost_of(item), pd_max(task_cost, 1)), most));
 }
 
@@ -320,7 +321,7 @@ Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
     } else if (cut == Cut::kFalling && item.num_keys() > 0) {
       split_falling(item, fewest_keys(p, item, task_cost), threads, left, plan.splits);
     } else {
-      split_evenly(item, even_splits(item, task_cost, threads), plan.splits);
+      split_evenly(item, even_splits(item, products, task_cost, threads), plan.splits);
     }
     left -= cost_of(work.item);
     work.num_splits = static_cast<int64_t>(plan.splits.size()) - work.first_split;

@@ -196,21 +196,22 @@ def test_many_small_probabilities(paged_attn, device, dtype, rows, cache):
     torch.testing.assert_close(out, torch.full_like(q, 64 * together / (1 + together)), rtol=1e-2, atol=0)
 
 
+@pytest.mark.parametrize("rows", [1, 17, 23])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_million_equal_keys(paged_attn, device, emulated, threads):
+def test_a_million_equal_keys(paged_attn, device, emulated, threads, rows):
     """A float32 sum of so many would be off by more than a percent: each addition is rounded the same way."""
     if emulated:
         pytest.skip("minutes")
     value, keys = torch.tensor(0.7, dtype=torch.bfloat16), 1 << 20
-    q = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16, device=device)
-    k, v = q.expand(1, keys, 1, 8), (q + value.item()).expand(1, keys, 1, 8)
+    q = torch.zeros(1, 1, rows, 8, dtype=torch.bfloat16, device=device)
+    k, v = (x[:, :, :1].expand(1, keys, 1, 8) for x in (q, q + value.item()))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         out = paged_attn.flash_attn_func(q, k, v)
     finally:
         torch.set_num_threads(before)
-    torch.testing.assert_close(out.float().cpu(), value.float().expand(1, 1, 1, 8), rtol=2**-8, atol=0)
+    torch.testing.assert_close(out.float().cpu(), value.float().expand(1, 1, rows, 8), rtol=2**-8, atol=0)
 
 
 def test_infinite_sink_takes_everything(paged_attn, device):
