@@ -30,6 +30,9 @@ _NOT_SUPPORTED = frozenset(
     ("position_bias", "attention_bias", "head_mask", "indices", "block_indices", "cache", "block_table", "k_cache",
      "v_cache")
 )  # fmt: skip
+# Modules that attend to their own keys and to an encoder's at once, with both masks side by side: what each of them
+# says beyond padding is lost.
+_JOINS_MASKS = frozenset(("T5Gemma2MergedAttention",))
 
 
 class _Thread(threading.local):
@@ -67,13 +70,14 @@ def make_mask(
     Without a mask all keys are meant that were stored. A static cache has empty slots behind them. generate() drops a
     mask without padding, and gives the decoder beside an encoder none.
 
-    What a mask says beyond padding reaches `attend` as a window. What is no window is refused here. Functions that a
-    model or a caller adds to its masks come with `use_vmap`.
+    What a mask says beyond padding reaches `attend` as a window, or as the word that it is causal. What is neither is
+    refused here. Functions that a model or a caller adds to its masks come with `use_vmap`.
     """
     from transformers.masking_utils import flash_attention_mask
 
     _refuse_chunks(config, local_size, kv_length + kv_offset)
     window = None
+    is_causal_mask = "allow_is_bidirectional_skip" not in others and q_length > 1
     # Only masks of encoders and of cross-attention have this keyword. No cache stores their keys.
     if "allow_is_bidirectional_skip" in others:
         if use_vmap:
@@ -100,12 +104,13 @@ def make_mask(
         attention_mask = attention_mask[:, : kv_offset + kv_length]
     mask = flash_attention_mask(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask)
     has_padding = mask is not None
-    if mask is None and window is not None:  # None could not bring the window along
+    if mask is None and (window is not None or is_causal_mask):  # None could not bring it along
         mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
     if mask is not None and getattr(config, "num_kv_shared_layers", None) and not torch.compiler.is_compiling():
         mask = mask.as_subclass(_OfAllQueries)
-    if window is not None:
+    if window is not None or is_causal_mask:
         mask.paged_window, mask.paged_has_padding = window, has_padding
+        mask.paged_causal = is_causal_mask and window is None
     return mask
 
 
@@ -226,13 +231,18 @@ def attend(
             refuse(name, others[name])
         if others.get("output_attentions"):
             _warn_of_attentions()
+        if type(module).__name__ in _JOINS_MASKS:
+            kind = type(module).__name__
+            raise ValueError(f"module: expected attention to the keys of one source, got {kind}, which joins two masks")
         causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
         window = getattr(attention_mask, "paged_window", None)
         if window is None:
+            if getattr(attention_mask, "paged_causal", False):
+                causal = True
             window = _window_of_layer(sliding_window, causal, query, key)
         else:
             causal = window[1] == 0
-            attention_mask = attention_mask if attention_mask.paged_has_padding else None
+        attention_mask = attention_mask if getattr(attention_mask, "paged_has_padding", True) else None
         if attention_mask is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None:
             _check_lengths(query, attention_mask, cu_seq_lens_q, cu_seq_lens_k)
         if causal is None:
