@@ -189,6 +189,8 @@ def test_values_in_keys_that_are_rotated(paged_attn, device, begin):
         with pytest.raises(RuntimeError, match=words):
             attend(cache, cache[..., begin : begin + 16])
         assert not cache.any()
+    elif device == "mps":
+        pytest.skip("Metal: a kernel that writes takes it that its buffers share no memory")
     else:
         ours = attend(cache, cache[..., begin : begin + 16])
         assert torch.equal(ours, attend(apart, torch.zeros(2, 8, 1, 16, device=device)))
