@@ -32,8 +32,8 @@ constexpr int64_t kSplitAlign = 16;            // keys; splits begin at multiple
 constexpr int64_t kMinSplitKeys = 256;         // a shorter split costs more to merge than it saves
 constexpr int64_t kDeterministicSplit = 1024;  // keys
 
-// Keys of a split of few rows, at most: the float32 sum of so many equal numbers is right to 0.2 %, of a million to 3.
-constexpr int64_t kLongestSplit = int64_t(64) << 10;
+// At most, where rows are in place: float32 sums of so many equal numbers are right to 0.2 %, of a million to 3.
+constexpr int64_t kLongestSplit = int64_t(64) << 10;  // keys
 
 // Floats of a request's partial results where its cuts do not depend on the threads: 32 MiB. Prompts would need
 // gigabytes, and have items enough for all threads without being cut.

@@ -161,7 +161,6 @@ def test_errors_of_the_trace_say_what_is_wrong(paged_attn, device, name):
         compiled(**given)
 
 
-# Tensors of a call whose heads do not fit, and what is said of them.
 @pytest.mark.parametrize("pool", ["stacked", "unbound", "of all layers", "flat inputs"])
 def test_caches_of_one_memory_whose_size_changes(paged_attn, device, backend, pool, monkeypatch, tmp_path):
     """Layers with caches in one pool: a view of it begins where the number of pages says. Inductor keeps its graphs on
@@ -202,6 +201,7 @@ def test_caches_of_one_memory_whose_size_changes(paged_attn, device, backend, po
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
+# Tensors of a call whose heads do not fit, and what is said of them.
 MISFITS = {
     "head_dim": (
         {"k_cache": (2, 8, 2, 32)},

@@ -728,16 +728,13 @@ def test_a_decoder_that_does_not_say_that_it_is_causal(device, paged_cache):
 
 def test_an_encoder_decoder_that_does_not_say_that_it_is_causal(device, paged_cache):
     model = nllb_moe(device)
-    inputs = text(model, [11, 11])
-    model.set_attn_implementation("eager")
-    tokens = generate(model, inputs, None)
-    cache = transformers.EncoderDecoderCache(paged_cache(model), transformers.DynamicCache())
-    assert generate(model, inputs, cache) == tokens
-    several = inputs | {"decoder_input_ids": torch.full((2, 4), 7, device=device)}
-    model.set_attn_implementation("eager")
-    tokens = generate(model, several, None)
-    cache = transformers.EncoderDecoderCache(paged_cache(model), transformers.DynamicCache())
-    assert generate(model, several, cache) == tokens
+    one = text(model, [11, 11])
+    several = one | {"decoder_input_ids": torch.full((2, 4), 7, device=device)}
+    for inputs in (one, several):
+        model.set_attn_implementation("eager")
+        tokens = generate(model, inputs, None)
+        cache = transformers.EncoderDecoderCache(paged_cache(model), transformers.DynamicCache())
+        assert generate(model, inputs, cache) == tokens
 
 
 # ---- What masks say beyond padding and windows
@@ -1312,7 +1309,6 @@ def test_keywords_that_do_not_fit_together(attend):
 
 def test_masks_that_a_model_joins_are_refused(device, paged_attn):
     """What they say beyond padding is lost: one is causal."""
-    pytest.importorskip("transformers.models.t5gemma2")
     encoder = t5gemma2_config()
     decoder = encoder.text_config.to_dict() | {"model_type": "t5gemma2_decoder"}
     config = transformers.T5Gemma2Config(encoder=encoder, decoder=decoder, eoi_token_index=299, image_token_index=298)

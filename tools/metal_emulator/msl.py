@@ -234,7 +234,7 @@ class Source:
         if s[begin].text == "decltype":
             end = after_bracket(s, begin + 1, "(", ")")
             expression = s[begin + 2 : end - 1]
-            self.add_kernel(host_name, " ".join(t.text for t in expression), expression[0].text, limit)
+            self.add_kernel(host_name, expression, expression[0].text, limit)
             return find(s, end, ";")
         if s[begin].text != "void":
             return start + 1
@@ -246,15 +246,15 @@ class Source:
         if s[end].text == "{":
             self.parameters[name] = [self.read_parameter(p) for p in split_at_commas(s[opening + 1 : end - 1])]
             if not is_template:
-                self.add_kernel(host_name or scope + name, scope + text_of(expression), name, limit)
+                self.add_kernel(host_name or scope + name, expression, name, limit, scope)
         elif host_name:
-            self.add_kernel(host_name, " ".join(t.text for t in expression), name, limit)
+            self.add_kernel(host_name, expression, name, limit)
         return end
 
-    def add_kernel(self, host_name: str, expression: str, function: str, limit: str) -> None:
+    def add_kernel(self, host_name: str, expression: list[Token], function: str, limit: str, scope: str = "") -> None:
         if any(k.host_name == host_name for k in self.kernels):
             raise MslError(f"two kernels are named {host_name!r}")
-        self.kernels.append(Kernel(host_name, expression, function, limit))
+        self.kernels.append(Kernel(host_name, scope + " ".join(t.text for t in expression), function, limit))
 
     @staticmethod
     def read_parameter(tokens: list[Token]) -> Parameter:
@@ -452,7 +452,7 @@ CHECK_FLAGS = (
 )
 NOT_IN_MSL = re.compile("double|goto|dynamic_cast|throw|try|catch|new|delete|typeid|thread_local|virtual|asm")
 TYPE = re.compile("float|half|bfloat|u?int|u?short|u?char|u?long|bool")
-SCALAR = re.compile("float|half|bfloat|u?int|u?short|u?char|u?long|bool|T|U|void|size_t|u?int(8|16|32|64)_t")
+SCALAR = re.compile(TYPE.pattern + "|T|U|void|size_t|u?int(8|16|32|64)_t")
 
 
 def lint(source: Source, path: Path) -> list[str]:

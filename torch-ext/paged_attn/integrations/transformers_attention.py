@@ -76,8 +76,7 @@ def make_mask(
     from transformers.masking_utils import flash_attention_mask
 
     _refuse_chunks(config, local_size, kv_length + kv_offset)
-    window = None
-    is_causal_mask = "allow_is_bidirectional_skip" not in others and q_length > 1
+    window, is_causal = None, False
     # Only masks of encoders and of cross-attention have this keyword. No cache stores their keys.
     if "allow_is_bidirectional_skip" in others:
         if use_vmap:
@@ -86,6 +85,7 @@ def make_mask(
             # transformers' own function, of positions alone: nothing waits for the device.
             window = _window_of(mask_function, 1, q_offset, q_length, kv_offset, kv_length, "cpu", local_size)
     else:
+        is_causal = q_length > 1
         may_see_later = not allow_is_causal_skip and q_length > 1
         has_window = use_vmap or (may_see_later and _sees_next(mask_function, batch_size, q_length, q_offset, device))
         if has_window or attention_mask is None:
@@ -103,14 +103,13 @@ def make_mask(
     if attention_mask is not None:
         attention_mask = attention_mask[:, : kv_offset + kv_length]
     mask = flash_attention_mask(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask)
-    has_padding = mask is not None
-    if mask is None and (window is not None or is_causal_mask):  # None could not bring it along
+    has_padding, says_more = mask is not None, window is not None or is_causal
+    if mask is None and says_more:  # None could not bring it along
         mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
     if mask is not None and getattr(config, "num_kv_shared_layers", None) and not torch.compiler.is_compiling():
         mask = mask.as_subclass(_OfAllQueries)
-    if window is not None or is_causal_mask:
-        mask.paged_window, mask.paged_has_padding = window, has_padding
-        mask.paged_causal = is_causal_mask and window is None
+    if says_more:
+        mask.paged_window, mask.paged_causal, mask.paged_has_padding = window, is_causal, has_padding
     return mask
 
 
@@ -231,8 +230,8 @@ def attend(
             refuse(name, others[name])
         if others.get("output_attentions"):
             _warn_of_attentions()
-        if type(module).__name__ in _JOINS_MASKS:
-            kind = type(module).__name__
+        kind = type(module).__name__
+        if kind in _JOINS_MASKS:
             raise ValueError(f"module: expected attention to the keys of one source, got {kind}, which joins two masks")
         causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
         window = getattr(attention_mask, "paged_window", None)
@@ -246,7 +245,6 @@ def attend(
         if attention_mask is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None:
             _check_lengths(query, attention_mask, cu_seq_lens_q, cu_seq_lens_k)
         if causal is None:
-            kind = type(module).__name__
             raise ValueError(f"is_causal: expected True or False, as an attribute of {kind} or a keyword, got neither")
         query = query.transpose(1, 2)
         options = {
