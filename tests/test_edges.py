@@ -413,6 +413,20 @@ def test_empty_tensors(paged_attn, device, name, contiguous):
     check(paged_attn, case, device)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_new_keys_and_a_cache_without_slots(paged_attn, device, paged):
+    """Of padded entries. Caches without an element have one address, and yet do not lie in each other."""
+    shape = (0, 4, 1, 32) if paged else (2, 0, 1, 32)
+    k_cache, v_cache = torch.zeros(2, *shape, device=device)
+    q, angles = torch.randn(2, 3, 2, 32, device=device), torch.rand(8, 16, device=device)
+    table = {"block_table": torch.full((2, 1), -1, dtype=torch.int32, device=device)} if paged else {}
+    rotary = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    lens = torch.full((2,), -3, dtype=torch.int32, device=device)
+    new = torch.randn(2, 3, 1, 32, device=device)
+    out = paged_attn.flash_attn_with_kvcache(q, k_cache, v_cache, new, new, **rotary, cache_seqlens=lens, **table)
+    assert not out.any()
+
+
 @pytest.mark.parametrize("rotary_dim", [0, 32])
 def test_tokens_without_a_request(paged_attn, device, rotary_dim):
     """Batch 0, yet there are tokens of q, or new keys: out 0, lse -inf, nothing is written."""

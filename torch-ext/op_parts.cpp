@@ -276,7 +276,7 @@ void check_memory(const Problem& p) {
     refuse_shared("v_cache", first_token(v_cache), "k_cache", first_token(k_cache));
   // The values are written as they are, over keys that have been rotated.
   const int64_t values_begin = (v_cache.begin - k_cache.begin) / dtype_bytes(c.dtype);
-  const bool rotates = writes && r.cos && !new_keys(p).empty();
+  const bool rotates = writes && r.cos && !new_keys(p).empty() && !v_cache.empty();
   if (rotates && r.rotary_dim > values_begin && lies_within(k_cache, v_cache))
     fail("rotary_cos: expected rotary_dim of at most " + str(values_begin) +
          ", where the values begin in the keys (v_cache is a part of k_cache), got " + str(r.rotary_dim));
