@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -53,6 +54,11 @@ def run(engine: Engine, requests: list[Request]) -> float:
     for _ in engine.run(requests):
         pass
     return time.perf_counter() - start
+
+
+def fastest(engine: Engine, make_round, rounds: int) -> tuple[float, list[dict]]:
+    """Seconds and steps of the fastest of several runs."""
+    return min(((run(engine, make_round()), list(engine.trace)) for _ in range(rounds)), key=lambda one: one[0])
 
 
 def median(values) -> float:
@@ -117,10 +123,11 @@ def main() -> None:
         for step_tokens in args.step_tokens:
             engine.step_tokens = step_tokens
             run(engine, make_requests(count, prompt, 3, vocabulary, 0))  # graphs, the libraries' own choices
-            seconds = min(run(engine, make_requests(count, prompt, new, vocabulary, 1)) for _ in range(args.rounds))
+            requests = partial(make_requests, count, prompt, new, vocabulary, 1)
+            seconds, trace = fastest(engine, requests, args.rounds)
             one = {"requests": count, "prompt": prompt, "new": new, "new_tokens_per_s": round(count * new / seconds),
-                   "step_tokens": step_tokens, "seconds": seconds, "steps": len(engine.trace)}  # fmt: skip
-            for kind, steps in steps_by_kind(engine.trace).items():
+                   "step_tokens": step_tokens, "seconds": seconds, "steps": len(trace)}  # fmt: skip
+            for kind, steps in steps_by_kind(trace).items():
                 one[kind] = {"steps": len(steps), "tokens": median([sum(s["tokens"].values()) for s in steps]),
                              "step_us": 1e6 * median([s["seconds"] for s in steps])}  # fmt: skip
             print(json.dumps(one), flush=True)

@@ -113,6 +113,11 @@ class Weights:
 
     def __init__(self, model: LlamaForCausalLM, max_length: int):
         config = model.config
+        # Another model, or a Llama with biases, has weights that forward() does not read: its tokens would be wrong.
+        is_llama = type(model) is LlamaForCausalLM
+        if not (is_llama and config.hidden_act == "silu" and not config.attention_bias and not config.mlp_bias):
+            kind = type(model).__name__ + (" with another MLP or biases" if is_llama else "")
+            raise ValueError(f"model: expected a LlamaForCausalLM with silu and without biases, got {kind}")
         self.q_heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.eps = config.rms_norm_eps
@@ -145,7 +150,7 @@ class Batch:
 
 class Engine:
     def __init__(self, kernel, model: LlamaForCausalLM, num_pages: int, max_length: int, step_tokens: int = 2048):
-        self.kernel, self.step_tokens = kernel, step_tokens
+        self.kernel, self.max_length, self.step_tokens = kernel, max_length, step_tokens
         self.device, self.dtype = model.device, model.dtype
         self.weights = Weights(model, max_length)
         w = self.weights
@@ -164,8 +169,11 @@ class Engine:
     def run(self, requests: list[Request]) -> Iterator[tuple[Request, int]]:
         """Serves the requests and yields each token as it comes."""
         for number, request in enumerate(requests, self.arrived):
+            length = len(request.prompt) + request.max_new_tokens
+            size = f"request {number} of {len(request.prompt)} + {request.max_new_tokens} tokens"
+            if length > self.max_length:
+                raise ValueError(f"max_length: expected at least {length} for {size}, got {self.max_length}")
             if request.most_pages > len(self.pool.owners):
-                size = f"request {number} of {len(request.prompt)} + {request.max_new_tokens} tokens"
                 raise ValueError(
                     f"num_pages: expected at least {request.most_pages} for {size}, got {len(self.pool.owners)}"
                 )

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import documents
 import pytest
@@ -154,6 +155,33 @@ def test_generate_refuses_a_model_without_sdpa(device, tmp_path):
 def test_the_engine_refuses_a_request_larger_than_its_pool(device):
     run = start("examples/engine.py --pages 3 --requests 2 --prompt 8 8 --new-tokens 4 --no-check", device)
     assert "num_pages: expected at least 4 for request 0 of 48 + 4 tokens, got 3" in run.stderr, run.stderr[-2000:]
+
+
+def test_steps_are_those_of_the_fastest_round(monkeypatch):
+    """Of benchmarks/engine_steps.py: times of steps belong to the tokens per second beside them."""
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    engine_steps = pytest.importorskip("engine_steps")
+    seconds = iter([0.5, 0.25, 0.75])
+
+    def run(engine, requests):
+        engine.trace[:] = [{"seconds": next(seconds)}]
+        return engine.trace[0]["seconds"]
+
+    monkeypatch.setattr(engine_steps, "run", run)
+    assert engine_steps.fastest(SimpleNamespace(trace=[]), list, 3) == (0.25, [{"seconds": 0.25}])
+
+
+@pytest.mark.parametrize("kind, options", [("Qwen2", {}), ("Llama", {"attention_bias": True})], ids=str)
+def test_the_engine_refuses_a_model_whose_weights_it_does_not_read(kind, options, device, tmp_path):
+    """Nothing else would say so where tokens are not compared, as in 16 bits."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(**SMALL, **options)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    run = start(f"examples/engine.py --model {tmp_path} --dtype bfloat16", device)
+    assert run.returncode == 1
+    refusal = f"model: expected a LlamaForCausalLM with silu and without biases, got {kind}ForCausalLM"
+    assert refusal in run.stderr.splitlines()[-1], run.stderr[-2000:]
 
 
 def start(words, device):

@@ -10,7 +10,10 @@ from dense import causal, dense
 from paged_attn_vllm.backend import PagedAttnBackend, PagedAttnMetadataBuilder
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
+from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm_layer import NAME, Layer
 
 HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 64
@@ -78,6 +81,25 @@ def test_other_cache_dtypes_are_refused(cache_dtype):
         Layer(HEADS, KV_HEADS, HEAD_SIZE, torch.bfloat16, cache_dtype=cache_dtype)
 
 
+@pytest.mark.parametrize("cache_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_16_bit_cache_has_the_dtype_of_the_model(dtype, cache_dtype):
+    """Another one is refused when the model is made, not by its first request."""
+    if str(dtype) == f"torch.{cache_dtype}":
+        layer = Layer(HEADS, KV_HEADS, HEAD_SIZE, dtype, cache_dtype=cache_dtype)
+        assert layer.attention.kv_cache_torch_dtype == dtype
+        return
+    with pytest.raises(ValueError, match=f"kv_cache_dtype: expected the model's dtype .* got {cache_dtype}"):
+        Layer(HEADS, KV_HEADS, HEAD_SIZE, dtype, cache_dtype=cache_dtype)
+
+
+def test_vllm_accepts_one_scale_for_each_head():
+    """On a GPU vLLM asks a backend for all that a layer needs."""
+    needs = AttentionSelectorConfig(HEAD_SIZE, torch.bfloat16, "fp8", 16, use_per_head_quant_scales=True)
+    reasons = PagedAttnBackend.validate_configuration(device_capability=DeviceCapability(9, 0), **needs._asdict())
+    assert reasons == []
+
+
 def test_one_scale_for_each_head():
     """Keys and values are stored as value / scale, so large ones fit into 8 bits."""
     torch.manual_seed(0)
@@ -113,6 +135,21 @@ def test_chunked_local_attention():
         assert (out[rows].double() - truth).abs().max() < TOLERANCE[torch.float32] * truth.abs().max()
 
 
+def test_a_changed_table_keeps_what_vllm_added():
+    """Metadata of a layer that only sees the tokens whose logits are asked for (kv_sharing_fast_prefill)."""
+    layer = Layer(HEADS, KV_HEADS, HEAD_SIZE, torch.float32)
+    backend = create_fast_prefill_custom_backend("FastPrefill", PagedAttnBackend)
+    spec = layer.attention.get_kv_cache_spec(layer.config)
+    builder = backend.get_builder_cls()(spec, [NAME], layer.config, torch.device(DEVICE))
+    common = layer.common((40, 1, 17, 5))
+    common.logits_indices_padded = torch.tensor([39, 40, 57, 62], dtype=torch.int32, device=DEVICE)
+    common.num_logits_indices = common.max_logits_per_req = 4
+    metadata = builder.build(0, common)
+    changed = builder.update_block_table(metadata, layer.table.flip(0), common.slot_mapping)
+    assert changed.num_logits_indices == 4 and changed.logits_indices_padded is common.logits_indices_padded
+    assert torch.equal(changed.block_table, layer.table.flip(0)[:, :3])
+
+
 def test_padding_is_left_alone():
     """Rows past num_actual_tokens: vLLM pads a batch to the size of a captured graph."""
     torch.manual_seed(0)
@@ -122,6 +159,15 @@ def test_padding_is_left_alone():
     whole = layer.forward(common, q, k, v)
     longer = [torch.cat([x, torch.full_like(x, torch.nan)]) for x in (q, k, v)]
     assert torch.equal(layer.forward(common, *longer)[:4], whole)
+
+
+def test_warming_up_gives_zeros():
+    """vLLM then runs the model without metadata, over memory that may hold anything."""
+    layer = Layer(HEADS, KV_HEADS, HEAD_SIZE, torch.float32)
+    q, k, v = (draw(4, heads, torch.float32) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    out = torch.full_like(q, torch.nan)
+    layer.attention.impl.forward(layer.attention, q, k, v, layer.attention.kv_cache, None, out)
+    assert (out == 0).all()
 
 
 def test_one_causal_for_each_request_is_refused():

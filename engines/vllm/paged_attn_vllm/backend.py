@@ -4,7 +4,8 @@ vLLM keeps keys and values of a layer in one tensor, [blocks, kv_heads, block_si
 strides a backend prefers. Both caches are views of it: the kernel takes any strides.
 """
 
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
@@ -73,6 +74,10 @@ class PagedAttnBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_sliding_window(cls) -> bool:
         return True
 
@@ -127,8 +132,10 @@ class PagedAttnMetadataBuilder(AttentionMetadataBuilder[PagedAttnMetadata]):
         )
 
     def update_block_table(self, metadata, blk_table, slot_mapping):
-        pages = metadata.block_table.shape[1]
-        return replace(metadata, block_table=blk_table[:, :pages], slot_mapping=slot_mapping)
+        # A shallow copy: vLLM's own builders around this one give metadata more attributes, or another class.
+        new = copy(metadata)
+        new.block_table, new.slot_mapping = blk_table[:, : metadata.block_table.shape[1]], slot_mapping
+        return new
 
 
 class PagedAttnImpl(AttentionImpl[PagedAttnMetadata]):
@@ -150,6 +157,12 @@ class PagedAttnImpl(AttentionImpl[PagedAttnMetadata]):
         known = PagedAttnBackend.supported_kv_cache_dtypes
         if kv_cache_dtype not in known:
             raise ValueError(f"kv_cache_dtype: expected one of {', '.join(known)}, got {kv_cache_dtype}")
+        # While vLLM makes a model, the model's dtype is torch's default.
+        dtype = str(torch.get_default_dtype()).removeprefix("torch.")
+        if kv_cache_dtype in ("float16", "bfloat16") and kv_cache_dtype != dtype and attn_type not in WITHOUT_CACHE:
+            raise ValueError(
+                f"kv_cache_dtype: expected the model's dtype {dtype} (auto), or 8 bits, got {kv_cache_dtype}"
+            )
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads or num_heads, head_size
         self.scale = float(scale)
         self.softcap = logits_soft_cap or 0.0
@@ -180,8 +193,8 @@ class PagedAttnImpl(AttentionImpl[PagedAttnMetadata]):
         """query, key, value and output are (tokens, heads, head_size); those past num_actual_tokens are padding."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale: expected None (the kernel does not quantize its output)")
-        if attn_metadata is None:  # warming up
-            return output
+        if attn_metadata is None:  # warming up: the layers after this one get no NaN
+            return output.fill_(0)
         meta, tokens = attn_metadata, attn_metadata.num_actual_tokens
         if self.attn_type in WITHOUT_CACHE:
             self._attend(query, key[:tokens], value[:tokens], meta, output, cu_seqlens_k=meta.query_start_loc)
