@@ -355,6 +355,43 @@ def test_lengths_may_change_without_compiling_again(paged_attn, device):
     assert graphs == {name: limit for name, (_, _, limit) in calls.items()}
 
 
+def test_one_request_takes_a_graph_of_its_own(paged_attn, device):
+    """And no other number of requests does."""
+    k_cache, v_cache = paged_attn.empty_paged_cache(64, 16, 2, 64, dtype=torch.float32, device=device)
+    k_cache.zero_(), v_cache.zero_()
+    compiled = torch.compile(paged_attn.flash_attn_with_kvcache, backend="eager", fullgraph=True)
+    graphs = []
+    for batch in (4, 5, 9, 2, 1, 7, 1):
+        q, new = torch.zeros(batch, 1, 4, 64, device=device), torch.zeros(batch, 1, 2, 64, device=device)
+        lens = torch.full((batch,), 5, dtype=torch.int32, device=device)
+        table = torch.arange(4 * batch, dtype=torch.int32, device=device).view(batch, 4)
+        counters.clear()
+        compiled(q, k_cache, v_cache, new, new, cache_seqlens=lens, block_table=table, causal=True)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [1, 1, 0, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("return_lse", [True, False])
+def test_in_a_branch(paged_attn, device, return_lse):
+    """torch.cond looks at every result of an operator. Where the lse may be left out, usage.md can forget about it."""
+    q, cache = torch.randn(2, 3, 4, 64, device=device), torch.randn(2, 20, 2, 64, device=device)
+
+    def attend(q):
+        given = paged_attn.flash_attn_with_kvcache(q, cache, cache, return_softmax_lse=return_lse)
+        return given[0] if return_lse else given
+
+    def branch(q, condition):
+        return torch.cond(condition, attend, lambda q: q * 1, (q,))
+
+    compiled = torch.compile(branch, backend="aot_eager", fullgraph=True)
+    if not return_lse:
+        with pytest.raises(Exception, match="Expected arg_val to be a Tensor, got <class 'NoneType'>"):
+            compiled(q, torch.tensor(True, device=device))
+        return
+    for condition in (True, False):
+        assert torch.equal(compiled(q, torch.tensor(condition, device=device)), attend(q) if condition else q)
+
+
 @pytest.mark.parametrize("pages", [3, 3000], ids=["small", "of huge pages"])
 @pytest.mark.parametrize("give_device", [False, True])
 def test_a_cache_made_in_a_graph(paged_attn, device, pages, give_device):

@@ -1378,6 +1378,18 @@ def test_what_is_neither_on_nor_off(paged_attn, device, function, name):
         torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("function", ["func", "varlen", "fa3.func", "fa3.varlen"])
+def test_arguments_of_flash_attention_that_are_neither_on_nor_off(paged_attn, device, function):
+    np = pytest.importorskip("numpy")
+    call, good = plain_calls(paged_attn, device)[function]
+    for value in (torch.zeros(2, device=device), torch.zeros(1, device="meta"), np.zeros(2)):
+        with pytest.raises(ValueError, match=r"^return_attn_probs: expected True or False, got "):
+            call(**good, return_attn_probs=value)
+        if "fa3" not in function:
+            with pytest.raises(ValueError, match=r"^dropout_p: expected 0\.0 \(forward only, for inference\), got "):
+                call(**good, dropout_p=value)
+
+
 @pytest.mark.parametrize("value", [128, (1, 0, 2), (1,), (1.5, 0), (0, "x"), (2**63, 0), (0, -(2**63) - 1)], ids=str)
 @pytest.mark.parametrize("function", [name for name in REQUIRED if name != "write"])
 def test_windows_that_are_no_pair_of_ints(paged_attn, device, function, value):

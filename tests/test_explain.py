@@ -70,6 +70,14 @@ def test_tensors_without_data_are_refused(paged_attn, device, kind):
                 explain_zeros(device)
 
 
+@pytest.mark.parametrize("name", ["k_cache", "v_cache", "k", "cache_seqlens", "block_table", "alibi_slopes", "out"])
+def test_one_tensor_without_data_is_refused(paged_attn, device, name):
+    call = cases.build(Case(append=3, q_len=3, alibi="head", give_out=True)).to(device)
+    given = call.kwargs | dict(zip(("k_cache", "v_cache"), call.caches()))
+    with pytest.raises(ValueError, match=rf"^{name}: expected a tensor with data \(the plan depends on lengths\)"):
+        paged_attn.explain(**(given | {name: given[name].to("meta")}))
+
+
 def test_other_functions(paged_attn, device):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, n, h, 64, device=device) for n, h in ((5, 4), (20, 2), (20, 2)))

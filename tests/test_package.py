@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -193,6 +194,20 @@ def test_operators_are_registered_under_the_name_of_this_build(paged_attn):
     namespace = paged_attn._ops.ops.name
     assert namespace.startswith("_paged_attn_")
     assert paged_attn._ops.add_op_namespace_prefix("x") == f"{namespace}::x"
+
+
+def test_builds_of_other_python_have_other_names(tmp_path, monkeypatch):
+    """`kernels` keeps modules under the name of the build: under one name, the second would run the first one's."""
+    monkeypatch.syspath_prepend(REPOSITORY / "tools")
+    local_build = pytest.importorskip("local_build")
+    shutil.copy(REPOSITORY / "build.toml", tmp_path)
+    shutil.copytree(REPOSITORY / "torch-ext", tmp_path / "torch-ext")
+    monkeypatch.setattr(local_build, "ROOT", tmp_path)
+    before = local_build.source_digest([], "")
+    assert local_build.source_digest([], "") == before
+    with (tmp_path / "torch-ext" / "paged_attn" / "integrations" / "peers.py").open("a") as module:
+        module.write("\n")
+    assert local_build.source_digest([], "") != before
 
 
 def test_extension_exports_only_its_entry(paged_attn):

@@ -219,3 +219,17 @@ def test_window_equals_the_keys_alone(paged_attn, device):
     expected = before.kwargs | {"window_size": (49, 0)}
     for out, lse in (windowed, alone):
         assert_result(out, lse, with_tensor_lengths(before) | expected, *before.caches(), [0])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("lse, other", [(-torch.inf, 0.0), (-1000.0, 0.0), (-torch.inf, -torch.inf)])
+def test_merge_does_not_look_at_values_of_weight_0(paged_attn, device, lse, other, bad):
+    """As with an lse of -inf, one so low that its weight is 0, and that of two parts without keys."""
+    values, empty = torch.randn(5, 4, 16, device=device), torch.full((5, 4, 16), bad, device=device)
+    low, high = (torch.full((4, 5), x, device=device) for x in (lse, other))
+    expected = values
+    if other == -torch.inf:
+        values, expected = empty, torch.zeros_like(values)
+    for parts in ((empty, low, values, high), (values, high, empty, low)):
+        merged, merged_lse = paged_attn.merge_attn_states(*parts)
+        assert torch.equal(merged, expected) and torch.equal(merged_lse, high)

@@ -232,9 +232,11 @@ def flags_for(flags: list[str], arch: str) -> list[str]:
 
 
 def source_digest(sections: list[Section], flags: str) -> str:
-    """Names a build. Other sources or flags give another namespace, so that both can be loaded into one process."""
+    """Names a build. Other sources or flags give another namespace, so that both can be loaded into one process. Python
+    counts too: `kernels` keeps modules under this name, and the second build of one name would run the first one's."""
     digest = hashlib.sha256(flags.encode())
-    for source in ["build.toml", *(source for section in sections for source in section.sources)]:
+    python = sorted(path.relative_to(ROOT) for path in (ROOT / "torch-ext").rglob("*.py"))
+    for source in ["build.toml", *(source for section in sections for source in section.sources), *python]:
         digest.update((ROOT / source).read_bytes())
     return digest.hexdigest()[:8]
 
@@ -251,10 +253,8 @@ def ninja_file(cxx: str, sections: list[Section], namespace: str, flags: dict[st
     lines = [NINJA_RULES, f"cxx = {cxx}"]
     objects, shaders = [], []
     for section in sections:
-        # Only the binding needs the namespace, so the kernels stay compiled when it changes.
-        define = [f"-DTORCH_EXTENSION_NAME={namespace}"] if section.name == "torch" else []
         # As with kernel-builder, cxx-flags are for C++ alone.
-        own = {".cpp": [*section.flags, *define], ".mm": section.includes}
+        own = {".cpp": section.flags, ".mm": section.includes}
         own |= {".cu": section.cuda_flags, ".metal": section.includes}
         for source in section.sources:
             suffix = Path(source).suffix
@@ -262,9 +262,11 @@ def ninja_file(cxx: str, sections: list[Section], namespace: str, flags: dict[st
                 continue
             output = f"objects/{source}.o"
             (shaders if suffix == ".metal" else objects).append(output)
+            # Only the binding needs the namespace, so the rest stays compiled when it changes.
+            define = [f"-DTORCH_EXTENSION_NAME={namespace}"] if Path(source).name == "torch_binding.cpp" else []
             embedded = " | extension.metallib" if suffix == ".mm" else ""
             lines.append(f"build {output}: {RULES[suffix]} {ROOT / source}{embedded}")
-            lines.append(f"  flags = {' '.join([flags[suffix], *own[suffix]])}")
+            lines.append(f"  flags = {' '.join([flags[suffix], *own[suffix], *define])}")
     if shaders:
         lines.append(f"build extension.metallib: metallib {' '.join(shaders)}")
     # An empty library of this name satisfies the linker, for every processor and every build of torch.

@@ -247,10 +247,10 @@ def extension(variants: list[str] = ("plain",)) -> Path:
 
     lines, objects = [], []
     for section in sections:
-        define = f"-DTORCH_EXTENSION_NAME={namespace}" if section.name == "torch" else ""
         for source in section.sources:
             if not source.endswith((".cpp", ".mm")):
                 continue
+            define = f"-DTORCH_EXTENSION_NAME={namespace}" if Path(source).name == "torch_binding.cpp" else ""
             # Also the C++ files see Metal's headers.
             own = section.includes if source.endswith(".mm") else ["-x c++", *section.flags]
             objects.append(work / f"{source}.o")

@@ -250,8 +250,16 @@ def shown(value):
 
 
 def refuse_dropout(dropout_p):
-    if dropout_p:
-        raise ValueError(f"dropout_p: expected 0.0 (forward only, for inference), got {dropout_p}")
+    if not _says_yes_or_no(dropout_p) or dropout_p:
+        raise ValueError(f"dropout_p: expected 0.0 (forward only, for inference), got {form_of(dropout_p)}")
+
+
+def either(return_attn_probs, return_softmax_lse):
+    """Whether one of the two asks for the lse."""
+    try:
+        return return_attn_probs or return_softmax_lse
+    except FAILURES as error:
+        raise clearer(error, (), {"return_attn_probs": return_attn_probs}) from None
 
 
 def refuse_grad(names, tensors):
@@ -317,7 +325,7 @@ def _refuse_types(types, given):
             raise ValueError(f"{name}: expected a number, got {form_of(value)}")
         elif kind == "bool" and not (hasattr(value, "__bool__") and _says_yes_or_no(value)):
             raise ValueError(f"{name}: expected True or False, got {form_of(value)}")
-    for name in ("causal", "return_softmax_lse"):
+    for name in ("causal", "return_softmax_lse", "return_attn_probs"):
         if not _says_yes_or_no(given.get(name)):
             raise ValueError(f"{name}: expected True or False, got {form_of(given[name])}")
     window_size = given.get("window_size")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._call import all_off, check_cu_seqlens_k, form_of, one_of, refuse_dropout, refuse_others, run, with_q_v
+from ._call import all_off, check_cu_seqlens_k, either, form_of, one_of, refuse_dropout, refuse_others, run, with_q_v
 
 
 def _names(**others):
@@ -86,7 +86,7 @@ def flash_attn_with_kvcache(
             `cu_seqlens_k_new`: written into the cache from position `cache_seqlens` on. They change the cache. Without
             them `cu_seqlens_k_new` and `rotary_seqlens` ask for nothing.
         rotary_cos, rotary_sin: (rotary_len, rotary_dim / 2), in q's dtype. Rotates `k` at its position, and `q` at
-            the same positions when causal or windowed, else all of q at `cache_seqlens`.
+            the same positions when causal, windowed or in chunks, else all of q at `cache_seqlens`.
         cache_seqlens: int32 (batch,) or an int: the length before `k` and `v` are appended. An entry of minus the
             number of new tokens marks a padded entry: nothing is written, and its output is 0.
         cache_batch_idx: int32 (batch,): the row of the contiguous cache, or of `block_table`, of each entry.
@@ -208,7 +208,7 @@ def flash_attn_func(
         qv, q_descale, k_descale, v_descale,
         None, None, True, None,
     )  # fmt: skip
-    return_lse = return_attn_probs or return_softmax_lse
+    return_lse = either(return_attn_probs, return_softmax_lse)
     return run(
         names, q, k, v, out, return_lse, None, None, softmax_scale, causal, window_size, features, is_cache=False
     )
@@ -298,7 +298,7 @@ def flash_attn_varlen_func(
         qv, q_descale, k_descale, v_descale,
         None, None, True, None,
     )  # fmt: skip
-    return_lse = return_attn_probs or return_softmax_lse
+    return_lse = either(return_attn_probs, return_softmax_lse)
     return run(
         names, q, k, v, out, return_lse, lengths, table, softmax_scale, causal, window_size, features, None, None,
         max_seqlen_q,

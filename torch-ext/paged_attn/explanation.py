@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -67,7 +68,8 @@ class _Explain(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func not in _OPERATORS:
             return func(*args, **(kwargs or {}))
-        q = args[0]
-        if q.device.type == "meta" or isinstance(q, FakeTensor):
-            raise ValueError("q: expected a tensor with data (the plan depends on lengths), got one without")
+        for argument, value in zip(func._schema.arguments, args):
+            if isinstance(value, torch.Tensor) and (value.is_meta or isinstance(value, FakeTensor)):
+                name = argument.name
+                raise ValueError(f"{name}: expected a tensor with data (the plan depends on lengths), got one without")
         raise _Explained(ops.explain_flash_attn_with_kvcache.default(*args, **(kwargs or {})))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from . import attention
-from ._call import all_off, check_cu_seqlens_k, form_of, one_of, refuse_others, reworded, run, with_q_v
+from ._call import all_off, check_cu_seqlens_k, either, form_of, one_of, refuse_others, reworded, run, with_q_v
 from .merge import check_all, merge_checked
 
 __all__ = [
@@ -197,7 +197,7 @@ def flash_attn_func(
         qv, q_descale, k_descale, v_descale,
         None, None, True, None,
     )  # fmt: skip
-    return_lse = return_attn_probs or return_softmax_lse
+    return_lse = either(return_attn_probs, return_softmax_lse)
     return run(
         names, q, k, v, out, return_lse, None, None, softmax_scale, causal, window_size, features, is_cache=False
     )
@@ -293,7 +293,7 @@ def flash_attn_varlen_func(
         qv, q_descale, k_descale, v_descale,
         None, None, True, None,
     )  # fmt: skip
-    return_lse = return_attn_probs or return_softmax_lse
+    return_lse = either(return_attn_probs, return_softmax_lse)
     return run(
         names, q, k, v, out, return_lse, seqused_k, page_table, softmax_scale, causal, window_size, features, None,
         None, max_seqlen_q, page_table is not None or cu_seqlens_k is not None,
