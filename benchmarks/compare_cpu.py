@@ -136,7 +136,7 @@ def measure(case, workers, rounds, batch_seconds):
         row["error"][name], row["huge"] = answer["error"], answer["huge"]
         calls[name], samples[name] = max(1, round(batch_seconds / answer["seconds"])), []
     names = list(calls)
-    for r in range(rounds):
+    for r in range(rounds if names else 0):
         for name in names[r % len(names) :] + names[: r % len(names)]:
             time.sleep(0.03)  # threads of the last one still spin for a moment
             samples[name].append(workers[name].ask("time", calls[name])["seconds"])

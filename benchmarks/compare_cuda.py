@@ -5,7 +5,8 @@
     python docs/pictures/data.py decode_h200 < TABLE   the printed table into docs/data/, for page and picture
 
 Every time is that of a call inside a CUDA graph: the graph runs the call on several copies of the inputs whose pages
-are disjoint and larger than L2 together, and the replays of all providers take turns. Peers are left out where missing:
+are disjoint and larger than L2 together (what a write of 64 tokens touches of them is not), and the replays of all
+providers take turns. Peers are left out where missing:
 
     FlashAttention 3    PEERS_DIR/fa3.so: `_vllm_fa3_C.abi3.so` of the vllm wheel (0.26.0, for torch 2.11 and CUDA 13)
     cuDNN               the Python package nvidia-cudnn-frontend

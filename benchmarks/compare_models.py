@@ -3,9 +3,10 @@
     python benchmarks/compare_models.py [--models REGEX] [--rounds N] [--save JSON]
 
 Every call is the one that an engine makes: bfloat16, pages of 16 in random order, `cu_seqlens_q`. Every time is that of
-a call inside a CUDA graph over inputs larger than L2 together; the replays of all take turns. A row is a model, a
-column a step: our time in us and, in brackets, FlashAttention 3's over ours. Its time is the better of two: with its
-plan made in the call, and once for all layers of a step, outside of the timed call.
+a call inside a CUDA graph over copies of the inputs, 24 at most, larger than L2 together. (What a window of 128 keys
+sees is not, nor is one request of Falcon.) The replays of all take turns. A row is a model, a column a step: our time
+in us and, in brackets, FlashAttention 3's over ours. Its time is the better of two: with its plan made in the call, and
+once for all layers of a step, outside of the timed call.
 
     FlashAttention 3    PEERS_DIR/fa3.so: `_vllm_fa3_C.abi3.so` of the vllm wheel (0.26.0, for torch 2.11 and CUDA 13)
 """

@@ -2,8 +2,9 @@
 
     python benchmarks/compare_prefill.py [--cases REGEX] [--rounds N] [--save JSON]
 
-Every time is that of a call inside a CUDA graph over inputs larger than L2 together; the replays of all providers take
-turns. TFLOP/s count two multiply-adds per element of every visible (query, key) pair. Peers are left out where missing:
+Every time is that of a call inside a CUDA graph over copies of the inputs, four at most: those of short prompts and few
+keys stay in L2, all others are larger together. The replays of all providers take turns. TFLOP/s count two
+multiply-adds per element of every visible (query, key) pair. Peers are left out where missing:
 
     FlashAttention 3    PEERS_DIR/fa3.so: `_vllm_fa3_C.abi3.so` of the vllm wheel (0.26.0, for torch 2.11 and CUDA 13)
     cuDNN               torch's scaled_dot_product_attention, for equal prompts

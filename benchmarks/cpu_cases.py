@@ -2,11 +2,21 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import torch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "e4m3": torch.float8_e4m3fn}
-ROTATED_BYTES = 256 << 20  # K and V of all copies of a case together: far beyond the last-level cache
+
+
+def largest_cache(caches=Path("/sys/devices/system/cpu/cpu0/cache")):
+    """Bytes of the largest cache of this processor; 0 where Linux does not tell."""
+    sizes = [path.read_text().strip() for path in caches.glob("index*/size")]
+    return max((int(size.removesuffix("K")) << 10 for size in sizes), default=0)
+
+
+# K and V of all copies of a case together: far beyond the last-level cache, which has up to 480 MB.
+ROTATED_BYTES = max(256 << 20, 2 * largest_cache())
 SPARE_PAGES = 8  # pages that no table names
 
 

@@ -35,7 +35,8 @@ def cache_of(kernel, k, v):
 
 def my_pages(tokens, rank, ranks):
     """The tokens in the pages rank, rank + ranks, rank + 2 ranks, ... of a context."""
-    return torch.cat([tokens[i : i + PAGE_SIZE] for i in range(rank * PAGE_SIZE, len(tokens), ranks * PAGE_SIZE)])
+    begins = range(rank * PAGE_SIZE, len(tokens), ranks * PAGE_SIZE)
+    return torch.cat([tokens[:0], *(tokens[i : i + PAGE_SIZE] for i in begins)])  # none is fine
 
 
 def milliseconds(function, rounds):
@@ -57,6 +58,8 @@ def main():
     args = parser.parse_args()
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    if KV_HEADS % ranks:
+        parser.error(f"--nproc-per-node: expected a number that divides {KV_HEADS} kv_heads, got {ranks}")
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
     kernel = kernels.get_kernel("org/paged-attn", version=1, backend="cpu", trust_remote_code=True)
 

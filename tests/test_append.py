@@ -373,3 +373,46 @@ def test_no_memory_for_threads(paged_attn, device, tmp_path):
     subprocess.run(["g++", "-O1", "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
     environment = os.environ | {"LD_PRELOAD": str(library), "PYTHONPATH": str(source.parent.parent)}
     subprocess.run([sys.executable, "-c", REFUSE], env=environment, check=True)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (3, 1), (1, 1)], ids=str)
+@pytest.mark.parametrize("q_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_descales_of_size_one(paged_attn, device, q_dtype, sizes):
+    """They serve every request, or every kv_head, as if they were written out."""
+    torch.manual_seed(0)
+
+    def random(*shape, dtype="float8_e4m3fn"):
+        return torch.randn(shape).to(getattr(torch, dtype)).to(device)
+
+    q, k, v = (random(3, 2, heads, 64, dtype=q_dtype) for heads in (4, 2, 2))
+    caches = [random(6, 16, 2, 64).view(torch.uint8) for _ in range(2)]
+    where = {
+        "cache_seqlens": torch.tensor([5, 20, 0], dtype=torch.int32, device=device),
+        "block_table": torch.tensor([[3, 0], [1, 5], [2, 4]], dtype=torch.int32, device=device),
+    }
+    # With NaN behind them, which shows if it is read.
+    scales = {name: torch.full((12,), torch.nan, device=device) for name in ("q_descale", "k_descale", "v_descale")}
+    for name, scale in scales.items():
+        scales[name] = scale[: sizes[0] * sizes[1]].view(sizes)
+        scales[name].copy_(torch.rand(sizes) + 0.5)
+    results = []
+    for given in (scales, {name: scale.expand(3, 2).contiguous() for name, scale in scales.items()}):
+        written = [cache.clone() for cache in caches]
+        k_cache, v_cache = (cache.view(torch.float8_e4m3fn) for cache in written)
+        out = paged_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, causal=True, **where, **given)
+        results.append((out, *written))
+    assert results[0][0].isfinite().all()
+    for ours, expected in zip(*results, strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("name", ["rotary_cos", "rotary_sin"])
+def test_rotary_tables_of_different_strides(paged_attn, device, name, interleaved):
+    """A part of a wider table beside one of its own: each is read by its own strides."""
+    case = Case(q_len=3, append=3, rotary_dim=32, rotary_interleaved=interleaved, causal=True)
+    plain, wide = cases.build(case).to(device), cases.build(case).to(device)
+    table = wide.kwargs[name]
+    wide.kwargs[name] = torch.nn.functional.pad(table, (0, 8), value=torch.nan)[:, : table.shape[1]]
+    for a, b in zip((*run(paged_attn, wide), *wide.storage), (*run(paged_attn, plain), *plain.storage), strict=True):
+        assert_same_bytes("result and cache", a, b.cpu())

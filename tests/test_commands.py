@@ -122,6 +122,20 @@ def test_runs(words, device):
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
 
 
+@pytest.mark.parametrize("ranks, words", [(2, ""), (3, "expected a number that divides 8 kv_heads, got 3")])
+def test_several_ranks_without_keys_or_heads(device, ranks, words):
+    """A page for one of two ranks; and as many ranks as the heads cannot be shared out to."""
+    program = EXAMPLES["several_ranks.py"].replace("node 2", f"node {ranks}").replace("--keys 512", "--keys 10")
+    run = start(program, device)
+    assert (run.returncode != 0) == bool(words) and words in run.stderr, run.stdout[-2000:] + run.stderr[-2000:]
+
+
+def test_compare_cpu_takes_a_case_that_no_provider_is_for(device):
+    words = "benchmarks/compare_cpu.py --cases 64.resident --providers torch.write --rounds 1"
+    run = start(words, device)
+    assert run.returncode == 0 and "| B1 32/8 D128 64 resident | bf16 | –" in run.stdout, run.stderr[-2000:]
+
+
 SMALL = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 20,

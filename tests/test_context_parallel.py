@@ -141,6 +141,16 @@ def check_group_of_peers(kernel, pair):
         attend(pair, dist.group.WORLD)
 
 
+def check_group_of_others(kernel, pair):
+    """A rank that is not in a group has no number there."""
+    pages = Pages(kernel, KV_HEADS, torch.float32)
+    q = torch.randn(2, 1, Q_HEADS, HEAD_DIM, device=DEVICE)
+    with pytest.raises(ValueError, match=r"^group: expected one that this rank \(0\) belongs to, got "):
+        kernel.integrations.context_parallel.attention(
+            q, pages.k, pages.v, owner=0, group=pair, cache_seqlens=pages.lengths, block_table=pages.table
+        )
+
+
 def check_tensor_parallel(kernel, group):
     """By kv_heads: every rank holds all keys of its heads, and nothing is exchanged before the next product."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -174,6 +184,8 @@ def check_errors(kernel):
         ({"owner": 0, "out": q}, r"out: expected None or False \(.*\), got a tensor of shape \(2, 1, 12, 32\)"),
         ({"owner": 0, "s_aux": q[0, 0, :, 0], "sinks": q[0, 0, :, 0]}, "s_aux and sinks are two names of one argument"),
         ({"owner": RANKS}, f"owner: expected a rank from 0 to {RANKS - 1}, got {RANKS}"),
+        ({"owner": 0.5}, f"owner: expected a rank from 0 to {RANKS - 1}, got 0.5"),
+        ({"owner": None}, f"owner: expected a rank from 0 to {RANKS - 1}, got None"),
         ({"owner": 0, "heads": "mine"}, "heads: expected 'all' or 'own', got 'mine'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -232,6 +244,8 @@ def be_a_rank(rank: int, file: str) -> None:
         pair = dist.new_group([1, 2])
         groups += [pair] if rank else []
         check_group_of_peers(kernel, pair)
+        if rank == 0:
+            check_group_of_others(kernel, pair)
     for group in groups:
         for heads in ("all", "own"):
             for features in FEATURES.values():

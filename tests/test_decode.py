@@ -241,6 +241,8 @@ def test_empty_paged_cache(paged_attn, device, dtype, head_dims):
         assert cache.shape == (700, 16, 2, dim)
         assert cache.dtype == dtype and cache.is_contiguous() and cache.device.type == torch.device(device).type
         cache.view(reference.BITS[dtype.itemsize]).fill_(1)  # all of it is ours
+        if torch.device(device).type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE") and cache.nbytes >= 2 << 20:
+            assert cache.data_ptr() % (2 << 20) == 0, "no huge page can begin inside another"
 
 
 def test_paged_cache_without_huge_pages(paged_attn, device, monkeypatch):

@@ -597,6 +597,15 @@ def test_slopes_of_requests_with_gaps(paged_attn, device):
     assert_same_bits(run(paged_attn, call, alibi_slopes=with_gaps(slopes)), run(paged_attn, call))
 
 
+@pytest.mark.parametrize("name", ["alibi_slopes", "k_descale", "v_descale"])
+def test_parts_of_wider_tables(paged_attn, device, name):
+    """A row does not begin where the one before it ends."""
+    features = {"alibi": "batch"} if name == "alibi_slopes" else {"kv_dtype": "float8_e4m3fn", "descale": "full"}
+    call = cases.build(Case(batch=3, lens=(20, 5, 33), **features)).to(device)
+    wide = torch.nn.functional.pad(call.kwargs[name], (0, 3), value=7.0)[:, :-3]
+    assert_same_bits(run(paged_attn, call, **{name: wide}), run(paged_attn, call))
+
+
 def test_expanded_vectors(paged_attn, device):
     """One number for all."""
     call = cases.build(Case(batch=3, lens=(20, 20, 20), alibi="heads", sink="float32")).to(device)

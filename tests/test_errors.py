@@ -422,6 +422,11 @@ COMBINATIONS = {
         r"^window_size: expected -1 \(unlimited\) or at least 0, got \(-2, 0\)$",
         lambda a: a.update(window_size=(-2, 0)),
     ),
+    "window on the right below -1": (
+        READ_ONLY,
+        r"^window_size: expected -1 \(unlimited\) or at least 0, got \(3, -2\)$",
+        lambda a: a.update(window_size=(3, -2)),
+    ),
     "k alone": (PAGED, "^k and v: expected both or neither, got only one of them$", lambda a: a.pop("v")),
     "v alone": (PAGED, "^k and v: expected both or neither, got only one of them$", lambda a: a.pop("k")),
     "k without cache_seqlens": (

@@ -87,6 +87,43 @@ def test_a_missing_emulator_is_skipped_unless_required(tmp_path, emulator, requi
     assert ("skipped" in (run.stdout + run.stderr).lower()) != required
 
 
+SUMMARY = "========= ERROR SUMMARY: 0 errors"  # what compute-sanitizer ends with
+REPORT = "========= Invalid __global__ read of size 4 bytes\n=========     at attend(int)+0x10"
+SANITIZED = {  # what a run printed; whether it is a failure
+    "passed": (f"3 passed in 0.10s\n{SUMMARY}", False),
+    "failed": (f"1 failed, 2 passed in 0.10s\n{SUMMARY}", True),
+    "error": (f"2 passed, 1 error in 0.10s\n{SUMMARY}", True),
+    "no test": (SUMMARY, True),
+    "report": (f"{REPORT}\n3 passed in 0.10s\n========= ERROR SUMMARY: 1 error", True),
+}
+
+
+@pytest.mark.parametrize("name", SANITIZED)
+def test_sanitize_cuda_tells_what_passed(tmp_path, name):
+    """With a stand-in for compute-sanitizer, which needs a GPU."""
+    printed, fails = SANITIZED[name]
+    sanitizer = tmp_path / "compute-sanitizer"
+    sanitizer.write_text(f"#!/bin/sh\ncat <<END\n{printed}\nEND\n")
+    sanitizer.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    command = [sys.executable, TESTS.parent / "tools" / "sanitize_cuda.py", "--tool", "memcheck"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (run.returncode != 0) == fails, run.stdout + run.stderr
+    assert SUMMARY not in run.stdout
+
+
+def test_copies_of_a_case_exceed_the_largest_cache(tmp_path, monkeypatch):
+    """benchmarks/cpu_cases.py, on a processor with 480 MB of L3."""
+    for index, size in enumerate(("48K", "2048K", "491520K")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(size + "\n")
+    monkeypatch.syspath_prepend(TESTS.parent / "benchmarks")
+    import cpu_cases
+
+    assert cpu_cases.largest_cache(tmp_path) == 480 << 20 and cpu_cases.largest_cache(tmp_path / "none") == 0
+    assert max(256 << 20, 2 * cpu_cases.largest_cache()) <= cpu_cases.ROTATED_BYTES
+
+
 @pytest.fixture(scope="module")
 def plant_faults():
     tool = TESTS.parent / "tools" / "plant_faults.py"

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "docs" / "pictures")]
-from cpu_cases import product_dtype, tiled  # noqa: E402
+from cpu_cases import ROTATED_BYTES, product_dtype, tiled  # noqa: E402
 
 os.environ.setdefault("LOCAL_KERNELS", f"org/paged-attn={ROOT}")
 BACKENDS = {"cuda": "cuda", "mps": "metal", "cpu": "cpu"}
@@ -38,7 +38,6 @@ DTYPES = {
     "e5m2": torch.float8_e5m2,
 }
 LATENT = {"q_heads": 128, "kv_heads": 1, "head_dim": 576, "head_dim_v": 512}  # of --mla
-ROTATED_BYTES = 256 << 20  # all copies of the caches together: beyond the last-level cache
 ROUNDS = 7
 LONG = 1.0  # seconds, after which there are no more of them
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .._call import one_of, result_dtype, shown
+from .._call import fits, one_of, result_dtype, shown
 from .._ops import ops
 from ..attention import flash_attn_with_kvcache
 from .peers import Peers
@@ -149,8 +149,10 @@ def start(
             raise ValueError(f"group: expected None or that of peers ({own}), got {group}")
         group = own
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError(f"group: expected one that this rank ({dist.get_rank()}) belongs to, got {group}")
     q_heads, head_dim_v = q.shape[-2], v_cache.shape[-1]
-    if not 0 <= owner < ranks:
+    if not fits(owner, 64) or not 0 <= owner < ranks:
         raise ValueError(f"owner: expected a rank from 0 to {ranks - 1}, got {owner}")
     if heads not in ("all", "own"):
         raise ValueError(f"heads: expected 'all' or 'own', got {heads!r}")
