@@ -16,6 +16,7 @@ ENGINES ?= .venv-engines
 SANITIZE ?= address,undefined
 
 SYSTEM := $(shell uname -s)
+MACHINE := $(subst arm64,aarch64,$(shell uname -m))
 GPU = nvcc --version >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1
 BACKEND ?= $(if $(filter Darwin,$(SYSTEM)),metal,$(shell $(GPU) && echo cuda || echo cpu))
 BACKEND := $(BACKEND)
@@ -28,7 +29,7 @@ CXX_SOURCES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' 
 # kernels.get_kernel takes this directory for the name. It names the variant itself: a torch with CUDA would otherwise
 # look for a CUDA variant, with or without a GPU.
 cuda = cu$(shell nvcc --version | sed -n 's/.*release \([0-9]*\)\.\([0-9]*\).*/\1\2/p')
-variant = torch-stable-abi211-$(1)-$(shell uname -m)-linux
+variant = torch-stable-abi211-$(1)-$(MACHINE)-$(shell echo $(SYSTEM) | tr A-Z a-z)
 metal = $(filter metal,$(BACKEND))
 built = $(if $(metal),,/build/$(call variant,$(if $(filter cuda,$(BACKEND)),$(cuda),cpu)))
 export LOCAL_KERNELS ?= org/paged-attn=$(CURDIR)$(built)

@@ -11,8 +11,6 @@
 namespace paged_attn {
 namespace {
 
-constexpr int64_t round_up_to_four(int64_t n) { return (n + 3) / 4 * 4; }
-
 // Scores of four keys at `out`, or sums of four columns; with `carry` added to those that are there times it.
 [[gnu::always_inline]] inline void put_sums(float* out, f32v x, const float* carry) {
   if (carry) x += load<DType::kFloat32>(out) * *carry;
@@ -103,7 +101,7 @@ template <class Ops, int kRows>
   };
   const uint32_t chunks = pd_ceil_div(depth, Ops::kChunk);
   int64_t j = 0;
-  for (; j + kKeys <= round_up_to_four(n); j += kKeys) {
+  for (; j + kKeys <= round_up(n, 4); j += kKeys) {
     next.advance(kKeys * chunks);
     next.ask_again<kKeys>(j, 0, depth * Ops::kBytes);
     some(std::integral_constant<int, kKeys>{}, j);
@@ -342,7 +340,7 @@ template <class Ops>
 void matrix(int64_t rows, const typename Ops::Elem* a, int64_t a_stride, const typename Ops::Elem* b,
             int64_t panel_steps, int64_t steps, int64_t columns, float* c, int64_t c_stride, const float* carry,
             Prefetcher& next) {
-  const int64_t filled = round_up_to_four(steps * Ops::kDepth) / Ops::kDepth;
+  const int64_t filled = round_up(steps * Ops::kDepth, 4) / Ops::kDepth;
   for (int64_t column = 0; column < columns; column += 8) {
     const auto* right = b + (column / kPanel * panel_steps * kPanel + column % kPanel) * Ops::kDepth;
     for (int64_t done = 0, left = rows; left > 0;) {

@@ -1,6 +1,7 @@
 """README and docs/ beside the sources: messages, functions, arguments, variables, links, files, commands, snippets."""
 
 import inspect
+import os
 import re
 import shlex
 import subprocess
@@ -248,6 +249,25 @@ def test_make_knows_what_to_do(target):
     variables = [f"PYTHON={sys.executable}", "BACKEND=cpu"]
     run = subprocess.run(["make", "--dry-run", target, *variables], cwd=REPOSITORY, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+MACHINES = {"Linux aarch64": "aarch64-linux", "Darwin arm64": "aarch64-darwin", "Darwin x86_64": "x86_64-darwin"}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_make_names_the_variant_that_it_builds(machine, tmp_path):
+    """As local_build.py names it, on Linux and on a Mac."""
+    system, processor = machine.split()
+    uname = tmp_path / "uname"
+    uname.write_text(f"#!/bin/sh\ncase $1 in -s) echo {system};; -m) echo {processor};; esac\n")
+    uname.chmod(0o755)
+    (tmp_path / "more.mk").write_text("named: ; @echo $(LOCAL_KERNELS)\n")
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_KERNELS"}
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    command = ["make", "--silent", "-f", "Makefile", "-f", tmp_path / "more.mk", "named", "BACKEND=cpu"]
+    run = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    variant = f"torch-stable-abi211-cpu-{MACHINES[machine]}"
+    assert run.stdout.strip() == f"org/paged-attn={REPOSITORY}/build/{variant}", run.stderr
 
 
 # ---- Python snippets

@@ -673,6 +673,10 @@ FP8_QUERIES = {
         r"^k: expected the dtype of k_cache \(float8_e5m2\) with an 8-bit q, .+; got float8_e4m3fn$",
         lambda a: a.update({n: a[n].view(torch.float8_e5m2) for n in ("k_cache", "v_cache")}),
     ),
+    "new keys and a cache of another 8-bit dtype": (
+        r"^q: expected the dtype of k and k_cache \(float8_e5m2\), .+; got float8_e4m3fn$",
+        lambda a: a.update({n: a[n].view(torch.float8_e5m2) for n in ("k_cache", "v_cache", "k", "v")}),
+    ),
     "wider cache": (
         r"^k_cache: expected the dtype of q \(float8_e4m3fn\) or .+, got float32; q\.to\(k_cache\.dtype\) would fit$",
         lambda a: a.update({n: a[n].float() for n in ("k_cache", "v_cache")}),

@@ -101,9 +101,13 @@ void check_new_tokens(const AttendArguments& a, const Like& q, Sizes& s, Problem
     fail("k: expected [batch, seqlen_new, kv_heads, head_dim] (or cu_seqlens_k_new with it), got " + shape_str(*a.k));
   if (!a.cache_seqlens) fail("cache_seqlens: expected where to append k and v, got None");
   const ScalarType type = q.dtype, cache_type = a.k_cache->scalar_type();
-  if (is_8bit(type) && type != cache_type)
+  if (is_8bit(type) && type != cache_type) {
+    if (a.k->scalar_type() == cache_type)
+      fail(std::string("q: expected the dtype of k and k_cache (") + str(cache_type) +
+           "), for new tokens have that of an 8-bit q; got " + str(type));
     fail(std::string("k: expected the dtype of k_cache (") + str(cache_type) +
          ") with an 8-bit q, for its numbers are stored as they are; got " + str(a.k->scalar_type()));
+  }
   p->append = check_append(*a.k, *a.v, a.cu_seqlens_k_new, q, s);
 }
 
