@@ -47,8 +47,8 @@ PD_DEVICE bool find_work(const Problem& p, const Plan& plan, Float32Work<Shape>&
   Segment segment;
   Item item;
   find_split<true>(p, plan, walker, dealing);
-  if (!walker.next(p, plan, dealing, segment, item)) return false;
-  if (threadIdx.x == 0) {
+  const bool found = walker.next(p, plan, dealing, segment, item);
+  if (found && threadIdx.x == 0) {
     work.item = item;
     work.segment = segment;
     work.keys.start(p, item);
@@ -57,8 +57,8 @@ PD_DEVICE bool find_work(const Problem& p, const Plan& plan, Float32Work<Shape>&
     barrier_init(shared_address(&work.met), Shape::kThreads);
     work.partials = {segment.first ? partials_behind(item, segment, dealing) : 0, 1, 1};
   }
-  __syncthreads();
-  return true;
+  // Each warp looks at the lengths. Where these change during the call, the block has work only if all warps found it.
+  return __syncthreads_and(found);
 }
 
 // Adds other blocks' partials to four dimensions of a row; writes the row or its partial.

@@ -163,7 +163,8 @@ struct MlaDirector {
       next.tile = segment.tile;
       next.tile_end = segment.tile_end;
       next.first = segment.first;
-      next.behind = partials_behind(next.item, segment, dealing);
+      // Where lengths change during the call, blocks see different ones: no more than there are blocks before this one.
+      next.behind = min(partials_behind(next.item, segment, dealing), static_cast<int>(blockIdx.x));
       // Before the last part of a pair stand others of a whole stretch each, but for the first one.
       const int before = segment.tile - next.item.first_tile;
       next.two_parts = call.adds_two && (next.first ? next.behind == 1 : next.behind == 0 && before <= dealing.length);

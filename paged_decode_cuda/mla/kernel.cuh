@@ -128,6 +128,7 @@ struct MlaConsumer {
 #pragma unroll 1
       for (int tiles = work.tile_end - work.tile; tiles > 0; --tiles) {
         await_keys(call, control, half);
+        __syncwarp();  // the lanes that release speak for all
         release_keys(call, control);
       }
       release_work(control);

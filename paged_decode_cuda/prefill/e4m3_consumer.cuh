@@ -346,7 +346,7 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
     release(control.queries_empty[queries.stage]);
     queries.advance();
     own.store(p, plan, work, first_row);
-    if (work.says_whole) leave_out(p, plan, work, first_row);
+    if (work.says_whole()) leave_out(p, plan, work, first_row);
     barrier_arrive(shared_address(&control.work_empty[slot.stage]));
     slot.advance();
   }

@@ -249,7 +249,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
     } else {
       store_rows<Shape, kFull, kBf16>(p, plan, work, acc, rows, first_row);
     }
-    if (work.says_whole) leave_out(p, plan, work, first_row);
+    if (work.says_whole()) leave_out(p, plan, work, first_row);
     if (Shape::kMovesLate && lost) control.again[slot.stage] = true;
     barrier_arrive(shared_address(&control.work_empty[slot.stage]));
     slot.advance();
@@ -305,18 +305,20 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   __syncthreads();
   wait_for_predecessor();
   // Before the blocks of the combine kernel start, so that they do not take the word of another call for that of this
-  // one. The director says later what it is.
-  if (plan.looks_early && blockIdx.x == 0 && threadIdx.x < kWarp) {
+  // one. The first thread of a block that lets them start speaks for all of it, so here only the one that writes may.
+  // The director says later what the word is.
+  const bool writes = plan.looks_early && blockIdx.x == 0;
+  if (writes && threadIdx.x < kWarp) {
     if (threadIdx.x == 0) store_relaxed(plan.cut, PrefillCall::kNotYetKnown);
     named_barrier_arrive(kCutUnknown, 2 * kWarp);
     __threadfence();
   }
-  let_successor_start();
+  if (!writes || threadIdx.x == 0) let_successor_start();
   // By the warpgroup of the director.
   const auto survey = [&] {
     Scheduler<Shape> scheduler;
     const auto meet = [] { named_barrier_sync(kSurvey, kWarpgroup); };
-    if (p.batch > kWarp) scheduler.survey(p, plan, control.known, control.next, threadIdx.x / kWarp % 4, 4, meet);
+    scheduler.survey(p, plan, control.known, control.next, threadIdx.x / kWarp % 4, 4, meet);
   };
   if (threadIdx.x < kWarpgroup) {
     give_registers<Shape::kProducerRegisters>();

@@ -307,10 +307,9 @@ PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   plan.blocks = pd_max(pd_min(tiles * plan.most_parts, limits.processors), 1);
   plan.read_once = longest_query(p) * p.group <= plan.instance.rows;
   // A warp looks at as many requests at once as it has lanes. Where they have one tile of rows each, finding the first
-  // tile takes no time, nor does finding that none is left. With cu_seqlens_q only the kernel knows how many tiles
-  // there are: entries that fall make requests which share tokens, and more tiles than all tokens have.
-  const bool bounded = !p.cu_seqlens_q && p.batch <= kWarp;
-  plan.one_round = bounded && !plan.read_once && tiles * plan.most_parts <= plan.blocks;
+  // tile takes no time, nor does finding that none is left. Entries of cu_seqlens_q that fall make more tiles than all
+  // tokens have: then some are left out.
+  plan.one_round = !plan.read_once && p.batch <= kWarp && tiles * plan.most_parts <= plan.blocks;
   plan_combine(p, limits, plan);
   plan.l2_keys = kL2Bytes / ((p.head_dim + p.head_dim_v) * dtype_bytes(c.dtype));
   // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere. A box begins

@@ -98,13 +98,14 @@ struct Scheduler {
   RequestTiles own;   // of this lane's request
   int pieces;         // of each of its tiles of rows: kv_heads times parts of keys, a head's parts being neighbours
   int ends;           // tiles up to it, inclusive; of all lanes how many there are, once none is left
-  bool left;          // whether there are tiles in buckets below this one, as far as all chunks of it were held
+  bool left;          // up to 32 requests: whether there are tiles in buckets below this one
 
   // More than 32 requests: so many warps look at them together and count the tiles of every cell. `warp`: which of them
   // this is. Meet: they wait for each other.
   template <typename Call, typename Known, typename Meet>
   PD_MEMBER void survey(const Problem& p, const Call& plan, Known& known, Work& work, int warp, int warps,
                         const Meet& meet) {
+    if (p.batch <= kWarp) return;
     const int lane = threadIdx.x % kWarp, batch = static_cast<int>(p.batch);
     if (lane == 0) known.totals[warp] = {};
     if (lane == 0 && warp == 0) known.group_size = (batch + kGroups * kWarp - 1) / (kGroups * kWarp) * kWarp;
@@ -179,7 +180,7 @@ struct Scheduler {
     own.below = own.rows;
     ends = 0;
     left = true;
-    return false;
+    return take_none(work);  // so far
   }
 
   // Of the requests of all lanes.
@@ -331,11 +332,10 @@ struct Scheduler {
     work.exists = true;
     work.head = piece;
     work.part = 0;
-    work.cut = work.says_whole = false;
+    work.cut = false;
     if (!Call::kCutsKeys || work.part_rate == Work::kWhole) return;
     work.parts = parts(plan, work);
     work.cut = work.parts > 1;
-    work.says_whole = work.parts == 1;
     work.head = piece / work.parts;
     work.part = piece - work.head * work.parts;
     take_part(work.item, work.part, work.parts);
@@ -421,7 +421,7 @@ struct Scheduler {
     const int above = own.below;
     own.below = tiles_below(p, known, parts_by_length(plan, work), bucket);
     own.in_bucket = above - own.below;
-    left = left || __any_sync(~0u, own.below > 0);
+    left = __any_sync(~0u, own.below > 0);
     ends = before;
     if (__any_sync(~0u, own.in_bucket > 0)) ends += inclusive_sum(own.in_bucket * pieces);
   }
@@ -453,7 +453,6 @@ struct Scheduler {
           request = Call::kHasSections ? next_section(p) : static_cast<int>(p.batch);
           bucket = kFirstBucket;
         }
-        left = false;
       }
       if (request >= p.batch) {
         ends = before;

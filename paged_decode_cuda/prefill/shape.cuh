@@ -62,10 +62,12 @@ struct Work {
   int head, part, parts;
   float part_rate;  // parts for each tile of keys; kWhole; or below 0: every tile of rows has -part_rate parts
   bool cut;         // its sums are those of a part
-  bool says_whole;  // all of its keys, where those of others are cut
   bool exists;
   bool gathers;  // the consumers copy their queries themselves
   bool careful;  // done once more, since some weights were too large: the largest score is looked for in every tile
+
+  // It has all of its keys, where those of others are cut. The combine kernel has to be told.
+  PD_MEMBER bool says_whole() const { return !cut && part_rate != kWhole; }
 };
 
 // The tiles of rows of a request.

@@ -15,7 +15,7 @@ PD_DEVICE void find_first_work(const Problem& p, const PrefillMmaCall& plan, Pre
   Scheduler<Shape> scheduler;
   if (blockIdx.x == 0 && lane == 0) open_tickets(plan.tickets);
   const int index = blockIdx.x;
-  if (p.batch > kWarp) scheduler.survey(p, plan, control.known, control.work[0], 0, 1, [] { __syncwarp(); });
+  scheduler.survey(p, plan, control.known, control.work[0], 0, 1, [] { __syncwarp(); });
   const bool found = scheduler.start(p, plan, control.known, index, control.work[0]) ||
                      scheduler.find(p, plan, control.known, index, control.work[0]);
   control.leave(p, scheduler, 0);

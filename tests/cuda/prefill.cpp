@@ -151,12 +151,12 @@ int64_t prefill_order(const PrefillCase* call, Tile* tiles, int64_t most) {
   KnownRequests<352> known, of_other;
   run(0, [&] {
     Scheduler<Shape> scheduler, other;
-    if (p.batch > kWarp) scheduler.survey(p, plan, known, work, 0, 1, [] { __syncwarp(); });
+    scheduler.survey(p, plan, known, work, 0, 1, [] { __syncwarp(); });
     scheduler.start(p, plan, known, 0, work);
     for (int index = 0;; ++index) {
       bool found = false;
       if (index < plan.blocks_in_grid) {
-        if (p.batch > kWarp) other.survey(p, plan, of_other, work, 0, 1, [] { __syncwarp(); });
+        other.survey(p, plan, of_other, work, 0, 1, [] { __syncwarp(); });
         found = other.start(p, plan, of_other, index, work);
         if (!found && !plan.one_round) found = other.find(p, plan, of_other, index, work);
       } else {

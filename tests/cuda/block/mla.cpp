@@ -30,8 +30,7 @@ const char* attend(const Call* call, PlanNumbers* numbers) {
   machine.dice.seed(static_cast<unsigned>(call->seed));
   if (call->out == 0) return "";
   add_mla(p, plan, launches);
-  launches.run();
-  return "";
+  return launches.run();
 }
 
 }  // extern "C"

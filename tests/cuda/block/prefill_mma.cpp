@@ -31,8 +31,7 @@ const char* attend(const Call* call, PlanNumbers* numbers) {
   *numbers = {plan.blocks, plan.instance.keys};
   machine.dice.seed(static_cast<unsigned>(call->seed));
   add_prefill_mma(p, plan, launches);
-  launches.run();
-  return "";
+  return launches.run();
 }
 
 }  // extern "C"

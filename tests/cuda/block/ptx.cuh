@@ -4,6 +4,7 @@
 #include <math.h>
 
 #include <type_traits>
+#include <utility>
 
 #include "decode/sizes.h"
 #include "lanes.h"
@@ -29,7 +30,9 @@ PD_DEVICE float fast_capped(float scaled, float softcap) {
 }
 PD_DEVICE float fast_rescale(float from, float to) { return from == to ? 1.f : fast_exp2(from - to); }
 PD_DEVICE void wait_for_predecessor() {}
-PD_DEVICE void let_successor_start() {}
+PD_DEVICE void let_successor_start() {
+  if (blockIdx.x == 0 && machine.when_released) std::exchange(machine.when_released, nullptr)();
+}
 PD_DEVICE void prefetch_l2(const void*) {}
 template <typename T>
 PD_DEVICE void touch(const T&) {}

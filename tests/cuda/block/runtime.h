@@ -5,6 +5,8 @@
 
 #include <functional>
 #include <memory>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "lanes.h"
@@ -37,8 +39,19 @@ class Launches {
         [=] { run_grid(static_cast<int>(grid.blocks), grid.cluster, grid.threads, [=] { function(arguments...); }); });
   }
 
-  void run() {
-    for (const auto& kernel : kernels_) kernel();
+  // The first one.
+  const void* workspace() const { return memory_.front().get(); }
+
+  // "" or what a kernel did that a GPU would not do.
+  const char* run() {
+    static std::string failure;
+    try {
+      for (const auto& kernel : kernels_) kernel();
+      return "";
+    } catch (const std::runtime_error& error) {
+      failure = error.what();
+      return failure.c_str();
+    }
   }
 
  private:

@@ -7,8 +7,6 @@
 #pragma once
 
 #include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
 
@@ -16,6 +14,7 @@
 #include <functional>
 #include <memory>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -58,10 +57,8 @@ struct Place {
 };
 inline Place threadIdx, blockIdx, blockDim, gridDim;
 
-[[noreturn]] inline void fail(const std::string& what) {
-  fprintf(stderr, "block_on_host: block (%d, %d), thread %d: %s\n", blockIdx.x, blockIdx.y, threadIdx.x, what.c_str());
-  exit(3);
-}
+// Ends the call.
+[[noreturn]] void fail(const std::string& what);
 
 // An mbarrier.
 struct Barrier {
@@ -103,9 +100,11 @@ struct Machine {
   std::vector<std::function<void()>> on_their_way;
   Meeting cluster;
   ucontext_t scheduler;
-  Thread* current = nullptr;
+  Thread* current = nullptr;  // that runs; none: the scheduler does
+  std::string failure;
   std::function<void()> kernel;
-  uint64_t events = 0;  // anything that might let somebody go on
+  std::function<void()> when_released;  // once the first thread of block 0 lets the next kernel start
+  uint64_t events = 0;                  // anything that might let somebody go on
   std::mt19937 dice{1};
 };
 inline Machine machine;
@@ -114,6 +113,14 @@ inline Block& own_block() { return machine.blocks[blockIdx.y]; }
 inline bool chance() { return machine.dice() & 1; }
 
 inline void yield() { swapcontext(&machine.current->context, &machine.scheduler); }
+
+// What a thread says is thrown by the scheduler: no exception leaves the stack of a thread.
+inline void fail(const std::string& what) {
+  const auto place = [](int x, int y) { return "(" + std::to_string(x) + ", " + std::to_string(y) + ")"; };
+  machine.failure = "block " + place(blockIdx.x, blockIdx.y) + ", thread " + std::to_string(threadIdx.x) + ": " + what;
+  while (machine.current) yield();
+  throw std::runtime_error(machine.failure);
+}
 
 // The scheduler asks, in the place of the thread: to change stacks takes longer.
 template <typename Condition>
@@ -137,6 +144,7 @@ inline void run_thread() {
 }
 
 inline void start_cluster(int cluster, int threads, int x) {
+  machine.failure.clear();
   machine.blocks.clear();
   machine.blocks.resize(cluster);
   machine.threads.resize(static_cast<size_t>(cluster) * threads);
@@ -168,8 +176,9 @@ inline void report_deadlock() {
                 t.waits_for];
     }
   }
-  for (const auto& [what, count] : waiting) fprintf(stderr, "%3d threads of %s\n", count, what.c_str());
-  fail("nobody can go on");
+  std::string all;
+  for (const auto& [what, count] : waiting) all += "\n" + std::to_string(count) + " threads of " + what;
+  fail("nobody can go on" + all);
 }
 
 inline void run_cluster() {
@@ -197,11 +206,13 @@ inline void run_cluster() {
       for (size_t t = w * kLanes; t < (w + 1) * kLanes; ++t) {
         Thread& thread = machine.threads[t];
         if (thread.done) continue;
-        machine.current = &thread;
         threadIdx = thread.thread;
         blockIdx = thread.block;
         if (thread.may_go_on && !thread.may_go_on()) continue;
+        machine.current = &thread;
         swapcontext(&machine.scheduler, &thread.context);
+        machine.current = nullptr;
+        if (!machine.failure.empty()) throw std::runtime_error(machine.failure);
       }
     }
     auto& way = machine.on_their_way;
