@@ -1,9 +1,9 @@
-// The attention loop, for every instruction set. For each tile of keys: score (tile.h), update the softmax (softmax.h),
-// add the values (tile.h). Features live in spec/ranges.h (which keys), spec/score.h (one score) and spec/state.h
-// (merge, sink, lse); this loop names none of them.
+// The attention loop, for every instruction set: attend_as. For each tile of keys: scores (tile.h), online softmax
+// (softmax.h), values (tile.h). What a feature means is in spec/ranges.h (which keys), spec/score.h (one score) and
+// spec/state.h (merge, sink, lse).
 //
-// All kv_heads of an item share one walk over the pages, so a page is read once and whole, and the next tile is fetched
-// while this one is worked on (fetch.h): a walk per head would read 256-byte pieces.
+// All kv_heads of an item share one walk over the pages, so a page is read once and whole; a walk for each head would
+// read pieces of 256 bytes. The next tile is prefetched while this one is multiplied (fetch.h).
 #pragma once
 
 #include "fetch.h"
@@ -14,26 +14,26 @@
 namespace paged_attn {
 namespace {
 
-constexpr int64_t kBlockRows = 240;  // of one item on packed keys
+constexpr int64_t kItemRows = 240;  // the most of an item on packed keys
 
 #ifndef PD_ASKED_AGAIN_ROWS
 #define PD_ASKED_AGAIN_ROWS 1
 #endif
-constexpr int64_t kAskedAgainRows = PD_ASKED_AGAIN_ROWS;  // of a kv_head: for fewer, asking for each line twice costs
-                                                          // more than it gains
+constexpr int64_t kAskedAgainRows = PD_ASKED_AGAIN_ROWS;  // of a kv_head: with fewer, a second prefetch of each line
+                                                          // costs more than it gains
 
-// Keys whose values all kv_heads of one row each add before the next keys: those values lie side by side. With more
-// rows the sums, which each kv_head loads and stores, would cost more than that gains.
+// With one row for each kv_head, all kv_heads add the values of so many keys before the next keys, in the order of
+// memory. Each time they load and store their sums, which with more rows would cost more than that order gains.
 constexpr int64_t kSweepKeys = 8;
 
-// Where it gains so much that few rows do it too, if keys come from memory: bytes of the values that a kv_head adds
-// before the next one does. 0: they do not.
+// The same for up to 8 rows whose keys come from memory, on processors where it gains that much: bytes of the values
+// that a kv_head adds before the next one does. 0: off.
 #ifndef PD_SWEEP_BYTES
 #define PD_SWEEP_BYTES 0
 #endif
 constexpr int64_t kSweepBytes = PD_SWEEP_BYTES;
 
-// The products of one tile, few rows: 8, 4, 2 or 1 at a time, on the cache rows in place.
+// The products of one tile for few rows, in place in the cache. `rows`: 8, 4, 2 or 1.
 template <class Ops, class... Args>
 void dot_tile_scores(int64_t rows, Args&&... args) {
   if constexpr (Ops::kTransposesKeys) {
@@ -55,7 +55,7 @@ void dot_tile_values(int64_t rows, Args&&... args) {
   dot_values<Ops, 1>(args...);
 }
 
-// The products of one tile, many rows: on keys and values that pack_tile laid out.
+// The products of one tile for many rows, on keys and values that pack_tile laid out in panels (tile.h).
 template <class Ops>
 void pack_tile(const Problem& p, const Scratch<Ops>& s, const TileRows& tile, int64_t k_offset, int64_t v_offset) {
   pack_keys<Ops>(tile.k, k_offset, tile.n, p.head_dim, s.depth / Ops::kDepth, s.keys);
@@ -63,7 +63,7 @@ void pack_tile(const Problem& p, const Scratch<Ops>& s, const TileRows& tile, in
   if (p.qv) pack_keys<Ops>(tile.v, v_offset, tile.n, p.head_dim_v, s.width / Ops::kDepth, s.value_keys);
 }
 
-// `from` is a multiple of kPanel.
+// Scores of the n keys from key `from` of the tile on, a multiple of kPanel.
 template <class Ops>
 void packed_tile_scores(const Scratch<Ops>& s, int64_t rows, const typename Ops::Elem* q, int64_t depth,
                         const typename Ops::Elem* keys, int64_t from, int64_t n, const float* carry, Prefetcher& next) {
@@ -96,7 +96,7 @@ Part part_of(const Scratch<Ops>& s, const TileRows& tile, int64_t first, int64_t
   return {first, count, from, pd_max(pd_min(seen.end, tile.n) - from, 0)};
 }
 
-// `begin` is the key that positions are counted from.
+// Row r of kv_head h. Positions are counted from key `begin`.
 template <class Ops>
 ScoreOf score_of(const Problem& p, const Item& item, const Scratch<Ops>& s, int64_t h, int64_t r, int64_t begin) {
   ScoreOf score = {s.scales[h].score, p.softcap, 0.f, static_cast<float>(s.q_pos[r] - begin)};
@@ -133,16 +133,16 @@ int64_t sweep_keys(const Item& item, int64_t head_dim_v, bool cached, int64_t n)
   return rows == 1 ? kSweepKeys : n;
 }
 
-// All kv_heads against one tile, few rows each, in three sweeps: one head alone would wait for its own sums and
-// exponentials at every step. What memory sees, from left to right:
+// All kv_heads against one tile, few rows each, in three sweeps: one head alone would wait for the latency of its own
+// sums and exponentials at every step. What is read from memory, from left to right:
 //
 //   scores    K of head 0, K of head 1, ... K of the last    (then V of head 0)
 //   softmax   nothing
 //   values    V of head 0, V of head 1, ... V of the last    (then K of head 0 of the next tile)
 //             (one row per kv_head, on some processors a few: of a few keys, then of the next few)
 //
-// While one entry of this list is multiplied, the lines of the entry after it are asked for once more (then_read): they
-// were fetched with the rest of their tile, but the processor drops some fetches.
+// While one entry of this list is multiplied, the lines of the entry after it are prefetched once more (then_read):
+// they were prefetched with the rest of their tile, but the processor drops some prefetches.
 template <class Ops>
 void attend_tile_dot(const Problem& p, const Item& item, const Scratch<Ops>& s, const TileRows& tile,
                      const TileRows& next_tile, Prefetcher& next) {
@@ -249,7 +249,7 @@ auto with_ops_f32(const Problem& p, const Work& work) {
   }
 }
 
-// With what attend_again wants for the rows of a token.
+// Scratch memory of an item with these Ops, and behind it what attend_again needs for the rows of one token.
 template <class Ops>
 int64_t scratch_bytes_as(const Problem& p, const Item& item) {
   const Item token = rows_of(item, 0, 0, pd_min(item.rows(), p.group));
@@ -257,8 +257,8 @@ int64_t scratch_bytes_as(const Problem& p, const Item& item) {
   return Scratch<Ops>(p, item, nullptr).bytes + again;
 }
 
-// Whether sums of values of row i are not finite, and may be wrong then. Where its sum l is NaN a score is, and all of
-// the result: nothing to mend, unless scores are made of pieces.
+// Whether sums of values of row i are not finite where the true ones may be. If l is NaN, a score is, and the true
+// result too, unless scores are made of pieces. (x * 0 is 0 for a finite x, else NaN.)
 template <class Ops>
 bool is_unsure(const Scratch<Ops>& s, int64_t i) {
   const float l = add_lanes(load<DType::kFloat32>(s.l + i * kLanes));
@@ -267,13 +267,14 @@ bool is_unsure(const Scratch<Ops>& s, int64_t i) {
   return add_lanes(zero) != 0.f && (l == l || Ops::kLeftPieces > 1);
 }
 
-// An infinite value times a probability of 0 is NaN. Such products are made with keys that only other rows see, and
-// with what products of several keys are filled up with. And an infinity has no pieces (ops_pieces.h). So a token whose
-// sums are not finite is done once more, with its own keys alone and in float32, which takes one key at a time.
+// Repairs sums that are not finite. An infinite value times a probability of 0 is NaN, and the loop makes such
+// products: with keys that only other rows see, and with the padding of products of several keys. And an infinity has
+// no pieces (ops_pieces.h). So a token whose sums are not finite is attended once more, to its own keys alone and in
+// float32, which takes one key at a time.
 template <class Ops>
 [[gnu::noinline]] void attend_again(const Problem& p, const Item& item, const Scratch<Ops>& s, KvRange keys,
                                     char* memory, float* partial) {
-  if (Ops::kValueKeys == 1 && end_of_token(p, item, 0) == item.rows()) return;  // that is how it was done
+  if (Ops::kValueKeys == 1 && end_of_token(p, item, 0) == item.rows()) return;  // it already was attended that way
   for (int64_t h = 0; h < item.heads(); ++h)
     for (int64_t r = 0, end; r < item.rows(); r = end) {
       end = end_of_token(p, item, r);
@@ -288,8 +289,8 @@ template <class Ops>
     }
 }
 
-// row = the sums of values of one row, in the order of the elements, times both factors. Returns a NaN, as a float, if
-// a sum is not finite ("or" does not wait as long as a sum would).
+// row = the sums of values of one row, in the order of the elements, times both factors. Returns the bits of a NaN if a
+// sum is not finite, else of 0 or -0 (OR has a shorter latency than an addition).
 template <class Ops>
 [[gnu::noinline]] u32v scale_sums(const float* acc, int64_t width, float descale, float factor, float* row) {
   constexpr int kChunkRegs = Ops::kChunk / kLanes;
@@ -328,10 +329,10 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
   for (int64_t h = 0; h < item.heads(); ++h)
     s.scales[h] = head_scale(p, item.batch, item.kv_head_begin + h, Ops::kUnit);
 
-  // The first keys: nothing has fetched them, so they are few, but their translations come while the query is loaded.
-  // Many rows multiply for so long that it does not matter, and where nothing is fetched ahead all tiles are alike.
+  // The first tile. Nothing has prefetched its keys, so it is short; its address translations are requested while the
+  // query is loaded. With many rows, which multiply for long, and with long tiles (Walk) it is as long as the others.
   // Only the order in which memory is read depends on `cached` and `fetched`, not the result: longer tiles of cached
-  // keys would be faster, but whether keys are cached is told by a clock, and the length of tiles decides bits.
+  // keys would be faster, but a clock tells whether keys are cached, and the length of tiles decides bits.
   const bool packed = rows >= Ops::kMinPackedRows, ahead = item.reads_ahead(p, Ops::kFewRows);
   const bool cached = item.maybe_cached && !packed && !ahead && keys.begin < keys.end && lie_in_caches(p, item, keys);
   const bool fetched = packed || !(ahead || cached);
@@ -353,7 +354,7 @@ void attend_as(const Problem& p, const Item& item, KvRange keys, char* memory, f
   memset(s.l, 0, item.heads() * s.head_rows * kLanes * sizeof(float));
   memset(s.acc, 0, item.heads() * s.head_rows * s.width * sizeof(float));
 
-  // For each tile and kv_head: score, update, add; meanwhile fetch the next tile
+  // For each tile and kv_head: scores, softmax, values; meanwhile fetch the next tile
   Prefetcher fetch = {};
   fetch.cached = cached;
   fetch.near = cached && (rows <= item.walk.near_rows ||
@@ -436,7 +437,7 @@ inline bool multiplies_bfloat16(const Problem& p) {
 
 inline Products products_f32(const Problem& p) {
   const int64_t min_packed_rows = with_ops_f32(p, []<class Ops>() { return int64_t(Ops::kMinPackedRows); });
-  return {"packed_f32", "in_place_f32", min_packed_rows, OpsDefaults::kScoreRows, kBlockRows};
+  return {"packed_f32", "in_place_f32", min_packed_rows, OpsDefaults::kScoreRows, kItemRows};
 }
 
 inline int64_t scratch_bytes_f32(const Problem& p, const Item& item) {

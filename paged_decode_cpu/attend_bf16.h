@@ -7,13 +7,13 @@
 namespace paged_attn {
 namespace {
 
-// Rows of one item on packed keys, and sums of their values. An item of prompts lays its keys out for itself, which is
-// so much beside products this fast that it pays to have many rows.
-constexpr int64_t kManyBlockRows = 1008, kManySums = int64_t(256) << 10;
+// The most rows of an item on packed keys, and sums of their values. Each item of a prompt packs all its keys by
+// itself, which takes long beside products this fast: so an item has many rows.
+constexpr int64_t kManyItemRows = 1008, kManySums = int64_t(256) << 10;
 
 inline Products products_bf16(const Problem& p) {
   Products products = products_f32(p);
-  products.most_rows = kManyBlockRows;
+  products.most_rows = kManyItemRows;
   products.most_sums = kManySums;
   if (!multiplies_bfloat16(p)) return products;
   using Bf16 = OpsBf16<DType::kBFloat16>;
@@ -25,18 +25,18 @@ inline Products products_bf16(const Problem& p) {
   return products;
 }
 
-inline int64_t scratch_bytes_bf16(const Problem& p, const Item& block) {
+inline int64_t scratch_bytes_bf16(const Problem& p, const Item& item) {
   // Chunks of an 8-bit cache are wider than a register of floats, its elements narrower.
-  int64_t bf16 = scratch_bytes_as<OpsBf16<DType::kFloat8E4M3>>(p, block);
-  return pd_max(bf16, scratch_bytes_f32(p, block));
+  int64_t bf16 = scratch_bytes_as<OpsBf16<DType::kFloat8E4M3>>(p, item);
+  return pd_max(bf16, scratch_bytes_f32(p, item));
 }
 
-inline void attend_bf16(const Problem& p, const Item& block, KvRange keys, char* memory, float* partial) {
-  if (!multiplies_bfloat16(p)) return attend_f32(p, block, keys, memory, partial);
+inline void attend_bf16(const Problem& p, const Item& item, KvRange keys, char* memory, float* partial) {
+  if (!multiplies_bfloat16(p)) return attend_f32(p, item, keys, memory, partial);
   switch (p.cache.dtype) {
-    case DType::kFloat8E4M3: return attend_as<OpsBf16<DType::kFloat8E4M3>>(p, block, keys, memory, partial);
-    case DType::kFloat8E5M2: return attend_as<OpsBf16<DType::kFloat8E5M2>>(p, block, keys, memory, partial);
-    default: return attend_as<OpsBf16<DType::kBFloat16>>(p, block, keys, memory, partial);
+    case DType::kFloat8E4M3: return attend_as<OpsBf16<DType::kFloat8E4M3>>(p, item, keys, memory, partial);
+    case DType::kFloat8E5M2: return attend_as<OpsBf16<DType::kFloat8E5M2>>(p, item, keys, memory, partial);
+    default: return attend_as<OpsBf16<DType::kBFloat16>>(p, item, keys, memory, partial);
   }
 }
 

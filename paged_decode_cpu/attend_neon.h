@@ -7,7 +7,7 @@ namespace paged_attn {
 namespace {
 
 inline Products neon_products(const char* packed, const char* in_place) {
-  return {packed, in_place, OpsNeon::kMinPackedRows, OpsNeon::kScoreRows, kBlockRows};
+  return {packed, in_place, OpsNeon::kMinPackedRows, OpsNeon::kScoreRows, kItemRows};
 }
 
 inline Products products_neon(const Problem&) { return neon_products("packed_f32", "in_place_f32"); }

@@ -1,4 +1,4 @@
-// What of the next tile is fetched, and how fast.
+// What the Prefetcher fetches of the next tile (list_runs), and at which pace (start_fetch).
 #pragma once
 
 #include <time.h>
@@ -8,9 +8,9 @@
 namespace paged_attn {
 namespace {
 
-constexpr int64_t kMemoryPage = 4096;  // the smallest piece of memory with a translation of its own
+constexpr int64_t kMemoryPage = 4096;  // bytes of the smallest page of memory that has an address translation
 
-// What the softmax of kLanes scores counts as in the pace of the fetch, in steps of the products.
+// As how many steps of the products the softmax of kLanes scores counts in the pace of the fetch.
 constexpr int64_t kSoftmaxSteps = 2;
 
 inline int64_t nanoseconds() {
@@ -37,9 +37,9 @@ inline bool lie_in_caches(const Problem& p, const Item& item, KvRange keys) {
   return nanoseconds() - start < kLongest;
 }
 
-// The bytes of a tile in runs, keys first. Where the heads of a slot lie side by side whole slots are
-// taken in the order of memory, else the rows of one head after the other. A line of every page of
-// memory is asked for at once: their translations come together, and no later fetch waits for one.
+// Lists the bytes of a tile in runs, keys first; returns how many. Where the heads of a slot lie side by side, whole
+// slots are taken in the order of memory, else the rows of one head after the other. One line of every page of memory
+// is prefetched at once: so the address translations (TLB misses) overlap, and no later prefetch waits for one.
 template <class Ops>
 int64_t list_runs(const Problem& p, const Item& item, const TileRows& tile, Run* runs) {
   const Cache& c = p.cache;
@@ -62,7 +62,7 @@ int64_t list_runs(const Problem& p, const Item& item, const TileRows& tile, Run*
   return run - runs;
 }
 
-// Starts to fetch the next tile, at the pace at which that is done when this tile is.
+// Starts to fetch the next tile, at a pace that ends when this tile is done.
 template <class Ops>
 void start_fetch(const Problem& p, const Item& item, const Scratch<Ops>& s, const TileRows& tile, const TileRows& next,
                  Prefetcher& fetch) {

@@ -32,7 +32,7 @@ void load_queries(const Problem& p, const Item& item, const Request& request, co
   using Elem = typename Ops::Elem;
   constexpr bool kFloats = Ops::kElemType == DType::kFloat32;
   const int64_t row_elems = Ops::kLeftPieces * stride;
-  const bool as_it_is = p.q_dtype == Ops::kElemType && n == stride && !rotated && !Ops::kDealt;
+  const bool as_it_is = p.q_dtype == Ops::kElemType && n == stride && !rotated && !Ops::kDeinterleaves;
   for (int64_t h = item.kv_head_begin; h < item.kv_head_end; ++h, out += (head_rows - item.rows()) * row_elems) {
     RowAt at(p, item);
     for (int64_t r = 0; r < item.rows(); ++r, at.next(), out += row_elems) {
@@ -48,8 +48,8 @@ void load_queries(const Problem& p, const Item& item, const Request& request, co
       read_row(p.q_dtype, q, n, row);
       for (int64_t i = n; i < stride; ++i) row[i] = 0.f;
       if (rotated) rotate(p.rotary, p.q_dtype, rotary_query_position(p, request, item.batch, at.token), row);
-      if constexpr (Ops::kDealt)
-        for (int64_t i = 0; i < stride; i += Ops::kChunk) Ops::deal(row + i);
+      if constexpr (Ops::kDeinterleaves)
+        for (int64_t i = 0; i < stride; i += Ops::kChunk) Ops::deinterleave(row + i);
       for (int64_t i = 0; i < stride && !kFloats; i += kLanes) {
         const f32v x = load<DType::kFloat32>(row + i);
         if constexpr (Ops::kLeftPieces > 1) {
@@ -62,8 +62,8 @@ void load_queries(const Problem& p, const Item& item, const Request& request, co
   }
 }
 
-// Ends one row: adds the sink, writes the lse, and returns what the sums of its values are to be multiplied with (0:
-// they count for nothing, whatever they are). write_result follows.
+// Ends one row: adds the sink, writes the lse, and returns the factor of the sums of its values. A factor of 0 means a
+// result of 0, even where the sums are NaN. write_result follows.
 inline float finish_row(const Problem& p, const Request& request, int64_t b, int64_t token, int64_t head, float m,
                         float l) {
   float factor = 1.f;

@@ -1,6 +1,6 @@
-// What one instruction set offers to the host side: plan.cpp cuts a problem into work items, and
-// paged_decode_cpu.cpp calls these from several threads. Each kernel_*.cpp is the same source (attend.h),
-// compiled with its own flags.
+// What one instruction set offers: a Kernel. plan.cpp cuts a problem into items, and paged_decode_cpu.cpp calls the
+// functions of a Kernel from several threads. Each kernel_*.cpp is the same source (attend.h), compiled with its own
+// flags.
 #pragma once
 
 #include "spec/problem.h"
@@ -8,17 +8,18 @@
 
 namespace paged_attn {
 
-// How few rows walk over keys that come from memory. It depends on the processor's own prefetchers.
+// How few rows walk over keys, on this processor. Its hardware prefetchers may read ahead; where they do not, the next
+// tile is fetched ahead by software (prefetcher.h).
 struct Walk {
-  // From so many bytes of the keys of a slot on, and up to so many rows of a kv_head, nothing is fetched ahead: the
-  // processor does it better by itself. Tiles in place may be fetched ahead all the same.
+  // The hardware reads ahead from so many bytes of the keys of a slot on, and up to so many rows of a kv_head. Then
+  // software fetches nothing ahead.
   int64_t reads_ahead_from = INT64_MAX, reads_ahead_rows = INT64_MAX;
   int64_t reads_ahead_page = 0;  // and from so many bytes of keys in a page on: no prefetcher finds the next page
-  bool tiles_read_ahead = true;
-  bool long_tiles = false;  // tiles of keys for which nothing is fetched ahead are as long as there are any
-  int64_t tile_bytes = 0;   // keys and values of the others; 0: by L2 and the rows
-  // If they lie in the processor's caches: the keys and values of an item are not asked for at all up to so many bytes,
-  // nor those of up to so many rows of a kv_head.
+  bool tiles_read_ahead = true;  // whether that holds for tiles in place too
+  bool long_tiles = false;       // where the hardware reads ahead, a tile has kMaxTile keys
+  int64_t tile_bytes = 0;        // keys and values of other tiles; 0: by L2 and the rows (tile_keys in scratch.h)
+  // For keys in the processor's caches: software fetches no line of an item of up to so many bytes of keys and values,
+  // nor of one of up to so many rows of a kv_head.
   int64_t near_bytes = 0, near_rows = 0;
 };
 
@@ -28,8 +29,8 @@ struct Item {
   int64_t kv_head_begin, kv_head_end;
   int64_t row_begin, row_end;
   KvRange keys;       // all keys that any of the rows may see
-  bool small;         // cut as keys are that lie in the processor's caches
-  bool maybe_cached;  // the keys and values of the whole call may lie there: who attends finds out
+  bool small;         // of a small call (plan.cpp), whose keys probably lie in the processor's caches
+  bool maybe_cached;  // the keys and values of the whole call may lie there: lie_in_caches (fetch.h) finds out
   Walk walk;
 
   // Inlined always: a copy compiled for AVX-512 must not serve the other files.
@@ -37,8 +38,8 @@ struct Item {
   [[gnu::always_inline]] int64_t rows() const { return row_end - row_begin; }
   [[gnu::always_inline]] int64_t num_keys() const { return keys.end - keys.begin; }
 
-  // Whether its few rows leave it to the processor to fetch the next keys: its prefetchers follow such addresses within
-  // every page of memory, and our fetches would hold the few places that requests of the first cache have.
+  // Whether few rows leave the next keys to the hardware prefetchers: those follow such addresses within a page of
+  // memory, and software fetches would occupy the few miss buffers of L1.
   [[gnu::always_inline]] bool reads_ahead(const Problem& p, bool in_tiles) const {
     const int64_t bytes = dtype_bytes(p.cache.dtype);
     return (in_tiles ? walk.tiles_read_ahead : rows() <= walk.reads_ahead_rows) &&
@@ -47,12 +48,12 @@ struct Item {
   }
 };
 
-// Of a key and its value, of so many kv_heads.
+// Bytes of a key and its value, of so many kv_heads.
 static inline int64_t key_bytes(const Problem& p, int64_t heads) {
   return heads * (p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype);
 }
 
-// A partial result of a row: acc[width], m, l (spec/state.h). Of every row of an item: heads outermost.
+// Floats of the partial of a row, acc[width], m, l (spec/state.h), and of every row of an item: [heads, rows, partial].
 static inline int64_t partial_floats(int64_t width) { return width + 2; }
 static inline int64_t partial_floats(const Item& item, int64_t width) {
   return item.heads() * item.rows() * partial_floats(width);
@@ -66,22 +67,22 @@ struct TokenWrite {
   int64_t rotary_position;
 };
 
-// How the products of a problem are made: the names of the ways with many rows of a kv_head, on keys and values laid
-// out for it, and with few, on keys and values in place.
+// The ways in which a kernel multiplies for a problem, by the names that explain gives them. The rows of a kv_head in
+// an item decide: many multiply keys and values that are packed first (laid out in panels), few multiply them in place.
 struct Products {
   const char *packed, *in_place;
-  int64_t min_packed_rows;  // many begin here
-  int64_t row_step;         // rows that multiply together; items are cut into multiples of it,
-  int64_t most_rows;        // of so many rows at most,
+  int64_t min_packed_rows;  // from so many rows on they are packed
+  int64_t row_step;         // rows that multiply together: an item of a prompt has a multiple of them,
+  int64_t most_rows;        // and at most so many
 
-  int64_t most_sums = int64_t(64) << 10;  // which have about so many sums of values at most (a quarter of L2),
-  int64_t fewest_rows = 128;              // and of no fewer where that is for more items
+  int64_t most_sums = int64_t(64) << 10;  // rows * head_dim_v of an item, at most about (a quarter of L2)
+  int64_t fewest_rows = 128;              // no item gets fewer only for every thread to have several items
 
-  // In tiles some few rows have a way of their own, if there are keys enough.
+  // With AMX, items of few rows and enough keys may multiply in tiles of the matrix unit, keys in place.
   const char* tiles_in_place = nullptr;
   int64_t min_tile_rows = 1, most_tile_rows = 0, min_tile_keys = 0;
 
-  // In place, up to so many rows may be multiplied in another way still.
+  // Up to most_few_rows rows in place may be multiplied by other instructions.
   const char* in_place_few = nullptr;
   int64_t most_few_rows = 0;
 
@@ -90,9 +91,9 @@ struct Products {
   }
 };
 
-// How much longer, in percent, a key of a kv_head takes where a walk reads a part of each slot only: half of each slot
-// lies in half of the sets of the second cache, which then holds half as much. Keys whose whole slots have
-// `crowded_from` bytes would not fit it at all.
+// How much longer, in percent, a key of a kv_head takes where a walk reads only a part of each slot: half of each slot
+// maps to half of the sets of L2, which then holds half as much. Keys whose whole slots have `crowded_from` bytes would
+// not fit into L2 at all.
 struct PartOfSlot {
   int64_t percent = 0, crowded_percent = 0, crowded_from = INT64_MAX;
 
@@ -108,8 +109,7 @@ struct Kernel {
   int64_t (*scratch_bytes)(const Problem& problem, const Item& item);
   // Attends the rows of `item` to `keys`. With `partial` the result goes there, else it is final.
   void (*attend)(const Problem& problem, const Item& item, KvRange keys, char* scratch, float* partial);
-  // Merges `count` partial results that lie `stride` floats apart: into the first, or, where that is not to be a
-  // partial result again, into the final one.
+  // Merges `count` partials that lie `stride` floats apart: into the first one (to_partial), or into the final result.
   void (*merge)(const Problem& problem, const Item& item, int64_t count, float* partials, int64_t stride,
                 bool to_partial);
   // Writes the keys and values of one new token.

@@ -11,9 +11,10 @@
 namespace paged_attn {
 namespace {
 
-// One head's keys lie so far apart that a few sets of L2 must hold them: they come from L3 for every item.
-constexpr int64_t kTileBlockRows = 512;
-constexpr int64_t kFewestTileRows = 160;  // laying out keys costs more, beside products in tiles
+// The most rows of an item, and the fewest of one that is made smaller. Items reread their keys from L3, as the keys of
+// one head lie so far apart that they map to a few sets of L2; and packing keys takes long beside products in tiles.
+constexpr int64_t kTileItemRows = 512;
+constexpr int64_t kFewestTileRows = 160;
 
 constexpr PartOfSlot kPartOfSlot = {40, 80, int64_t(2) << 20};
 
@@ -63,7 +64,7 @@ bool fits_in_place(const Problem& p) {
 #endif
 constexpr int64_t or_of_tests(int64_t fewest) { return PD_MIN_TILE_ROWS > 0 ? PD_MIN_TILE_ROWS : fewest; }
 
-// From so many rows of a kv_head on tiles pay; a float16 number may be two.
+// From so many rows of a kv_head on tiles pay: more where a float16 number is held as two pieces.
 template <const Unit& kUnit>
 int64_t min_tile_rows(const Problem& p) {
   const bool pieces = p.q_dtype == DType::kFloat16 && elem_of<kUnit>(p) != p.q_dtype;
@@ -92,7 +93,7 @@ Products products_amx(const Problem& p) {
   if (!goes_through_tiles(p)) return products_f32(p);
   const bool half = p.q_dtype == DType::kFloat16;
   Products all = {half ? "tiles_fp16" : "tiles_bf16", looks_up(p) ? "in_place_bf16" : "in_place_f32",
-                  min_tile_rows<kUnit>(p), FewBf16::kPartRows, kTileBlockRows};
+                  min_tile_rows<kUnit>(p), FewBf16::kPartRows, kTileItemRows};
   all.fewest_rows = kFewestTileRows;
   if (fits_in_place<kUnit>(p)) {
     all.tiles_in_place = half ? "tiles_in_place_fp16" : "tiles_in_place_bf16";

@@ -1,4 +1,5 @@
-// The same instructions in the way of AMD's Zen 5 (docs/cpu.md): it fetches keys and values otherwise.
+// The attention loop for the instructions of kernel_avx512_bf16.cpp, with other prefetches, for AMD's Zen 5
+// (docs/cpu.md).
 #if defined(__x86_64__)
 #define PD_LANES 16
 #define PD_FEW_PIECE 64

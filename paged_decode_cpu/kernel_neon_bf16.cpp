@@ -14,12 +14,12 @@ Products products(const Problem& p) {
   return multiplies_bfloat16(p) ? neon_products("packed_bf16", "in_place_bf16") : products_neon_fp16(p);
 }
 
-void attend(const Problem& p, const Item& block, KvRange keys, char* memory, float* partial) {
-  if (!multiplies_bfloat16(p)) return attend_neon_fp16(p, block, keys, memory, partial);
+void attend(const Problem& p, const Item& item, KvRange keys, char* memory, float* partial) {
+  if (!multiplies_bfloat16(p)) return attend_neon_fp16(p, item, keys, memory, partial);
   switch (p.cache.dtype) {
-    case DType::kFloat8E4M3: return attend_as<OpsNeonBf16<DType::kFloat8E4M3>>(p, block, keys, memory, partial);
-    case DType::kFloat8E5M2: return attend_as<OpsNeonBf16<DType::kFloat8E5M2>>(p, block, keys, memory, partial);
-    default: return attend_as<OpsNeonBf16<DType::kBFloat16>>(p, block, keys, memory, partial);
+    case DType::kFloat8E4M3: return attend_as<OpsNeonBf16<DType::kFloat8E4M3>>(p, item, keys, memory, partial);
+    case DType::kFloat8E5M2: return attend_as<OpsNeonBf16<DType::kFloat8E5M2>>(p, item, keys, memory, partial);
+    default: return attend_as<OpsNeonBf16<DType::kBFloat16>>(p, item, keys, memory, partial);
   }
 }
 

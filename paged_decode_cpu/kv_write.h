@@ -1,4 +1,4 @@
-// Writing new keys and values: where each token goes, and the threads that bring them there.
+// Writing new keys and values: where each token goes (place_tokens), then the writes, on all threads (write_tokens).
 #pragma once
 
 #include <vector>

@@ -11,9 +11,9 @@
 // The panels of tile.h are what the right tiles want: a row of a tile is one step of a panel, 16 columns of it. All
 // tiles are whole: rows and keys are filled up (kRowStep, kValueKeys).
 //
-// The matrix unit works beside the vector units, so the rows go through in parts of kPartRows, one part behind the
-// other: between the tiles of the scores of one part and of the values of the part before the last stand, row by row,
-// the exponentials of the part in between.
+// The matrix unit works beside the vector units. So the rows go through a software pipeline in parts of kPartRows:
+// while tiles multiply the scores of part i, then the values of part i - 2, vectors make the exponentials of part i -
+// 1, some rows after each step of a product (SoftmaxRows::step).
 #pragma once
 
 #include "attend.h"
@@ -29,14 +29,14 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// The matrix unit of this thread, for as long as it lives. Released, its 8 KiB need not be saved when threads change.
+// Configures the matrix unit of this thread, and releases it at the end: then no context switch saves its 8 KiB.
 struct TileUnit {
   explicit TileUnit(const TileConfig& config) { _tile_loadconfig(&config); }
   ~TileUnit() { _tile_release(); }
   TileUnit(const TileUnit&) = delete;
 };
 
-// tdpfp16ps: what _tile_dpbf16ps does, of float16. In bytes, for compilers and assemblers that do not know it.
+// tdpfp16ps: _tile_dpbf16ps for float16. Encoded by hand, for compilers and assemblers that do not know it.
 #ifndef PD_TILE_DPFP16PS
 #define PD_TILE_DPFP16PS(sum, left, right) \
   asm volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" ::"i"(0x03 | (15 - (right)) << 3), "i"(0xc0 | (sum) << 3 | (left)))
@@ -52,10 +52,10 @@ struct TileUnit {
     }                                             \
   } while (0)
 
-// The intrinsics do not tell the compiler what memory they read.
+// A compiler barrier: the intrinsics of tiles do not tell the compiler which memory they read and write.
 [[gnu::always_inline]] inline void memory_is_read() { asm volatile("" ::: "memory"); }
 
-// softmax_row for scores that want only a factor, on n keys, filled up to whole pairs of registers.
+// softmax_row for scores that need only a factor (no softcap, no slope), on n keys, padded to whole pairs of registers.
 template <class Ops, bool kMasked>
 [[gnu::always_inline]] inline void softmax_plain(float* scores, int64_t n, KvRange visible, float factor, uint16_t* p,
                                                  float* m, float* l, float* acc, int64_t width) {
@@ -65,7 +65,7 @@ template <class Ops, bool kMasked>
   const auto score = [&](int64_t j) {
     const f32v x = load<DType::kFloat32>(scores + j);
     if constexpr (!kMasked) return x;
-    // Keys before the first one are large numbers without a sign.
+    // Keys before the first visible one are negative, so large as unsigned numbers.
     const __m512i key = _mm512_add_epi32(from_first, _mm512_set1_epi32(static_cast<int>(j)));
     const __mmask16 seen = _mm512_cmplt_epu32_mask(key, count);
     return bit_cast<f32v>(_mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, bit_cast<__m512>(x)));
@@ -87,7 +87,7 @@ template <class Ops, bool kMasked>
   store<DType::kFloat32>(l, sum + sum1);
 }
 
-// Turns the scores of a part into probabilities, some rows at every step of a product of other parts.
+// Turns the scores of a part into probabilities, per_step rows at every step of a product of other parts.
 template <class Ops>
 struct SoftmaxRows {
   const Problem& problem;
@@ -147,8 +147,8 @@ struct SoftmaxRows {
   }
 };
 
-// Of the first of a product's two sides: 16 rows of queries or probabilities; pieces are `a_piece` elements apart. Of
-// the second: panels of keys or values, whose pieces are `b_piece` elements apart.
+// How many elements the pieces of a number (ops_pieces.h) lie apart: in the left side of a product (a, rows of queries
+// or probabilities) and in the right side (b, panels of keys or values).
 struct PieceStrides {
   int64_t a, b;
 };
@@ -168,12 +168,13 @@ struct OpsAmx : OpsOfPiece<kElem, kCacheType, 0>::type {
 
   static constexpr int kTileSteps = 16;  // steps of one right tile
 
-  // Scores are exact, as the lse is held to float32. Of values the smallest product is less than the output can hold.
+  // Scores take all products of pieces, as the lse is held to float32. Values leave out the smallest one, which is
+  // below the rounding of the output.
   static constexpr PieceProducts<kLeftPieces, kRightPieces, true> kScoreProducts{};
   static constexpr PieceProducts<kLeftPieces, kRightPieces, false> kValueProducts{};
   static constexpr int64_t kProbabilityPiece = int64_t(kPartRows) * kMaxTile;
 
-  // `piece` is how far apart the pieces lie.
+  // The pieces of a number lie `piece` elements apart.
   [[gnu::always_inline]] static void store_pieces(Elem* p, int64_t piece, f32v x) {
     for (int i = 0; i < kLeftPieces; ++i, p += piece) {
       const f32v first = i < kLeftPieces - 1 ? first_piece(x) : x;
@@ -193,7 +194,7 @@ struct OpsAmx : OpsOfPiece<kElem, kCacheType, 0>::type {
     }
   }
 
-  // The products of one pair of pieces. From one product to the next one of the two sides stays.
+  // The products of one pair of pieces, each of which keeps one tile of the product before.
   template <int kRowTiles, int kColumnTiles>
   [[gnu::always_inline]] static void multiply_tiles(const Elem* a, int64_t a_stride, const Elem* b) {
     constexpr int64_t kStride = kPanel * 4;
@@ -315,7 +316,8 @@ struct OpsAmx : OpsOfPiece<kElem, kCacheType, 0>::type {
     if constexpr (kPiece + 1 < kRightPieces) pack_pieces<kPiece + 1>(p, s, tile, k_offset, v_offset);
   }
 
-  static int64_t products_of(const Scratch<OpsAmx>& s, const Part& part) {
+  // Steps of the products of a part, scores and values.
+  static int64_t steps_of(const Scratch<OpsAmx>& s, const Part& part) {
     return pd_ceil_div(part.keys, 32) * (s.depth + s.width) / 32;
   }
 
@@ -331,7 +333,7 @@ struct OpsAmx : OpsOfPiece<kElem, kCacheType, 0>::type {
     pack_pieces(p, s, tile, kv_head * c.k_stride_head * OpsAmx::kBytes, kv_head * c.v_stride_head * OpsAmx::kBytes);
     const auto scores = [&](int64_t i) { return s.scores + i % 2 * kPartRows * kMaxTile; };
     const auto probabilities = [&](int64_t i) { return s.p + i % 2 * kLeftPieces * kProbabilityPiece; };
-    Part part = {}, last = {}, before = {};  // the parts whose scores, exponentials and values come now
+    Part part = {}, last = {}, before = {};  // i, i - 1, i - 2: whose scores, exponentials and values are made now
     for (int64_t first = 0, i = 0; first < rows || part.count > 0 || last.count > 0; ++i) {
       before = last;
       last = part;
@@ -339,10 +341,11 @@ struct OpsAmx : OpsOfPiece<kElem, kCacheType, 0>::type {
       for (; first < rows && part.keys == 0; first += kPartRows)
         part = part_of(s, tile, first, pd_min(rows - first, kPartRows), kPanel);
       if (part.keys == 0) part.count = 0;
-      const int64_t products = pd_max(
-          1, (part.count > 0 ? products_of(s, part) : 0) / 2 + (before.count > 0 ? products_of(s, before) : 0) / 2);
+      // About half of a part's steps are those of its scores, half those of its values.
+      const int64_t steps =
+          pd_max(1, (part.count > 0 ? steps_of(s, part) : 0) / 2 + (before.count > 0 ? steps_of(s, before) : 0) / 2);
       Softmax softmax = {
-          p, item, s, tile, h, last, scores(i + 1), probabilities(i + 1), 0, pd_ceil_div(last.count, products)};
+          p, item, s, tile, h, last, scores(i + 1), probabilities(i + 1), 0, pd_ceil_div(last.count, steps)};
       if (part.count > 0) scores_of(s, h, part, scores(i), next, softmax);
       if (before.count > 0) values_of(s, h, before, probabilities(i), next, softmax);
       softmax.finish();

@@ -7,8 +7,8 @@
 //            and so on. Read where it lies a row is one key, and its pairs are columns 0 1, columns 2 3, ... So a row
 //            of probabilities is on the left twice, once with a zero behind each, once with a zero before each:
 //              (p 0) x values = sums of the even columns,   (0 p) x values = sums of the odd columns
-//            Half of the products are with zeros, yet nothing is laid out. (A value that is infinite makes its
-//            neighbour's sum NaN; attend_again mends that.)
+//            Half of the products are with zeros, yet no values are laid out. (An infinite value makes its neighbour's
+//            sum NaN; attend_again repairs that.)
 //
 //   tiles 0 1   sums of values: two rows for each query (even and odd columns), 32 columns each
 //   tile 4      probabilities: two rows for each query, 16 keys
@@ -16,7 +16,7 @@
 //   tile 6      16 keys, 32 elements each; or 16 keys of values, 32 columns each
 //   tile 7      16 pairs of queries, 32 elements each
 //
-// Few tiles, as in ops_amx.h.
+// As few tiles are in use as possible, for the reason in ops_amx.h.
 //
 // All kv_heads go through each step before the next one (scores, softmax, values), so that none waits for its own sums.
 #pragma once
@@ -45,7 +45,7 @@ struct OpsAmxFew : OpsAmx<kElem, kElem, kCacheType> {
   using Softmax = SoftmaxRows<OpsAmxFew>;
   using ScratchFew = Scratch<OpsAmxFew>;
 
-  // Equal shares: what the last one has beside its rows must lie within head_rows.
+  // Rows are taken in equal shares, so that the padding of the last share lies within head_rows.
   static int64_t rows_at_once(int64_t rows) { return pd_ceil_div(rows, pd_ceil_div(rows, kMostRowsAtOnce)); }
 
   static TileConfig config(int64_t rows) {
@@ -55,7 +55,7 @@ struct OpsAmxFew : OpsAmx<kElem, kElem, kCacheType> {
     return config;
   }
 
-  // What a product of 16 keys and 32 elements counts as, as start_fetch counts.
+  // As how many steps start_fetch (fetch.h) counts a product of 16 keys and 32 elements.
   static uint32_t steps_of(int64_t rows) { return static_cast<uint32_t>(kKeys * pd_ceil_div(rows, kMaxDotRows)); }
 
   // A row of sums has the even columns first, then the odd ones.
@@ -67,7 +67,7 @@ struct OpsAmxFew : OpsAmx<kElem, kElem, kCacheType> {
 
   // Turns the rows of every head, [row][depth], into right tiles, [32 elements][pair][row], four rows at a time.
   static void lay_out_queries(const ScratchFew& s, const Item& item) {
-    Elem *q = s.q, *plain = s.keys;  // nothing is there yet
+    Elem *q = s.q, *plain = s.keys;  // a copy of the rows, where no keys are yet
     for (int64_t h = 0; h < item.heads(); ++h, q += s.head_rows * s.depth) {
       memcpy(plain, q, item.rows() * s.depth * sizeof(Elem));
       for (int64_t d = 0; d < s.depth; d += kChunk)
@@ -143,8 +143,8 @@ struct OpsAmxFew : OpsAmx<kElem, kElem, kCacheType> {
     return {reinterpret_cast<const char*>(copy), bytes};
   }
 
-  // Asks for lines that are read after the 16 rows at hand. They were fetched with their tile, of which the processor
-  // drops some, or its own prefetchers bring them; and the first cache is nearer.
+  // Prefetches into L1 the lines that are read after the current 16 rows. They were prefetched into L2 with their tile,
+  // of which the processor drops some, or hardware prefetchers bring them.
   [[gnu::always_inline]] static void ask_for(const Rows& rows, int64_t j, int64_t from, int64_t bytes) {
     const char* const* slots = rows.slots + j;
     const auto ask = [&](auto slot_of) __attribute__((always_inline)) {

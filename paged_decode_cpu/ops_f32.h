@@ -13,16 +13,16 @@ struct OpsF32 : OpsDefaults {
   using Reg = f32v;
   static constexpr DType kElemType = DType::kFloat32;
 #if defined(__AVX2__)
-  // bfloat16 numbers are widened where they lie, two to a lane, in an instruction each: a chunk is dealt out to two
-  // registers, its even elements and its odd ones. 8-bit numbers are widened two registers at a time.
-  static constexpr bool kDealt = kCacheType == DType::kBFloat16;
+  // Two bfloat16 numbers of a 32-bit lane are widened in one instruction each (shift, mask). That deinterleaves a
+  // chunk: one register has its even elements, one its odd ones. 8-bit numbers are widened two registers at a time.
+  static constexpr bool kDeinterleaves = kCacheType == DType::kBFloat16;
   static constexpr bool kFp8 = dtype_bytes(kCacheType) == 1;
 #else
   static constexpr bool kFp8 = false;
 #endif
-  static constexpr int kDepth = 1;                      // elements that one 32-bit lane multiplies at once
-  static constexpr int kRegs = kDealt || kFp8 ? 2 : 1;  // registers that one load of a cache row fills
-  static constexpr int kChunk = kRegs * kLanes;         // elements of a row that one load reads
+  static constexpr int kDepth = 1;                              // elements that one 32-bit lane multiplies at once
+  static constexpr int kRegs = kDeinterleaves || kFp8 ? 2 : 1;  // registers that one load of a cache row fills
+  static constexpr int kChunk = kRegs * kLanes;                 // elements of a row that one load reads
   static constexpr int kBytes = dtype_bytes(kCacheType);
   // Rows that share what is loaded. Eight only gain where widening takes long.
   static constexpr int kMaxDotRows = kFp8 && kLanes == 16 ? 8 : 4;
@@ -47,7 +47,7 @@ struct OpsF32 : OpsDefaults {
   }
   // Two registers from a row.
   static void load_two(const char* row, Reg* r) {
-    if constexpr (kDealt) return widen_pairs(bit_cast<u32v>(load<DType::kFloat32>(row)), r);
+    if constexpr (kDeinterleaves) return widen_pairs(bit_cast<u32v>(load<DType::kFloat32>(row)), r);
     if constexpr (kFp8) {
       u8v2 bytes;
       memcpy(&bytes, row, sizeof bytes);
@@ -57,7 +57,7 @@ struct OpsF32 : OpsDefaults {
   static void load_two_tail(const char* row, int64_t n, Reg* r) {
 #if defined(__AVX512F__)
     const __mmask32 first = (__mmask32(1) << n) - 1;
-    if constexpr (kDealt) return widen_pairs(bit_cast<u32v>(_mm512_maskz_loadu_epi16(first, row)), r);
+    if constexpr (kDeinterleaves) return widen_pairs(bit_cast<u32v>(_mm512_maskz_loadu_epi16(first, row)), r);
     if constexpr (kFp8) return widen_bytes(bit_cast<u8v2>(_mm256_maskz_loadu_epi8(first, row)), r);
 #else
     char padded[kChunk * kBytes] = {};
@@ -87,14 +87,14 @@ struct OpsF32 : OpsDefaults {
   }
 
   // Brings a chunk of a query into the order in which load_keys leaves that of a key.
-  static void deal(float* chunk) {
+  static void deinterleave(float* chunk) {
     const f32v a = load_elems(chunk), b = load_elems(chunk + kLanes);
     store_elems(chunk, even_lanes(a, b, LaneIndices{}));
     store_elems(chunk + kLanes, odd_lanes(a, b, LaneIndices{}));
   }
   // The kRegs registers of a chunk of accumulators, in the order of the elements.
   static void in_order(f32v* r) {
-    if constexpr (kDealt) {
+    if constexpr (kDeinterleaves) {
       const f32v even = r[0], odd = r[1];
       r[0] = interleaved<0>(even, odd, LaneIndices{});
       r[1] = interleaved<1>(even, odd, LaneIndices{});

@@ -1,5 +1,5 @@
 // How numbers are held while they are multiplied: as pairs of 16-bit numbers, of which vdpbf16ps (bfloat16) and the
-// matrix unit (float16 too) take two products per lane and instruction. 8-bit caches are looked up, exactly.
+// matrix unit (float16 too) take two products per lane and instruction. 8-bit numbers are widened by a table, exactly.
 #pragma once
 
 #include "ops_defaults.h"

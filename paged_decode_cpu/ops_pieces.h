@@ -4,7 +4,7 @@
 //
 //   (a0 + a1)(b0 + b1) = a0 b0 + a0 b1 + a1 b0 + a1 b1
 //
-// An infinity has no second piece; attend_again mends what becomes of it.
+// An infinity has no second piece (inf - inf is NaN); attend_again repairs what becomes of it.
 #pragma once
 
 #include "ops_pairs.h"

@@ -1,4 +1,5 @@
-// The CPU backend: runs the tasks of a plan on all threads, with the kernel of this processor.
+// The CPU backend: runs the tasks of a plan on all threads, with the kernel of this processor. Read plan.h next (how a
+// problem is cut into tasks), then attend.h (what a task does).
 #include <torch/csrc/stable/ops.h>
 
 #include <atomic>
@@ -25,8 +26,8 @@ int64_t max_splits_of(const Plan& plan) {
   return splits;
 }
 
-// 64-byte aligned memory that a thread keeps from call to call: fresh pages would cost more than
-// the work of a short call. Null where there is none.
+// 64-byte aligned memory that a thread keeps from call to call: page faults of fresh memory would cost more than the
+// work of a short call. Null where there is none.
 char* thread_scratch(int64_t bytes) {
   struct Free {
     void operator()(char* p) const { std::free(p); }
@@ -41,19 +42,21 @@ char* thread_scratch(int64_t bytes) {
   return memory.get();
 }
 
-// The partials of one item. Groups of them are merged as soon as all of a group are there, by whoever brings the last
-// one, and their results again in groups. All merges are in the order of the splits, so the result does not depend on
-// who does them.
+// Merges the partials of one item as a tree. The thread that brings the last partial of a group merges the group into
+// its first partial, and goes on with that one at the next level. Partials are merged in the order of their splits, so
+// the bits do not depend on the threads.
 struct Merge {
   const Problem& p;
   const Kernel& kernel;
   const Work& work;
   float* partials;
-  std::atomic<int64_t>* arrived;  // of each group; those of the first level come first
+  std::atomic<int64_t>* arrived;  // partials of each group that are there; groups of the first level come first
 
   void add(int64_t split) const {
     const int64_t floats = partial_floats(work.item, p.head_dim_v);
     std::atomic<int64_t>* groups = arrived;
+    // n partials at this level, `stride` floats apart. Whoever counts the last of a group sees all partials of the
+    // group, as the increment acquires and releases.
     for (int64_t n = work.num_splits, index = split, stride = floats; n > 1; stride *= kMergeGroup) {
       const int64_t group = index / kMergeGroup, count = pd_min(kMergeGroup, n - group * kMergeGroup);
       if (++groups[group] < count) return;
@@ -85,8 +88,9 @@ void run_plan(const Problem& p, const Kernel& kernel, const Plan& plan, const Sh
   torch::stable::parallel_for(0, workers, 1, [&](int64_t worker, int64_t) {
     char* scratch = thread_scratch(plan.scratch_bytes);
     if (!scratch) return;  // the others do its tasks: the calling thread has memory
-    // Its own task first: a short call that comes again finds its keys in the cache of this core. Where torch gives a
-    // thread several workers, the first does all that is left.
+    // A worker begins with the task of its own number: when a short call is repeated, its keys are in the cache of this
+    // core. Then it takes tasks from a counter. (Where torch runs several workers on one thread, the first one does all
+    // that is left.)
     for (size_t i = worker; i < plan.tasks.size(); i = next_task++) {
       if (shared.taken[i].exchange(true)) continue;
       const Task& task = plan.tasks[i];
@@ -104,7 +108,7 @@ void run_plan(const Problem& p, const Kernel& kernel, const Plan& plan, const Sh
 }
 
 // Tokens of q that belong to no request (past cu_seqlens_q[batch]) attend to nothing: out 0, lse -inf.
-void clear_spare_tokens(const Problem& p) {
+void clear_unclaimed(const Problem& p) {
   if (!p.cu_seqlens_q) return;
   const int64_t bytes = dtype_bytes(out_dtype(p.q_dtype));
   for (int64_t token = p.cu_seqlens_q[p.batch]; token < p.total_q; ++token)
@@ -115,7 +119,7 @@ void clear_spare_tokens(const Problem& p) {
     }
 }
 
-// How much of a call is multiplied in which way.
+// How much of a call is multiplied in which way (Products in kernel.h), for explain.
 struct Tally {
   int64_t packed_items = 0, few_items = 0, read_ahead_items = 0;
   int64_t packed_cost = 0, tiles_cost = 0, few_cost = 0, cost = 0;
@@ -141,8 +145,8 @@ Tally tally_of(const Problem& p, const Plan& plan, const Products& products) {
   return t;
 }
 
-// A call is of the way in which it spends most of its work; items of few rows in a batch with long prompts take
-// another.
+// The route that explain names: the way in which most of the work is multiplied. Items of few rows in a batch with long
+// prompts are multiplied in another one.
 const char* route_of(const Products& products, const Tally& t) {
   if (t.packed_items > 0 && 2 * t.packed_cost >= t.cost) return products.packed;
   if (t.tiles_cost > 0 && 2 * t.tiles_cost >= t.cost) return products.tiles_in_place;
@@ -150,7 +154,7 @@ const char* route_of(const Products& products, const Tally& t) {
   return mostly_few ? products.in_place_few : products.in_place;
 }
 
-// Why none of the ways before `route`, best first, of those that there are for this dtype.
+// Why the call does not take the ways before `route`, best first, of those that exist for this dtype.
 void add_reasons(const Problem& p, const Products& products, const Tally& t, const char* route, Explanation& e) {
   if (const char* refusal = amx_refusal(); *refusal && p.q_dtype != DType::kFloat32)
     e.why_not.emplace_back(p.q_dtype == DType::kFloat16 ? "tiles_fp16" : "tiles_bf16", refusal);
@@ -179,14 +183,14 @@ std::string unsupported_reason(const Problem&) { return ""; }
 void run_attention(const Problem& p) {
   const Kernel& kernel = kernel_of_this_cpu();
   check_values(p);
-  // Nothing is written before all places are known and all memory is there that the call cannot do without: a call that
-  // fails changes nothing. The plan reads lengths only, which the append leaves as they are.
+  // A call that fails changes nothing: all places are checked, and all memory that the call needs is allocated, before
+  // the first write. The plan reads only lengths, which the append does not change.
   const std::vector<TokenWrite> new_tokens = place_tokens(p);
   const Plan plan = make_plan(p, kernel, torch::stable::get_num_threads());
   const Shared shared(plan);
   if (!plan.tasks.empty() && !thread_scratch(plan.scratch_bytes)) throw std::bad_alloc();
   if (p.append.k) write_tokens(p, kernel, new_tokens);
-  clear_spare_tokens(p);
+  clear_unclaimed(p);
   run_plan(p, kernel, plan, shared);
 }
 

@@ -1,3 +1,4 @@
+// The constants below decide how a call is cut; docs/cpu.md has the rules as a table. make_plan is at the end.
 #include "plan.h"
 
 #include <algorithm>
@@ -8,23 +9,23 @@
 namespace paged_attn {
 namespace {
 
-// Rows of one kv_head that walk over the keys together. Up to kSharedRows rows in all, the kv_heads
-// of a request share one walk over the pages (decode); beyond, each kv_head walks alone in items (prefill).
+// Up to so many rows of a request, its kv_heads share one walk over the pages (decode). With more, each kv_head walks
+// alone, in items of some rows (prefill).
 constexpr int64_t kSharedRows = 256;
 
-// Bytes of one slot, K and V, that one walk reads; more heads than that are shared out.
+// Bytes of K and V of one slot that one walk reads at most; the other kv_heads form further items.
 constexpr int64_t kSlotBytes = int64_t(32) << 10;
 
 // Keys and values of fewer bytes may lie in the processor's caches.
 constexpr int64_t kCachedBytes = int64_t(32) << 20;
 
-// And of fewer than these they probably do. Then their order matters less than the overhead: the kv_heads of a request
-// are shared out among the threads, which needs no merge, and a thread gets one task.
+// Those of fewer than these probably do: a small call. The order of reads matters less there than the overhead: the
+// kv_heads of a request are divided among the threads, which needs no merge, and a thread gets one task.
 constexpr int64_t kResidentBytes = int64_t(8) << 20;
 
-// What such a task takes beside its keys, in 16-bit keys of one kv_head (a float32 key counts as two): to begin, for
-// each kv_head (its queries are loaded, its result is written), and for partial results: to wait for them, and for each
-// that one thread reads out of the caches of others.
+// What a task of a small call takes beside its keys, in 16-bit keys of one kv_head (a float32 key counts as two):
+// kBeginKeys to begin, kHeadKeys for each kv_head (load its queries, write its result), kMergeKeys to wait for the
+// other partials, kPartialKeys for each partial and kv_head read from the cache of another core.
 constexpr int64_t kBeginKeys = 32, kHeadKeys = 16, kMergeKeys = 64, kPartialKeys = 8;
 constexpr int64_t kFewestSmallKeys = 32;  // of a split
 
@@ -32,19 +33,19 @@ constexpr int64_t kSplitAlign = 16;            // keys; splits begin at multiple
 constexpr int64_t kMinSplitKeys = 256;         // a shorter split costs more to merge than it saves
 constexpr int64_t kDeterministicSplit = 1024;  // keys
 
-// At most, where rows are in place: float32 sums of so many equal numbers are right to 0.2 %, of a million to 3.
+// At most, where rows read keys in place: float32 sums of so many equal numbers are right to 0.2 %, of a million to 3.
 constexpr int64_t kLongestSplit = int64_t(64) << 10;  // keys
 
-// Floats of a request's partial results where its cuts do not depend on the threads: 32 MiB. Prompts would need
-// gigabytes, and have items enough for all threads without being cut.
+// Floats of a request's partials, where its cuts do not depend on the threads: 32 MiB at most. Prompts would need
+// gigabytes, and have items enough for all threads without splits.
 constexpr int64_t kRequestPartials = int64_t(8) << 20;
 
-// Tasks from memory: each begins with keys that nothing has fetched, so they are few and read many bytes.
+// Bytes of a task that reads from memory, at least about: each task begins with keys that nothing has fetched.
 constexpr int64_t kTaskBytes = int64_t(8) << 20;
 
-// The more threads there are, the likelier one of them is late or slow. So where reading bounds a call, for its rows
-// are few, tasks get shorter and shorter: each is one of kTaskShares equal shares, for every thread, of what is left,
-// down to kLastTaskBytes. The first ones are long, which costs few beginnings, and the last ones end together.
+// The more threads there are, the likelier one of them is late or slow. So where rows are few and memory bounds the
+// call, splits get shorter and shorter (guided self-scheduling): each has 1 / (kTaskShares * threads) of what is left,
+// down to kLastTaskBytes. The first tasks are long, so there are few; the last are short, so all threads end together.
 constexpr int64_t kManyThreads = 3, kFewRows = 16;
 constexpr int64_t kTaskShares = 2;
 constexpr int64_t kLastTaskBytes = int64_t(512) << 10;
@@ -58,9 +59,9 @@ constexpr int64_t kMaxSplitsPerThread = 4;  // of one item
 constexpr int64_t kItemsPerThread = 4;
 constexpr int64_t kDeterministicRows = 512;  // of an item, at most, where the threads may not decide
 
-// Multiply-adds of a call that is worth waking threads for, in vectors and in tiles in place, which are faster; and of
-// each thread that takes part, with as many for the wait until all are there. What a row costs beside its keys counts
-// as kRowKeys of them.
+// Multiply-adds from which on a call is worth waking threads for (kTeamWork; more in tiles in place, which are faster),
+// and those of each thread that takes part (kThreadWork, once more for the wait until all are there). What a row costs
+// beside its keys counts as kRowKeys keys.
 constexpr int64_t kTeamWork = int64_t(1) << 19, kTeamWorkInTiles = int64_t(1) << 20;
 constexpr int64_t kThreadWork = int64_t(1) << 17;
 constexpr int64_t kRowKeys = 16;
@@ -82,7 +83,7 @@ struct SeenKeys {
   }
 };
 
-// The most rows of an item, where the kv_heads share a walk and where they do not.
+// The most rows of an item: where the kv_heads share a walk, and where each walks alone.
 struct ItemRows {
   int64_t shared, alone;
 };
@@ -102,7 +103,7 @@ ItemRows rows_of_items(const Problem& p, const Products& products, int64_t threa
   return {whole_steps(most), whole_steps(pd_min(most, alone))};
 }
 
-// `like`: what all items of a call have in common.
+// Cuts the rows and kv_heads of request b into items. `like` has what all items of a call have in common.
 void add_items(const Problem& p, const ItemRows& most, int64_t b, int64_t max_heads, const Item& like,
                std::vector<Work>& works) {
   const Request r = request_of(p, b);
@@ -111,8 +112,8 @@ void add_items(const Problem& p, const ItemRows& most, int64_t b, int64_t max_he
   const bool shared = rows * p.kv_heads <= kSharedRows;
   const int64_t heads = shared ? pd_max(1, pd_min(max_heads, kSlotBytes / key_bytes(p, 1))) : 1;
   const int64_t item_rows = shared ? most.shared : most.alone;
-  const size_t first = works.size(), blocks = pd_ceil_div(rows, item_rows);
-  if (works.empty()) works.reserve(blocks * pd_ceil_div(p.kv_heads, heads));
+  const size_t first = works.size(), items = pd_ceil_div(rows, item_rows);  // items: of the first kv_heads
+  if (works.empty()) works.reserve(items * pd_ceil_div(p.kv_heads, heads));
   // The last rows of a causal problem see the most keys: they go first.
   for (int64_t end = rows; end > 0; end -= pd_min(end, item_rows)) {
     Work work = {};
@@ -125,15 +126,15 @@ void add_items(const Problem& p, const ItemRows& most, int64_t b, int64_t max_he
     works.push_back(work);
   }
   for (int64_t h = heads; h < p.kv_heads; h += heads)
-    for (size_t block = 0; block < blocks; ++block) {
-      Work work = works[first + block];
+    for (size_t item = 0; item < items; ++item) {
+      Work work = works[first + item];
       work.item.kv_head_begin = h;
       work.item.kv_head_end = pd_min(p.kv_heads, h + heads);
       works.push_back(work);
     }
 }
 
-// How many of the threads that there are pay.
+// How many of the threads are worth waking.
 int64_t useful_threads(const Problem& p, const Products& products, const SeenKeys& seen, int64_t threads) {
   const int64_t rows = p.max_q_len * p.group;
   const bool in_tiles = rows >= products.min_tile_rows && rows <= products.most_tile_rows;
@@ -144,19 +145,18 @@ int64_t useful_threads(const Problem& p, const Products& products, const SeenKey
   return work < team_work ? 1 : pd_min(threads, work / kThreadWork - 1);
 }
 
-// How a call is cut whose keys the caches may hold: into items of `heads` kv_heads, and those into splits as for so
-// many threads (1: not at all).
+// How a small call is cut: into items of `heads` kv_heads, and those into splits for so many threads (1: no splits).
 struct SmallCut {
   int64_t heads, threads;
 };
 
-// The splits of an item of a small call, and what one of them takes, in keys.
+// The number of splits of an item of a small call, and what the task of one takes, in keys.
 struct SmallSplits {
   int64_t splits, task_cost;
 };
 
-// Of up to as many splits as threads are the item's share, those that take the shortest: each one more is read by who
-// merges.
+// The number of splits with the shortest task, up to the item's share of the threads. More splits have fewer keys each,
+// but whoever merges reads more partials.
 SmallSplits split_small(const Problem& p, const Kernel& kernel, const SeenKeys& seen, const SmallCut& cut,
                         int64_t keys) {
   const int64_t slot_bytes = key_bytes(p, p.kv_heads), items = pd_ceil_div(p.kv_heads, cut.heads);
@@ -174,7 +174,7 @@ SmallSplits split_small(const Problem& p, const Kernel& kernel, const SeenKeys& 
   return best;
 }
 
-// When the last thread ends, in keys. `found` has room for every request.
+// An estimate of when the last thread ends, in keys. `found` has room for every request.
 int64_t end_of_small(const Problem& p, const Kernel& kernel, const SeenKeys& seen, const SmallCut& cut, int64_t threads,
                      std::vector<SmallSplits>& found) {
   const int64_t items = pd_ceil_div(p.kv_heads, cut.heads);
@@ -329,7 +329,7 @@ Plan make_plan(const Problem& p, const Kernel& kernel, int64_t threads) {
     work.first_group = plan.merge_groups;
     plan.merge_groups += groups_of_merge(work.num_splits);
     if (work.num_splits > 1) plan.partial_floats += work.num_splits * partial_floats(work.item, p.head_dim_v);
-    // Where the same rows come again for other kv_heads, so does this.
+    // Items of the same rows need the same scratch memory if they have as many kv_heads: one of them is enough to ask.
     if (work.item.kv_head_begin == 0) whole_heads = work.item.heads();
     if (work.item.kv_head_begin == 0 || work.item.heads() != whole_heads)
       plan.scratch_bytes = pd_max(plan.scratch_bytes, kernel.scratch_bytes(p, work.item));

@@ -7,11 +7,11 @@
 
 namespace [[gnu::visibility("hidden")]] paged_attn {
 
-// Partial results of an item are merged in groups of this many, and those in groups again: who comes last has little
-// left to do.
+// Partials of an item are merged in groups of this many, and the results in groups again. So little is left to do when
+// the last one arrives.
 constexpr int64_t kMergeGroup = 8;
 
-// Key-row pairs of some keys of an item, and of all.
+// Pairs of a key and a row: of some keys of an item, and of all its keys.
 inline int64_t cost_of(const Item& item, KvRange keys) { return (keys.end - keys.begin) * item.rows() * item.heads(); }
 inline int64_t cost_of(const Item& item) { return cost_of(item, item.keys); }
 

@@ -1,4 +1,4 @@
-// Asks for memory at an even pace, between the products.
+// Software prefetch at an even pace, between the products.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace {
 #define PD_FEW_PIECE 256
 #endif
 #ifndef PD_FETCH_LOCALITY
-#define PD_FETCH_LOCALITY 2
+#define PD_FETCH_LOCALITY 2  // of __builtin_prefetch, on x86: 2 fetches into L2 (prefetcht1), 3 into L1 (prefetcht0)
 #endif
 constexpr int64_t kLine = 64;  // bytes of a line of the processor's caches
 
@@ -28,20 +28,19 @@ struct Run {
 
 inline void fetch_line(const char* at) { __builtin_prefetch(at, 0, PD_FETCH_LOCALITY); }
 
-// Fetches the next tile while this one is worked on, piece by piece at an even pace: a pause would leave memory idle,
-// and in a burst the processor drops what its queue of misses cannot take. It drops some anyway, so every line is asked
-// for again shortly before its turn.
+// Prefetches the next tile while this one is multiplied, piece by piece at an even pace: a pause would leave memory
+// idle, and of a burst the processor drops what its queue of misses cannot take. It drops some anyway, so every line is
+// asked for again shortly before it is read.
 //
-// Every product of tile.h takes one (`next`), for the pace is even only if it is kept inside of them: each of their
-// steps calls advance(), and start_fetch (fetch.h) has counted those steps beforehand. What a product computes does not
-// depend on it.
+// The pace is kept inside the products of tile.h: each of their steps calls advance(), and start_fetch (fetch.h) has
+// counted those steps beforehand. What a product computes does not depend on its Prefetcher.
 struct Prefetcher {
   // Bytes that are asked for together: beside many rows, and beside few, where they are read sooner.
   static constexpr int kPiece = 256, kFewPiece = PD_FEW_PIECE;
-  const char *at, *end;  // of the run at hand
-  const Run *next, *last;
-  uint32_t pace, due;        // in 2^-16 pieces; pace is per step of the products
-  const char* const* again;  // rows to ask for again: those that are read after the ones at hand; or null
+  const char *at, *end;      // what is left of the current run
+  const Run *next, *last;    // the runs after it
+  uint32_t pace, due;        // in 2^-16 pieces: per step of the products; not fetched yet of the steps that were made
+  const char* const* again;  // rows to ask for again, which are read after the current ones; or null
   int64_t again_offset;
   bool cached;  // keys and values lie in the processor's caches: nothing is fetched
   bool near;    // and no line asked for again

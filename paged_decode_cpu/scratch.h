@@ -1,4 +1,4 @@
-// The memory of an item, and where the keys and values of its tiles lie.
+// The scratch memory of an item (Scratch), and where the keys and values of a tile lie in the cache (TileRows).
 #pragma once
 
 #include "kernel.h"
@@ -12,7 +12,7 @@ namespace {
 #ifndef PD_L2_KIB
 #define PD_L2_KIB 1024
 #endif
-constexpr int64_t kL2Bytes = int64_t(PD_L2_KIB) << 10;  // of the smallest second cache that such processors have
+constexpr int64_t kL2Bytes = int64_t(PD_L2_KIB) << 10;  // of the smallest L2 that such processors have
 
 // The factors of one kv_head.
 struct HeadScale {
@@ -39,9 +39,9 @@ bool has_long_tiles(const Problem& p, const Item& item) {
   return item.walk.long_tiles && item.reads_ahead(p, Ops::kFewRows);
 }
 
-// Two tiles of all heads, the current one and the next, take a quarter of L2. With more to multiply than to read, and
-// where less than 32 keys would come out (64 in a small call), they take half: every row of every tile costs some
-// overhead. (The cache and the item alone tell: whoever sizes the scratch memory, with other Ops, must find the same.)
+// Keys of a tile. Two tiles of all heads, the current one and the next, take a quarter of L2. From 8 rows on, and where
+// less than 32 keys would come out (64 in a small call), they take half: every row of every tile has some overhead.
+// (scratch_bytes may ask with other Ops than attend uses, and must get the same: only the cache and the item decide.)
 template <class Ops>
 int64_t tile_keys(const Problem& p, const Item& item) {
   if (item.rows() >= Ops::kMinPackedRows) return item.heads() == 1 ? kMaxTile : kMaxTile / 2;
@@ -58,11 +58,11 @@ int64_t tile_keys(const Problem& p, const Item& item) {
 template <class Ops>
 struct Scratch {
   using Elem = typename Ops::Elem;
-  int64_t depth, width;  // head_dim and head_dim_v, filled to whole chunks
-  int64_t head_rows;     // rows of one kv_head, filled to what multiplies together
-  int64_t tile;
+  int64_t depth, width;     // head_dim and head_dim_v, padded to whole chunks
+  int64_t head_rows;        // rows of one kv_head, padded to a multiple of kRowStep
+  int64_t tile;             // keys of a tile, at most
   Elem *q, *qv;             // [heads, rows, depth], [heads, rows, width]
-  float *acc, *m, *l;       // [heads, rows, width], [heads, rows], [heads, rows, kLanes] (its sum counts)
+  float *acc, *m, *l;       // [heads, rows, width], [heads, rows], [heads, rows, kLanes] (added up at the end)
   float* scores;            // [rows that multiply together, kMaxTile]
   Elem* p;                  // the same
   Elem *keys, *value_keys;  // panels of [depth, tile], and of [width, tile] for qv

@@ -1,4 +1,6 @@
-// From the products of one row with the keys of a tile to probabilities.
+// Online softmax: from the products of one row with the keys of a tile to probabilities, exp2(score - base), which are
+// not normalised. The base is the row's reference score, the m of spec/state.h. It lags behind the running maximum, so
+// that the sums are seldom rescaled.
 #pragma once
 
 #include "vec.h"  // has the tanh of spec/score.h
@@ -9,22 +11,22 @@
 namespace paged_attn {
 namespace {
 
-// Probabilities are relative to a score that may lie this much (in log2) below the largest one: a row changes it once
-// or twice then, and not at every new maximum.
+// How far, in log2, a score may exceed the score that the base was taken from before the base moves: a row moves it
+// once or twice, not at every new maximum.
 constexpr float kMaxLogProbability = 8.f;
 
-// How far below the top score, in log2, a row begins. float16 has its full precision from 2^-14 on and ends at 2^16: a
-// probability begins at 2^7, may grow to 2^15, and down to 2^-21 of the first one it has all its bits.
+// How far below the top score, in log2, a new base lies. float16 has its full precision from 2^-14 on and ends at 2^16:
+// the first top score has probability 2^7, later ones up to 2^15, and scores down to 2^-21 of the first have all bits.
 template <class Ops>
 constexpr float kBaseBelow = Ops::kElemType == DType::kFloat16 ? PD_HALF_BELOW : 0.f;
 
-// From which size on float32 rounds what a row is relative to by more than a probability may be wrong, so that its
-// scores must be rounded alike: by more than 1, or, where probabilities are rounded to 16 bits, by more than 2^-11.
-// Rounded alike, the score that a row began with gets a power of two, which 16 bits hold.
+// From this size on a base is rounded to float32 by too much: by 1 or more, or, where probabilities are rounded to 16
+// bits, by 2^-11 or more. Then scores are rounded alike (round_scores): the score that the base was taken from gets a
+// power of two as its probability, which 16 bits hold exactly.
 template <class Ops>
 constexpr float kFarScore = Ops::kElemType == DType::kFloat32 ? 1 << 24 : 1 << 13;
 
-// The sums of a row are relative to *m from now on to new_m.
+// Moves the base of a row from *m to new_m, and rescales its sums.
 inline void change_base(float new_m, float* m, f32v* sum, float* acc, int64_t width) {
   const float old_m = *m;
   *m = new_m;
@@ -34,17 +36,17 @@ inline void change_base(float new_m, float* m, f32v* sum, float* acc, int64_t wi
   for (int64_t d = 0; d < width; d += kLanes) store<DType::kFloat32>(acc + d, load<DType::kFloat32>(acc + d) * rescale);
 }
 
-// Far out, a base is rounded by many powers of two, and so must be the scores that it is taken from: the product that
-// goes straight into a subtraction, in one instruction, is not. So they are multiplied here, and their factor is 1
-// then.
+// The base of huge scores was rounded to float32, so the scores must be rounded in the same way before it is
+// subtracted. softmax_row computes score * factor - base in one instruction (FMA), which does not round the product. So
+// scores are multiplied here, and their factor becomes 1.
 [[gnu::noinline]] inline void round_scores(float* scores, int64_t n, float* factor) {
   for (int64_t j = 0; j < n; j += kLanes)
     store<DType::kFloat32>(scores + j, load<DType::kFloat32>(scores + j) * *factor);
   *factor = 1.f;
 }
 
-// The base of a row that has n more scores, of which `top` has the largest: it moves when that lies more than
-// kMaxLogProbability above where it would be with a new base, and *sum and acc move along.
+// The base of a row for n more scores, of which `top` has the largest. The base moves if that exceeds the score it was
+// taken from by more than kMaxLogProbability; *sum and acc are rescaled then.
 template <class Ops>
 [[gnu::always_inline]] inline float base_of(f32v top, float* m, f32v* sum, float* acc, int64_t width, float* scores,
                                             int64_t n, float* factor) {

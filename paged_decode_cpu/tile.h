@@ -1,8 +1,10 @@
 // The two products of one tile of keys, scores = queries x keys and acc += probabilities x values,
 // each in two forms:
 //   dot_*, transposed_*  few rows: read the cache rows in place, every loaded register serves kRows rows
-//   pack_*, matrix_*     many rows: keys and values are first laid out so that one matrix kernel serves both
-// Ops says how numbers are held (ops_f32.h, ops_pairs.h). "Row" is one query token and head.
+//   pack_*, matrix_*     many rows: keys and values are first packed into panels, which one register-blocked matrix
+//                        kernel multiplies (as a GEMM does, see BLIS)
+// Ops says how numbers are held (ops_f32.h, ops_pairs.h). "Row" is one query token and head. Every product takes the
+// Prefetcher `next`, which fetches the next tile meanwhile.
 #pragma once
 
 #include "ops_defaults.h"
@@ -23,16 +25,16 @@ constexpr int kVectorRegisters = 16;
 #define PD_MAX_TILE 128
 #endif
 constexpr int64_t kMaxTile = PD_MAX_TILE;                    // keys
-constexpr int64_t kPaddedKeys = 32;                          // addresses of a tile are filled up to a multiple of it
-constexpr int kPackedRegs = kVectorRegisters == 32 ? 4 : 2;  // columns of a step of the matrix kernel, in registers
-constexpr int kPanel = kPackedRegs * kLanes;                 // and in numbers
+constexpr int64_t kPaddedKeys = 32;                          // addresses of a tile are padded to a multiple of it
+constexpr int kPackedRegs = kVectorRegisters == 32 ? 4 : 2;  // registers that hold a row of a panel
+constexpr int kPanel = kPackedRegs * kLanes;                 // columns of a panel
 
 template <class Ops>
 struct ValueRegs {
   static constexpr int kChunk = Ops::kRegs * Ops::kDepth;  // registers of one chunk of values
 };
 
-// Products of values that are made between two looks at the fetch: with 16 registers each has few multiplications.
+// Steps of dot_values between two calls of Prefetcher::advance: with 16 registers a step has few multiplications.
 constexpr int kValueSteps = kVectorRegisters == 32 ? 1 : 2;
 
 // Chunks that dot_values takes at a time: its accumulators fill half of the registers, at most 8 per row.
@@ -88,8 +90,9 @@ inline void dot_keys(const typename Ops::Elem* q, int64_t q_stride, const char* 
                      bool cached, f32v* acc) {
   constexpr int kRegElems = kLanes * Ops::kDepth;
   int64_t d = 0;
-  // kLanes rows at the stride of many heads share a few sets of the first cache: no line stays there for its second
-  // half. From farther caches several lines of a key come together sooner, from memory later.
+  // At the stride of many heads, kLanes keys map to a few sets of L1, and a line would be evicted before its second
+  // half is read. So each line is read at once; several lines of a key at once where keys come from L2 or L3, which is
+  // slower where they come from memory.
   if constexpr (kRows == 1) {
     if (cached) {
       dot_pieces<Ops, 256>(q, k, offset, depth, acc, &d);
@@ -118,8 +121,8 @@ inline void dot_keys(const typename Ops::Elem* q, int64_t q_stride, const char* 
 }
 
 // scores[row][key] for kRows rows and n keys; k[] must hold valid rows up to the next multiple of
-// kLanes. Rows of scores are kMaxTile apart. With `carry` the products are added to scores * carry. Where g++ 12
-// inlined it, the accumulators went to memory at every step: +60 %.
+// kLanes. Rows of scores are kMaxTile apart. With `carry` the products are added to scores * carry. Not inlined, as
+// g++ 12 then spills the accumulators at every step: +60 %.
 template <class Ops, int kRows>
   requires(!Ops::kNeon)
 [[gnu::noinline]] void dot_scores(const typename Ops::Elem* q, int64_t q_stride, const char* const* k, int64_t offset,
@@ -145,7 +148,7 @@ template <class Ops, int kRows>
   }
 }
 
-// The same for so many rows that transposing the keys in registers costs less than the sums across lanes.
+// The same for so many rows that to transpose the keys in registers costs less than to sum across lanes.
 template <class Ops, int kRows>
 void transposed_scores(const typename Ops::Elem* q, int64_t q_stride, const char* const* k, int64_t offset, int64_t n,
                        int64_t depth, float* scores, const float* carry, Prefetcher& next) {
@@ -226,7 +229,7 @@ inline void dot_values_block(const typename Ops::Elem* p, const char* const* v, 
     for (int i = 0; i < kRegs; ++i) store<DType::kFloat32>(acc + r * acc_stride + i * kLanes, sum[r][i]);
 }
 
-// Rows of acc are filled to whole chunks.
+// acc[row] += sum over keys of p[row][key] * value[key]. Rows of acc are padded to whole chunks.
 template <class Ops, int kRows>
   requires(!Ops::kNeon)
 void dot_values(const typename Ops::Elem* p, const char* const* v, int64_t offset, int64_t n, int64_t width, float* acc,
@@ -347,7 +350,7 @@ void matrix(int64_t rows, const typename Ops::Elem* a, int64_t a_stride, const t
   const auto* const by_rows = MatrixRows<Ops>::kTable;
   for (int64_t column = 0; column < columns; column += kPanel)
     for (int64_t done = 0, left = rows; left > 0;) {
-      // Steps of almost equal height: a last one of a single row would wait for its own sums.
+      // Steps of almost equal height: a last one of a single row would wait for the latency of its own sums.
       const int64_t count = pd_ceil_div(left, pd_ceil_div(left, OpsDefaults::kStepRows));
       by_rows[count - 1](a + done * a_stride, a_stride, b + column * panel_steps * Ops::kDepth, steps, columns - column,
                          c + done * c_stride + column, c_stride, carry, next);

@@ -1,4 +1,4 @@
-// The products of tile.h once more for Arm, where a register holds only four floats; they take the ops of ops_neon.h.
+// The products of tile.h for Arm, where a register holds only four floats, with the Ops of ops_neon.h.
 //   - Few rows multiply keys in place, eight or four keys at a time, so that a loaded query serves several.
 //   - A weight or a packed query is loaded for four steps at once, and each step takes one lane of it.
 //   - With kDepth == 4 (bfmmla) four rows and more multiply in pairs: a register of sums is two rows by two columns.
@@ -285,7 +285,7 @@ void neon_matrix_step(const typename Ops::Elem* a, int64_t a_stride, const typen
       typename Ops::Chunk left[kPairs], right[4];
 #pragma GCC unroll 4
       for (int r = 0; r < kPairs; ++r) {
-        // The second of the last pair may not be there; its sums go nowhere.
+        // The last pair may have only one row; the sums of the other one are not stored.
         const typename Ops::Elem* row = a + 2 * r * a_stride + s * 4;
         left[r] = Ops::pair_fours(row, 2 * r + 1 < kRows ? row + a_stride : row);
       }
@@ -334,7 +334,7 @@ struct NeonMatrixRows {
                                          neon_matrix_step<Ops, 7>, neon_matrix_step<Ops, 8>};
 };
 
-// Steps of the values are filled up to a multiple of four keys: a then has zeros, and b numbers.
+// Steps of the product with the values are padded to a multiple of four keys: there a has zeros, and b some values.
 template <class Ops>
   requires Ops::kNeon
 void matrix(int64_t rows, const typename Ops::Elem* a, int64_t a_stride, const typename Ops::Elem* b,

@@ -68,7 +68,7 @@ inline f32v crossed(f32v v, Indices<kI...>) {
   return __builtin_shufflevector(v, v, (kI ^ kW)...);
 }
 
-// Groups of kW lanes: the even ones of both registers, or the odd ones.
+// Groups of kW lanes, a and b in turns: the even groups of both registers, or the odd ones.
 template <int kW, int... kI>
 inline f32v low_halves(f32v a, f32v b, Indices<kI...>) {
   return __builtin_shufflevector(a, b, (kI & kW ? (kI ^ kW) + kLanes : kI)...);
@@ -218,8 +218,8 @@ inline f32v exp2(f32v x) {
   p = p * f + 0.24016445f;
   p = p * f + 0.693151312f;
   p = p * f + 1.f;
-  // p * 2^floor(x), and 0 where that may be below the smallest normal number: Intel's processors take 66 ns for each
-  // register in which they find out by themselves.
+  // p * 2^floor(x), and 0 where that may be subnormal: a subnormal result takes Intel's processors 66 ns for each
+  // register.
   const __mmask16 normal = _mm512_cmp_ps_mask(exponent, _mm512_set1_ps(-125.f), _CMP_NLT_UQ);  // or NaN
   return bit_cast<f32v>(_mm512_maskz_scalef_ps(normal, bit_cast<__m512>(p), exponent));
 #else

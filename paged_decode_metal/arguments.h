@@ -42,7 +42,7 @@ enum BufferIndex {
   kNumBuffers
 };
 
-// Each combination that occurs is a pipeline of its own, so what is off costs nothing.
+// Function constants. Each combination that occurs is compiled into a pipeline, so what is off costs nothing.
 enum ConstantIndex {
   // bool: which tensors are given
   kHasBlockTable,
@@ -130,11 +130,11 @@ struct Arguments {
   int32_t seqlen_k, capacity;  // keys of every request when no length is given; keys that a request can have
   int32_t num_pages, max_pages, table_rows;
   int32_t window_left, window_right, attention_chunk;
-  int32_t num_splits, max_splits;  // asked for, 0: by length; room for
+  int32_t num_splits, max_splits;  // the caller's, 0: by length; those that the grid and the workspace have room for
   int32_t split_keys;              // kSplitKeys or kBusySplitKeys
   int32_t wanted_splits;           // of an item, for enough threadgroups
   int32_t split_rows;              // a request with more rows is not cut
-  int32_t packed_row_tiles;        // tiles of rows of all requests in the grid of attend, 0: a row of it per request
+  int32_t packed_row_tiles;        // tiles of rows of all requests in attend's grid, 0: a row of the grid per request
   int32_t seqlen_new, total_new;
   int64_t total_words;  // of a table that the host fetches
   int32_t rotary_dim, rotary_len;

@@ -2,9 +2,9 @@
 //
 // A simdgroup is cut into lane groups; a lane group handles a key at a time, its lanes 8 dimensions each (and the same
 // ones of the next pieces), so that a row of K or V is read once, in whole cache lines, for all rows of the item. Each
-// step of a lane group makes as many scores (keys times rows) as it has lanes: the sums over the lanes are then taken
-// while the scores are dealt to the lanes, one score to each, at less than one shuffle per score, and every score has
-// its exponential computed once. Scores return to all lanes through threadgroup memory.
+// step of a lane group makes as many scores (keys times rows) as it has lanes. A reduce-scatter over the lanes
+// (scatter_sum) then leaves one whole score in each lane, at less than one shuffle per score, and every score has its
+// exponential computed once. Scores return to all lanes through threadgroup memory.
 //
 //   lanes of a simdgroup, kLanes = 8:   | lane group 0 | lane group 1 | lane group 2 | lane group 3 |
 //   a step, kRows = 4 (kKeys = 2):      | keys 0, 1    | keys 2, 3    | keys 4, 5    | keys 6, 7    |  x 4 rows
@@ -28,8 +28,8 @@ struct AttendMemory {
   threadgroup long* v_offsets;
 };
 
-// What this lane's scores belong to: in every step the same row and another key. m and l are of these scores alone, but
-// m is made common to all lanes of a row.
+// What this lane's scores belong to: in every step the same row and another key. l sums these scores alone; m is the
+// running maximum of the row, the same in all its lanes.
 struct LaneScores {
   Row row;
   int q_pos;
@@ -74,8 +74,8 @@ PD_FN LaneScores scores_of_lane(constant Arguments& a, Operands operands, Item i
   return s;
 }
 
-// Scores of a tile, each kept by its lane in threadgroup memory, so that the steps need no code of their own. Returns
-// the maximum of the lane's, and of m.
+// Scores of a tile, each kept by its lane in threadgroup memory, so that the loop over steps is not unrolled. Returns
+// the maximum of m and the lane's scores.
 template <typename S>
 PD_FN float score_tile(constant Arguments& a, Operands operands, AttendMemory memory, LaneScores s, int tile_key,
                        int lane) {
@@ -101,7 +101,7 @@ PD_FN float score_tile(constant Arguments& a, Operands operands, AttendMemory me
   return top;
 }
 
-// Scores to probabilities relative to the row's new maximum; what is summed so far is brought to it.
+// Online softmax: scores to probabilities relative to the row's new maximum, to which the sums so far are rescaled.
 template <typename S>
 PD_FN void weigh_tile(AttendMemory memory, thread LaneScores& s, thread Accumulators<S>& acc, float top, bool is_first,
                       int lane) {

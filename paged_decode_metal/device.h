@@ -1,8 +1,8 @@
 // The shader's language: qualifiers for the shared headers, function constants, numbers of every dtype.
 //
-// Metal's fast math may assume that no number is infinite or NaN. paged_decode.metal asks for the mode that may not, so
-// that both go from inputs to results. Nothing else here needs them: an empty partial has a finite m, what nobody sees
-// is skipped rather than multiplied by 0, and an lse of -inf is written as bits.
+// Metal's fast math may assume that no number is infinite or NaN. paged_decode.metal asks for a mode that may not, so
+// that both go from inputs to results. Nothing else relies on them: an empty partial has a finite m, keys that no row
+// sees are skipped rather than multiplied by 0, and an lse of -inf is written as bits.
 #pragma once
 
 #include <metal_simdgroup>

@@ -179,7 +179,7 @@ PD_FN float log2_score(constant Arguments& a, float qk, float scale, float slope
   return pd_score(qk, scale, has_softcap ? a.softcap : 0.f, slope, distance) * PD_LOG2E;
 }
 
-// Not by its difference to the top, which is nothing where no key was seen yet.
+// The test is of the score itself: where no key was seen yet, score - top is 0 too.
 PD_FN float probability_of(float score, float top) { return score == PD_EMPTY ? 0.f : metal::exp2(score - top); }
 
 // Where one key of a tile lies in both caches; -1 for a key that is not in the range or has no place.

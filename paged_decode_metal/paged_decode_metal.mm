@@ -1,5 +1,6 @@
 // The Metal backend: a route, its plan, and the dispatches into torch's own command encoder. Nothing here waits for the
-// device, and the host reads none of its memory, except under PAGED_ATTN_CHECK.
+// device, and the host reads none of its memory, except under PAGED_ATTN_CHECK. Read routes.mm next, then item.h and
+// attend.h for the shaders.
 #include <ATen/mps/MPSStream.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -40,8 +41,8 @@ struct Step {
   Call call;
 };
 
-// Encodes them in their order; each sees what those before it wrote. All that may fail comes before the first, so that
-// an error leaves nothing encoded.
+// Encodes the steps in order; each sees what those before it wrote. All that may fail comes first, so that an error
+// leaves nothing encoded.
 void encode_all(const std::vector<Step>& steps) {
   const std::vector<Step>* all = &steps;
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
@@ -57,8 +58,8 @@ void encode_all(const std::vector<Step>& steps) {
 
 bool attends(const Problem& p) { return p.total_q > 0 && p.q_heads > 0; }
 
-// The write of the new tokens, and the rotation of queries that goes along. Nothing for a call with neither, nor for
-// tokens that belong to no request.
+// Adds the step that writes the new tokens and rotates queries. None for a call with neither, nor for tokens that
+// belong to no request.
 void add_append(const Problem& p, Optional<void> rotated, std::vector<Step>* steps) {
   const int64_t tokens = p.append.total_new + (rotated ? p.total_q : 0);
   if (!p.append.k || p.kv_heads == 0 || p.batch == 0 || tokens == 0) return;
@@ -106,7 +107,7 @@ std::string unsupported_reason(const Problem& p) {
 void run_attention(const Problem& p) {
   if (checks_enabled()) check_values_on_device(p);
   std::vector<Step> steps;
-  // Queries are rotated on the way of the append, and read from there. Also where k holds no token.
+  // The append rotates the queries too, into a workspace that attention reads; also where k holds no token.
   std::optional<Workspace> rotated, acc, sums;
   if (p.rotary.cos && p.append.k && p.batch > 0 && attends(p))
     rotated.emplace(p.total_q * p.q_heads * p.head_dim * dtype_bytes(out_dtype(p.q_dtype)));

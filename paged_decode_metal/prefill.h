@@ -2,8 +2,8 @@
 //
 // A threadgroup handles 16 or 32 rows, 8 in each simdgroup; all of them read the tile of keys, later of values, that
 // the threadgroup has laid out in its memory, so K and V come from memory once for all rows. Scores pass through
-// threadgroup memory for the softmax; the probabilities stay float32. The factors of the rows when a maximum grows are
-// a diagonal matrix, as which lane holds which element of a matrix is not for us to know.
+// threadgroup memory for the softmax; the probabilities stay float32. When a row's maximum grows, its sums are rescaled
+// by the product with a diagonal matrix of factors: Metal does not say which lane holds which element of a matrix.
 #pragma once
 
 #include "item.h"
@@ -15,8 +15,8 @@ constant constexpr int kSide = 8, kRowLanes = kSimdWidth / kSide;
 
 typedef simdgroup_matrix<float, 8, 8> Matrix;
 
-// Threadgroup memory, of the whole threadgroup and of this simdgroup. The last line for all simdgroups is the sums of
-// their rows, in float32; it takes the room of queries and tile.
+// Threadgroup memory, of the whole threadgroup and of this simdgroup. At the end the sums of all rows, in float32, take
+// the room of queries and tile.
 template <typename T>
 struct PrefillMemory {
   threadgroup T* queries;  // [row][dim]
@@ -27,7 +27,7 @@ struct PrefillMemory {
   threadgroup float* diagonal;  // factors of its rows
 };
 
-// What a lane knows of its row in the softmax: it has 8 of 32 keys. m is common to the lanes of a row.
+// What a lane knows of its row in the softmax: it has 8 of the tile's 32 keys. m is common to the lanes of a row.
 struct LaneRow {
   Row row;
   int q_pos, first_key;
@@ -46,7 +46,7 @@ PD_FN void stage_rows(constant Arguments& a, Operands operands, Item item, Worke
   }
 }
 
-// Lays out a tile of rows of the cache, 0 for keys that nobody sees.
+// Copies a tile of keys or values from the cache to threadgroup memory, 0 for keys that no row sees.
 template <typename T, int kDims>
 PD_FN void stage_tile(const device void* cache, threadgroup const long* offsets, int dims, threadgroup T* tile,
                       Worker worker) {
@@ -92,8 +92,8 @@ PD_FN void multiply_keys(PrefillMemory<T> memory, Worker worker) {
   }
 }
 
-// Products to probabilities relative to the row's new maximum. Whether a maximum has grown: then the diagonal holds the
-// factors for what is summed so far.
+// Online softmax: products to probabilities relative to the row's new maximum. Returns whether a maximum has grown:
+// then the diagonal holds the factors that rescale the sums so far.
 template <typename T>
 PD_FN bool weigh_tile(constant Arguments& a, PrefillMemory<T> memory, thread LaneRow& s, int tile_key, Worker worker) {
   const int row = worker.lane / kRowLanes;
@@ -115,7 +115,7 @@ PD_FN bool weigh_tile(constant Arguments& a, PrefillMemory<T> memory, thread Lan
   for (int i = 0; i < kSide; ++i) {
     const float probability = probability_of(scores[i], top);
     s.l += probability;
-    // A row that is not a number stays alone: in a matrix it would meet the rows beside it. Its l tells.
+    // In the product with the diagonal matrix the NaN of one row would reach the others (0 * NaN). So only l gets it.
     scores[i] = is_finite(probability) ? probability : 0.f;
   }
   if (s.first_key == 0) memory.diagonal[row * (kSide + 1)] = factor;

@@ -1,13 +1,12 @@
-// Products of a few keys with a few rows, by the lanes of a lane group: where elements lie, and how sums are shared
-// out.
+// Products of a few keys with a few rows, by the lanes of a lane group: where elements lie, and how lanes sum them.
 #pragma once
 
 #include "item.h"
 
 namespace paged_attn {
 
-// Sums each of `count` values over the lanes that differ in the bits of `top` and below, down to `bottom`; a lane keeps
-// count / (2 * top / bottom) of them: its share, in the order of the lanes. Returns where it began.
+// A reduce-scatter: sums each of `count` values over the lanes that differ in the bits from `top` down to `bottom`. A
+// lane keeps count / (2 * top / bottom) sums, its share in the order of the lanes. Returns where the share began.
 template <int count, int top, int bottom>
 PD_FN int scatter_sum(thread float* values, uint lane) {
   int begin = 0;

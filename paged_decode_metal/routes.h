@@ -14,7 +14,7 @@ struct Plan {
   int64_t rows, dims, simdgroups;
   // prefill: rows of a tile; 0: everything is left to attend
   int64_t prefill_rows;
-  // Splits of the keys of a request, at most; for a request of up to split_rows rows. The others as in Arguments.
+  // Splits of the keys of a request of up to split_rows rows, at most; others are not cut. The rest as in Arguments.
   int64_t max_splits, split_rows, split_keys, wanted_splits;
   // Tiles of all requests in the grid of attend; 0: the first tile of each request has its place there.
   int64_t packed_row_tiles;

@@ -1,3 +1,5 @@
+// Three routes: prefill (many rows, by matrices), decode (a few rows at a time), wide (what decode does not take). The
+// list is at the end.
 #include "routes.h"
 
 #include "spec/ranges.h"
@@ -18,7 +20,7 @@ constexpr int64_t kSimdgroupRows = 8;  // rows of a simdgroup of prefill
 
 int64_t widest_dim(const Problem& p) { return pd_max(p.head_dim, p.head_dim_v); }
 
-// Rows of a request and kv_head, at most; with cu_seqlens_q only as many as the caller believes.
+// Rows of a request and kv_head, at most; with cu_seqlens_q as max_seqlen_q promises.
 int64_t rows_of(const Problem& p) { return pd_max(p.max_q_len * p.group, 1); }
 
 // Tiles of rows of one kv_head, of all requests. With cu_seqlens_q at most: see FirstRowTile in item.h.

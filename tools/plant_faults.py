@@ -510,7 +510,7 @@ FAULTS = [
         "tokens of no request left alone",
         "cpu",
         CPU,
-        "  clear_spare_tokens(p);\n",
+        "  clear_unclaimed(p);\n",
         "",
         "test_decode.py test_fuzz.py -k 'spare or random_calls'",
     ),

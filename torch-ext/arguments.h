@@ -81,9 +81,9 @@ constexpr Argument<std::optional<Tensor>, Arguments, const Tensor*> optional(con
   return {schema, field};
 }
 
-// The dispatcher works 0.05 to 0.25 us for each argument, which a decode step of a short context feels: so the order is
-// by use, and a plain call passes the first kPlainArguments alone. An int that changes from call to call is a SymInt:
-// torch.compile makes a new graph for every value of an int.
+// The dispatcher takes 0.05 to 0.25 us for each argument, which counts in a decode step of a short context. So the most
+// used arguments come first, and a plain call passes the first kPlainArguments alone. An int that changes from call to
+// call is a SymInt: torch.compile makes a new graph for every value of an int.
 using A = AttendArguments;
 constexpr auto kAttendArguments = std::make_tuple(
     required("Tensor q", &A::q), required("Tensor(a!) k_cache", &A::k_cache),
@@ -132,7 +132,8 @@ constexpr auto kPeerMergeArguments = std::make_tuple(
 // calls and the memory of ranks), (c!) and (d!) the results.
 enum class Changes { kNothing, kResults, kAll };
 
-// "name(arguments) -> returned" for the first `count` arguments of a table.
+// "name(arguments) -> returned" for the first `count` arguments of a table. Tensors that the operator does not change
+// lose their mark, such as (a!).
 template <typename Table>
 std::string schema_of(const char* name, const Table& table, size_t count, Changes changes, const char* returned) {
   std::string schema = std::string(name) + "(";
@@ -152,14 +153,16 @@ std::string schema_of(const char* name, const Table& table, size_t count, Change
   return schema + ") -> " + returned;
 }
 
-inline void keep(const Tensor** field, const Tensor& passed) { *field = &passed; }
-inline void keep(const Tensor** field, const std::optional<Tensor>& passed) { *field = passed ? &*passed : nullptr; }
+inline void set_field(const Tensor** field, const Tensor& passed) { *field = &passed; }
+inline void set_field(const Tensor** field, const std::optional<Tensor>& passed) {
+  *field = passed ? &*passed : nullptr;
+}
 template <typename Scalar>
-void keep(Scalar* field, const Scalar& passed) {
+void set_field(Scalar* field, const Scalar& passed) {
   *field = passed;
 }
 
-// Calls kFunction(arguments) with the first arguments of a table: the function that torch boxes.
+// call() is what torch boxes: it takes the first arguments of a table, one by one, and calls kFunction(arguments).
 template <const auto& kTable, auto kFunction, typename Indices>
 struct Operator;
 
@@ -172,7 +175,7 @@ struct Operator<kTable, kFunction, std::index_sequence<kI...>> {
 
   static auto call(decltype(passed_of(std::get<kI>(kTable)))... passed) {
     decltype(owner_of(std::get<0>(kTable))) arguments = {};
-    (keep(&(arguments.*std::get<kI>(kTable).field), passed), ...);
+    (set_field(&(arguments.*std::get<kI>(kTable).field), passed), ...);
     return kFunction(arguments);
   }
 };

@@ -1,4 +1,5 @@
-// What a backend implements. The build links exactly one, so these are plain functions.
+// What a backend implements, in paged_decode_cpu/paged_decode_cpu.cpp, paged_decode_cuda/backend.cu or
+// paged_decode_metal/paged_decode_metal.mm. The build links exactly one, so these are plain functions.
 #pragma once
 
 #include <string>

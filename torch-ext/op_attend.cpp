@@ -1,6 +1,6 @@
-// flash_attn_with_kvcache: checks, then the problem, then the backend. The only place where the semantics of the
-// arguments are decided; every device shares it. The functions below check one group of arguments each and fill its
-// part of the problem.
+// flash_attn_with_kvcache: checks, then the problem, then the backend (backend.h). The only place where the semantics
+// of the arguments are decided; every device shares it. Each check_* function checks one group of arguments and fills
+// its fields of the Problem (spec/problem.h); problem_of calls them in order.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -22,7 +22,7 @@ struct QuerySizes {
   Dim seqlen_q{"seqlen_q"}, total_q{"total_q"};
 };
 
-// Of a tensor with rows of numbers for the tokens and heads of q.
+// Strides of q, qv or out: tensors with a row for each token and head of q.
 struct RowStrides {
   int64_t batch, token, head;
 };
@@ -160,8 +160,8 @@ void check_rotary(const AttendArguments& a, const Like& q, Sizes& s, Problem* p)
   r.seqlens = if_given<int32_t>(a.rotary_seqlens);
 }
 
-// Windows and chunks may be of any size, as sys.maxsize is. No key lies so far from another, and sums of a few such
-// numbers and positions stay within 64 bits.
+// Windows and chunks may be of any size, sys.maxsize too. They are cut to this one: no two keys are so far apart, and
+// sums of a few such numbers and positions do not overflow 64 bits.
 constexpr int64_t kBeyondAllKeys = int64_t(1) << 60;
 
 // Caps beyond what float32 can hold, or whose inverse it cannot hold, would give NaN. From kLargestSoftcap on a cap
@@ -209,7 +209,7 @@ void check_scores(const AttendArguments& a, const Like& q, Sizes& s, Problem* p)
   p->q_descale_stride_head = descale.stride_head;
 }
 
-// Checks everything but what only the values of tensors tell.
+// Checks everything but values in tensors: lengths and page numbers (spec/check_tables.h).
 Problem problem_of(const AttendArguments& a) {
   const Like q(*a.q, "q");
   Sizes sizes;
@@ -248,7 +248,7 @@ void flash_attn_with_kvcache(AttendArguments& a) {
   if (p.q_heads > 0) {
     run_attention(p);
   } else {
-    run_kv_write(p);  // it checks values where run_attention would
+    run_kv_write(p);  // without q_heads nothing attends; values are checked and new tokens written all the same
   }
 }
 

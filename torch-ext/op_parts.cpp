@@ -41,7 +41,7 @@ void check_cache_dtype(ScalarType type, const Like& like) {
   fail(message);
 }
 
-// Keys and values of all requests one after the other: one page that holds them all.
+// Ragged: keys and values of all requests one after the other, in one page.
 void check_ragged(const CacheArguments& a, const Like& like, Sizes& s, Cache* c) {
   Dim total_k("total_k"), entries("batch + 1", s.batch.size + 1, s.batch.origin);
   const ScalarType type = a.k_cache.scalar_type();
@@ -149,8 +149,8 @@ void check_head_dims(const Sizes& s, bool with_qv) {
 
 namespace {
 
-// Two rows at one place, as those of an expanded tensor are, would be written over each other. From the smallest stride
-// to the largest, each must be as long as all that lies inside it.
+// Rows that overlap, as those of an expanded tensor do, would overwrite each other. Rows are apart if each stride, from
+// the smallest to the largest, is at least the extent of all dimensions with smaller strides.
 void check_rows_apart(const char* name, const Rows& rows) {
   if (rows.empty()) return;
   int order[] = {0, 1, 2};
@@ -182,15 +182,16 @@ Rows new_values(const Problem& p) {
   return new_rows(p, n.v, p.head_dim_v, n.v_stride_batch, n.v_stride_token, n.v_stride_head);
 }
 
-// Whether each row of a tensor is a piece of its row in another one.
+// Whether each row of `piece` lies inside the same row of `whole`.
 bool lies_within(const Rows& whole, const Rows& piece) {
   const int64_t place = piece.begin - whole.begin;
   return piece.buffer == whole.buffer && place >= 0 && place + piece.row_bytes <= whole.row_bytes &&
          same_strides(whole, piece);
 }
 
-// Whether v_cache is a part of the rows of k_cache, as where the values are the beginning of the latents: then the
-// caller gives the same numbers twice, wherever they lie. Whole rows are the same only if v is k.
+// Whether v_cache is a view of the rows of k_cache: in multi-head latent attention the values are the first dimensions
+// of the keys. The caller then gives the same numbers in k and v, so the second write changes nothing. Where whole rows
+// coincide, that is believed only of a v that is k.
 bool values_are_keys(const Rows& k_cache, const Rows& v_cache, const Rows& k, const Rows& v) {
   return lies_within(k_cache, v_cache) && (v_cache.row_bytes < k_cache.row_bytes || lies_within(k, v));
 }
@@ -212,7 +213,7 @@ void each_input(const Problem& p, const int64_t (&tokens)[3], const Read& read) 
     read("k", new_keys(p));
     read("v", new_values(p));
   }
-  // Tables of numbers of 4 bytes (of slot_mapping: 8), and of the rotation.
+  // Tables of 4-byte numbers (one of slot_mapping has 8 bytes and counts as two), and cos and sin in q's dtype.
   const auto read_table = [&](const char* name, const auto& table, int64_t rows, int64_t stride, int64_t width,
                               DType dtype = DType::kFloat32) {
     if (table) read(name, rows_at(table.data, dtype, width, {1, 1, rows}, {0, 0, stride}));
@@ -270,11 +271,11 @@ void check_memory(const Problem& p) {
     refuse_shared("k_cache", k_cache, name, input);
     refuse_shared("v_cache", v_cache, name, input);
   });
-  // The caches of a pool may lie in each other where the table never leads both to one page (transformers' continuous
-  // batching has its keys and values in pages by turns). The key and the value of one token may not.
+  // k_cache and v_cache may overlap in one pool if block_table never gives one page to both: transformers' continuous
+  // batching keeps keys and values in alternate pages. The key and the value of one token may not overlap.
   if (writes && !values_are_keys(k_cache, v_cache, new_keys(p), new_values(p)))
     refuse_shared("v_cache", first_token(v_cache), "k_cache", first_token(k_cache));
-  // The values are written as they are, over keys that have been rotated.
+  // Values inside the rows of the keys are written unrotated. So they may not begin among the rotated dimensions.
   const int64_t values_begin = (v_cache.begin - k_cache.begin) / dtype_bytes(c.dtype);
   const bool rotates = writes && r.cos && !new_keys(p).empty() && !v_cache.empty();
   if (rotates && r.rotary_dim > values_begin && lies_within(k_cache, v_cache))

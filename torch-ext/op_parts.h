@@ -1,4 +1,4 @@
-// The parts of a problem that attention and plain writes share: the cache and the new tokens.
+// The checks that attention and kv_paged_write share: the cache, the new tokens, and who may share memory.
 #pragma once
 
 #ifdef CUDA_KERNEL
@@ -55,8 +55,8 @@ Optional<const T> if_given(const Tensor* t) {
   return t ? given<const T>(*t) : Optional<const T>{};
 }
 
-// Small vectors may be of any strides, as for flash-attn: a slice, or one number expanded. It keeps the copies that
-// replace them as long as the call lasts.
+// Replaces small vectors with gaps (a slice, or one number expanded, which flash-attn takes too) by contiguous copies,
+// and owns the copies as long as the call lasts.
 class ContiguousVectors {
   std::vector<Tensor> copies_;
 
@@ -76,8 +76,8 @@ struct Sizes {
   Dim batch{"batch"}, q_heads{"q_heads"}, kv_heads{"kv_heads"}, head_dim{"head_dim"}, head_dim_v{"head_dim_v"};
 };
 
-// A (batch, kv_heads) table of scales; a size of 1, or a stride of 0, serves all. Only 8-bit tensors have one. What is
-// given for others is not looked at, as in FlashAttention 3.
+// A (batch, kv_heads) table of scales; a size of 1, or a stride of 0, serves all. Only 8-bit tensors have one: a scale
+// given for another tensor is ignored, as in FlashAttention 3.
 struct DescaleTable {
   Optional<const float> table = {};
   int64_t stride_batch = 0, stride_head = 0;
@@ -98,8 +98,8 @@ Append check_append(const Tensor& k, const Tensor& v, const Tensor* cu_seqlens_k
 
 void check_head_dims(const Sizes& sizes, bool with_qv);
 
-// What is written, the result and the cache that tokens are appended to, needs memory of its own: inputs are read
-// meanwhile, in an order that no caller knows, and lengths and pages after they were checked.
+// Throws where an output (out, or a cache that tokens are appended to) shares memory with an input: inputs are read
+// while outputs are written, lengths and page numbers again after they were checked.
 void check_memory(const Problem& problem);
 
 }  // namespace paged_attn

@@ -1,4 +1,5 @@
-// The operators that torch_binding.cpp registers.
+// The operators that torch_binding.cpp registers. An operator replaces small vectors among its arguments (lengths,
+// slopes) by contiguous copies where they have gaps.
 #pragma once
 
 #include <string>
@@ -7,13 +8,11 @@
 
 namespace paged_attn {
 
-// An operator replaces small vectors of its arguments (lengths, slopes) by contiguous copies where they have gaps.
-
 // Attention of q to a paged, contiguous (no block_table) or ragged (cu_seqlens_k) cache into `out` and `lse`. With k
 // and v these are written into the cache first.
 void flash_attn_with_kvcache(AttendArguments& arguments);
 
-// How the same call would run; nothing does. See explain_attention in backend.h.
+// How the same call would run; nothing runs. See explain_attention in backend.h.
 std::string explain_flash_attn_with_kvcache(AttendArguments& arguments);
 
 void kv_paged_write(WriteArguments& arguments);

@@ -1,5 +1,5 @@
-// Whether two tensors share memory, told from addresses, sizes and strides. Plain integers: for tensors that lie apart
-// it takes a few additions.
+// Whether two tensors share memory, told from addresses, sizes and strides. For tensors that lie apart a few additions
+// tell.
 #pragma once
 
 #include <cstdint>
@@ -40,10 +40,9 @@ Rows rows_at(const Address<T>& at, DType dtype, int64_t width, const int64_t (&s
           {stride[0] * bytes, stride[1] * bytes, stride[2] * bytes}};
 }
 
-// Whether a row of a and a row of b share a byte, where b is `distance` bytes behind a and their strides are equal.
-// Looks at the dimension with the largest stride first: there the two rows are as far apart as the distance says,
-// rounded down or up. So it finds all where each stride is at least as long as what the dimensions inside it take, and
-// else some.
+// Whether a row of a and a row of b share a byte, if b begins `distance` bytes after a and both have the same strides.
+// Recursive, the largest stride first: in that dimension two such rows are distance / stride steps apart, rounded down
+// or up. Exact where each stride is at least the extent of the dimensions inside it; else it may miss an overlap.
 inline bool rows_meet(const Rows& a, const Rows& b, int64_t distance, const int (&order)[3], int dim = 0) {
   if (dim >= 3) return distance < a.row_bytes && -distance < b.row_bytes;
   const int d = order[dim];
@@ -74,8 +73,9 @@ inline bool same_strides(const Rows& a, const Rows& b) {
   return true;
 }
 
-// Whether both surely share a byte. Views of one tensor may lie between each other's rows and share none. Of views with
-// the same strides all is found; of others, what lies at an end of either (to find all could take very long).
+// Whether a and b certainly share a byte; views of one tensor whose rows alternate share none. With equal strides this
+// is as exact as rows_meet. Otherwise only the first and the last byte of each are looked for in the other: the exact
+// answer is a bounded Diophantine problem, which can take very long (numpy.shares_memory).
 inline bool share_memory(const Rows& a, const Rows& b) {
   const int64_t a_last = a.last_row() + a.row_bytes - 1, b_last = b.last_row() + b.row_bytes - 1;
   if (a_last < b.begin || b_last < a.begin || a.buffer != b.buffer || a.empty() || b.empty()) return false;

@@ -1,4 +1,4 @@
-// Schemas and registration, on torch's stable ABI.
+// The entry of the extension: schemas and registration of the operators, on torch's stable ABI. op_attend.cpp is next.
 #include <registration.h>  // kernel-builder's, or tools/local_build.py's: not this folder's before theirs
 #include <torch/csrc/stable/library.h>
 
@@ -23,9 +23,8 @@ using MergeWithPeers = Operator<kPeerMergeArguments, &merge_with_peers,
 
 }  // namespace paged_attn
 
-// Attention under three schemas. Only with new keys and values does it change the caches, and only then may
-// torch.compile treat them as changed (it would copy a cache to be safe); the plain one ends after the arguments that
-// every call has.
+// One attention function under three schemas. Only "_append", with new keys and values, marks the caches as changed:
+// torch.compile may copy a tensor that an operator changes. "_plain" ends after the arguments that every call has.
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   using namespace paged_attn;
   const auto attend = [&](const char* name, size_t count, Changes changes, const char* returned) {

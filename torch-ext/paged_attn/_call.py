@@ -27,9 +27,9 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 INTS = (int, torch.SymInt)  # torch.export has sizes of the second kind
 
 
-# What a plain call does not ask for: the operators' last arguments, by the names of the schemas (torch-ext/arguments.h
-# fixes the order). Functions write their values as a tuple in this order, for a call by name would take 1 us longer;
-# tests/test_keywords.py reads those tuples and compares them with it.
+# The features, none of which a plain call asks for: the last arguments of the operators, in the order and by the names
+# of the schemas (torch-ext/arguments.h). Public functions pass their values as a tuple in this order, as a call by name
+# would take 1 us longer; tests/test_keywords.py compares those tuples with it.
 _arguments = _attend._schema.arguments
 _first = [argument.name for argument in _arguments].index("cu_seqlens_q")
 FEATURES = tuple(argument.name for argument in _arguments[_first:])
@@ -37,8 +37,8 @@ _NO_FEATURES = tuple(argument.default_value for argument in _arguments[_first:])
 _CU_SEQLENS_Q = FEATURES.index("cu_seqlens_q")
 _QV_AND_DESCALES = slice(FEATURES.index("qv"), FEATURES.index("v_descale") + 1)
 
-# The tensors of numbers, which could require grad: those of every call, and those among the features (all between
-# alibi_slopes and rotary_sin but the int attention_chunk).
+# The floating-point tensors, which could require grad: those of every call, and those among the features (all from
+# alibi_slopes to rotary_sin but the int attention_chunk).
 _NUMBERS = ("q", "k_cache", "v_cache", "k", "v", "out")
 _SLOPES_AND_SINK = slice(FEATURES.index("alibi_slopes"), FEATURES.index("s_aux") + 1)
 _QV_TO_ROTARY = slice(FEATURES.index("qv"), FEATURES.index("rotary_sin") + 1)
@@ -57,7 +57,7 @@ _TYPES = types_of(_attend)
 
 
 # Keywords of other kernels that callers pass as a matter of course. Hints never change a result, so any value is fine.
-# Of the rest we have nothing, so they may only say that nothing is asked for: None, False, or the number given here.
+# The others are of features that this package does not have: they must be None, False, or the number given here.
 _HINTS = frozenset(("fa_version", "ver", "pack_gqa", "sm_margin", "scheduler_metadata", "max_seqlen_k"))
 _ABSENT = {
     "only_qv": None, "seqused_q": None, "score_mod": None, "mask_mod": None, "aux_tensors": None,
@@ -74,8 +74,8 @@ def run(
     names, q, k_cache, v_cache, out, return_lse, cache_seqlens, block_table, softmax_scale, causal, window_size,
     features=None, k=None, v=None, max_seqlen_q=None, is_cache=True,
 ):  # fmt: skip
-    """Fills defaults, allocates the results and calls the operator; every check of a tensor is there. `features`:
-    None where none is asked for. `names`: how the caller calls the arguments of flash_attn_with_kvcache, in errors.
+    """Fills in defaults, allocates the results and calls the operator, which checks the tensors. `features`: the values
+    of FEATURES; None for a plain call. `names`: under which names errors give the arguments of flash_attn_with_kvcache.
     `is_cache`: only a cache may have more rows than there are requests."""
     try:
         qv = None
@@ -133,7 +133,7 @@ def run(
                 _attend_plainly(q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right)
         else:
             operator = _append_and_attend if append else _attend
-            # Only a bound: a tensor is not read, for that would wait for the device.
+            # Only a bound. A tensor is replaced by a bound that the host knows: to read it would wait for the device.
             if max_seqlen_q is None or isinstance(max_seqlen_q, torch.Tensor):
                 max_seqlen_q = q_shape[0]
             operator(
@@ -173,8 +173,8 @@ def all_off(softcap, num_splits, attention_chunk, deterministic):
 
 
 def scale_of(descale, tensor):
-    """The descale, or None where the tensor is not of 8 bits. The operator ignores it there; left out, it is no matter
-    for autograd and no input of a compiled graph either."""
+    """The descale, or None where the tensor is not of 8 bits: the operator would ignore it, but autograd and a compiled
+    graph would not."""
     return None if isinstance(descale, torch.Tensor) and tensor.dtype not in FP8 else descale
 
 
@@ -185,7 +185,7 @@ def lengths_of(length, batch, device):
 
 
 def result_dtype(q_dtype):
-    """Of attention with such queries."""
+    """The dtype of the result of attention with such queries."""
     return torch.bfloat16 if q_dtype in FP8 else q_dtype
 
 
@@ -263,7 +263,7 @@ def either(return_attn_probs, return_softmax_lse):
 
 
 def refuse_grad(names, tensors):
-    """Of both directions: an operator has neither, and its result would silently be a constant."""
+    """Refuses gradients and forward-mode tangents: operators have neither, and results would silently be constants."""
     forward = forward_ad._current_level >= 0
     for tensor in tensors:
         if tensor is None or not (forward or tensor.requires_grad):
@@ -282,7 +282,8 @@ def refuse_grad(names, tensors):
 
 
 def refuse_negations(written):
-    """torch resolves them before an operator sees them, which crashes where it writes (torch 2.11)."""
+    """Refuses views with torch's negative bit: torch copies them before an operator sees them, and crashes where the
+    operator writes (torch 2.11)."""
     for name, tensor in written.items():
         if isinstance(tensor, torch.Tensor) and tensor.is_neg():
             raise ValueError(
@@ -291,10 +292,10 @@ def refuse_negations(written):
 
 
 def clearer(error, types, given):
-    """The error of a call that failed, or one that names the argument whose type nothing could be made of.
+    """What a call that failed raises: an error that names the argument of a wrong type, else `error` itself.
 
-    Types are looked at only here, for a good call has no time for it. What torch itself says of them takes five lines,
-    and where an operator wants a tensor it takes None for one without elements and without a dtype."""
+    Types are checked only here, so that a good call does not pay for it. torch's own message has five lines, and an
+    operator takes None, where it wants a tensor, as one without elements and without a dtype."""
     try:
         _refuse_types(types, given)
     except ValueError as refusal:
@@ -336,6 +337,7 @@ def _refuse_types(types, given):
 
 
 def fits(value, bits):
+    """Whether it is an int of so many bits."""
     try:
         return -(2 ** (bits - 1)) <= index(value) < 2 ** (bits - 1)
     except TypeError:
@@ -343,7 +345,7 @@ def fits(value, bits):
 
 
 def _is_number(value):
-    """That a float holds. A tensor of one element is one too, and is not read."""
+    """Whether a float can hold it. A tensor of one element counts as a number, and is not read."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not (value.is_complex() or value.is_meta)
     try:
@@ -354,7 +356,7 @@ def _is_number(value):
 
 
 def _says_yes_or_no(value):
-    """Which a tensor of several elements, or one without data, does not."""
+    """Whether it has a truth value. A tensor of several elements, or one without data, has none."""
     try:
         bool(value)
     except (RuntimeError, TypeError, ValueError):
@@ -363,7 +365,7 @@ def _says_yes_or_no(value):
 
 
 def check_dense(name, tensor):
-    """torch has no sizes of some of the others, and names the operator where it has."""
+    """Refuses nested, quantized and sparse tensors: torch has no sizes of some, and its errors name the operator."""
     if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
         layout = str(tensor.layout).removeprefix("torch.").lstrip("_")
         kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else layout

@@ -1,4 +1,4 @@
-"""What torch.compile needs to know of the operators: they return nothing, their results are arguments."""
+"""Fakes of the operators, which torch.compile calls in their place. Operators return nothing: results are arguments."""
 
 import functools
 
@@ -7,7 +7,7 @@ import torch
 from ._call import form_of, types_of
 from ._ops import add_op_namespace_prefix, ops
 
-# The last dimensions of tensors, those first that fix a size.
+# The last two dimensions of each tensor. The first tensor with a size fixes it.
 _HEADS = {
     "q": ("q_heads", "head_dim"), "k": ("kv_heads", "head_dim"), "v": ("kv_heads", "head_dim_v"),
     "k_cache": ("kv_heads", "head_dim"), "v_cache": ("kv_heads", "head_dim_v"), "out": ("q_heads", "head_dim_v"),
@@ -15,8 +15,8 @@ _HEADS = {
 
 
 def _check_heads(tensors):
-    """Symbolic sizes are refused only where they surely differ: a comparison would bind the graph to its answer."""
-    # Half a second or more, which only those should wait who trace.
+    """Symbolic sizes are refused only where they surely differ: a comparison would add a guard to the graph."""
+    # The import takes half a second or more, so it waits until something is traced.
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     sizes = {}
@@ -34,8 +34,9 @@ def _check_heads(tensors):
 
 @functools.cache
 def _lower_offsets():
-    """Where a view begins in its memory. Inductor has no word for that (torch 2.11 to 2.15, pytorch issue 198068): in a
-    graph of changing sizes it puts every view that an operator writes at the start of its memory, without an error."""
+    """Teaches Inductor where a view begins in its memory. It has no lowering for that (torch 2.11 to 2.15, pytorch
+    issue 198068): in a graph of changing sizes it puts every view that an operator writes at the start of its memory,
+    without an error."""
     from torch._inductor.lowering import lowerings, register_lowering
     from torch._inductor.virtualized import V
 

@@ -8,7 +8,7 @@ from ._call import all_off, check_cu_seqlens_k, either, form_of, one_of, refuse_
 
 
 def _names(**others):
-    """How errors name arguments, by whether page_table and sinks, the second names, were used."""
+    """How errors name arguments, for a call that used the second names page_table and sinks or not: [table, sink]."""
     return {
         (table, sink): {"block_table": "page_table" if table else "block_table", "s_aux": "sinks" if sink else "s_aux"}
         | others

@@ -89,7 +89,7 @@ def _empty(shape, dtype, device, interleave):
 
 
 def _interleave(address, size):
-    """Has every page of this memory, none of which was touched yet, come from the next node."""
+    """Has each page of this memory come from the next NUMA node, in turns. No page may have been touched yet."""
     mbind, get_mempolicy = _CALLS[platform.machine()]
     nodes = (ctypes.c_ulong * (_MOST_NODES // (8 * ctypes.sizeof(ctypes.c_ulong))))()
     libc = ctypes.CDLL(None, use_errno=True)

@@ -63,7 +63,7 @@ class _Explained(Exception):
 
 
 class _Explain(TorchDispatchMode):
-    """Asks the operator's twin that explains, with the arguments that the operator would get."""
+    """Calls the operator that explains in the place of the one that attends, with the same arguments."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func not in _OPERATORS:

@@ -41,7 +41,7 @@ def merge_attn_states(
 
 
 def merge_checked(out_a, lse_a, out_b, lse_b, out, lse):
-    """merge_attn_states of what check_all has seen."""
+    """merge_attn_states, after check_all."""
     _check_shape("out_b", out_b, "out_a", out_a)
     _check_shape("lse_b", lse_b, "lse_a", lse_a)
     if out_a.dim() not in (3, 4):
@@ -75,7 +75,7 @@ def _written(target, result):
 
 
 def _scaled(out, lse, share):
-    """Values of a part that has no share in the result may be anything, as those of one without keys."""
+    """The values of a part times its share; 0 where it has none (a part without keys), whatever the values are."""
     share, none = (x.transpose(-1, -2).unsqueeze(-1) for x in (share, (share == 0) | (lse == -torch.inf)))
     return (out.float() * share).masked_fill_(none, 0.0)
 
@@ -121,7 +121,7 @@ def _check_target(name, target, shape, dtype):
 
 
 def _overlaps_itself(tensor):
-    """From the smallest stride to the largest, each must be as long as all that lies inside it."""
+    """Whether a stride, from the smallest to the largest, is less than the extent of the dimensions inside it."""
     if 0 in tensor.shape:
         return False
     inside = 1

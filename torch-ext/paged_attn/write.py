@@ -24,7 +24,7 @@ from ._ops import ops
 _write = ops.kv_paged_write.default
 _TYPES = types_of(_write)
 
-_NUMBERS = ("k", "v", "k_cache", "v_cache", "k_descale", "v_descale")  # which could require grad
+_NUMBERS = ("k", "v", "k_cache", "v_cache", "k_descale", "v_descale")  # the tensors that could require grad
 
 
 def kv_paged_write(

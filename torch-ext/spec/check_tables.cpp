@@ -19,7 +19,7 @@ void check_cu_seqlens(const char* name, const int32_t* cu_seqlens, int64_t batch
     bad_value(name, batch, cu_seqlens[batch], "at most the number of tokens, " + std::to_string(total));
 }
 
-// How many keys the place of request b can hold.
+// How many keys of request b the cache can hold.
 int64_t room_of(const Cache& c, int64_t b) {
   if (c.block_table) return c.max_pages * c.page_size;
   if (c.cu_seqlens_k) return c.cu_seqlens_k[b + 1] - c.cu_seqlens_k[b];
@@ -35,7 +35,7 @@ void check_request(const Problem& p, int64_t b) {
   if (r.old_len < 0) bad_value("cache_seqlens", b, r.old_len, "at least 0");
   if (r.leftpad < 0) bad_value("cache_leftpad", b, r.leftpad, "at least 0");
 
-  // An entry without keys is only there to fill the batch: nothing is read of its row and its rotation.
+  // An entry without keys only pads the batch: its row of the cache and its rotary positions are never read.
   const bool idle = r.kv_len == 0;
   if (!idle && !c.cu_seqlens_k && !p.append.slot_mapping) {
     const int64_t rows = c.block_table ? c.table_rows : c.num_pages, row = cache_row(c, b);
@@ -67,8 +67,8 @@ void check_visible_pages(const Problem& p, int64_t b) {
   if (keys.begin == keys.end) return;
   const int32_t* pages = c.block_table + cache_row(c, b) * c.block_table_stride;
   const int64_t begin = keys.begin / c.page_size, end = pd_ceil_div(keys.end, c.page_size);
-  // With pages of one slot these are millions. A bad one leaves its mark in the highest bit, and compilers make vectors
-  // of this loop.
+  // With pages of one slot there are millions of them, so the first loop has no branch and is vectorised: the highest
+  // bit of page | (last - page) is set where page is negative or greater than last.
   const uint32_t last = static_cast<uint32_t>(pd_min(c.num_pages - 1, std::numeric_limits<int32_t>::max()));
   uint32_t bits = 0;
   for (int64_t i = begin; i < end; ++i) {

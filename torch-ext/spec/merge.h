@@ -23,10 +23,11 @@ struct MergeProblem {
 // The most GPUs of one host whose parts are merged.
 constexpr int64_t kMaxPeers = 16;
 
-constexpr int64_t kPairBytes = 8;  // of a result, in a pair of words
+constexpr int64_t kPairBytes = 8;  // of a result in a pair of 8-byte words; the rest is the number of the call
 
-// The result of one GPU over its keys, which goes to those of others, and the union. The memory of a GPU lies in the
-// others' address spaces too: [2, ranks, rows, row_pairs, 2] words, where the place of a rank is written by it.
+// The result of this rank over its own keys (part, lse), where it goes on every rank, and where the union goes.
+// memory_of_ranks are the exchange memories of all GPUs, mapped into this one's address space: [2, ranks, rows,
+// row_pairs, 2] words each, of which rank r writes [:, r]. The first dimension alternates from call to call.
 struct PeerMergeProblem {
   const void* part;            // [tokens, heads, head_dim]
   const float* lse;            // [tokens, heads]

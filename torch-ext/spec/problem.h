@@ -2,7 +2,7 @@
 // op_attend.cpp, op_write.cpp and op_parts.cpp; every backend reads it. How the work is cut (splits, tiles, threads) is
 // the backend's private plan and never appears here.
 //
-// Strides count elements. The last dimension of every tensor is contiguous. What may be left out is an
+// Strides count elements. The last dimension of every tensor is contiguous. A tensor that may be left out is an
 // Optional, and every scalar has a neutral value, so "off" is no special path.
 #pragma once
 

@@ -1,5 +1,5 @@
-// What the language of a device needs before functions and locals. A device whose compiler wants other words, or other
-// numbers, sets them before it includes a file of this folder.
+// What differs between the compilers of the devices: qualifiers of functions and locals, integer widths, exp2 and log2.
+// A device defines what differs for it before it includes a file of this folder (paged_decode_metal/device.h).
 #pragma once
 
 #ifndef __METAL_VERSION__  // which has these types built in

@@ -45,7 +45,7 @@ inline int64_t rotary_key_position(const Problem& p, const Request& r, int64_t b
   return (p.rotary.seqlens ? p.rotary.seqlens[b] : r.old_len) + token;
 }
 
-// Queries move along only where positions matter (the rule of flash-attn); else all are at the first.
+// flash-attn's rule: each query has its own position only where positions matter; else all have that of the first.
 inline int64_t rotary_query_position(const Problem& p, const Request& r, int64_t b, int64_t token) {
   return rotary_key_position(p, r, b, is_local(p) ? token : 0);
 }
@@ -81,7 +81,7 @@ inline int64_t new_token_number(const Problem& p, const Request& r, int64_t b, i
   return (p.append.cu_seqlens_k_new ? 0 : b * p.append.seqlen_new) + r.new_begin + t;
 }
 
-// Where it goes. Page -1: nowhere, for its slot_mapping is negative.
+// The slot that the new token is written to. Page -1: none, as its slot_mapping is negative.
 inline Slot slot_of_new_token(const Problem& p, const Request& r, int64_t b, int64_t t) {
   if (!p.append.slot_mapping) return slot_of_key(p.cache, b, r.old_len + t);
   const int64_t slot = p.append.slot_mapping[new_token_number(p, r, b, t)];

@@ -5,8 +5,8 @@
 
 namespace paged_attn {
 
-// Largest b below batch with begin_of(b) <= index, 0 if there is none. begin_of never falls; requests without tokens
-// begin where the next one does, and are passed over.
+// Largest b below batch with begin_of(b) <= index, 0 if there is none. begin_of is non-decreasing; requests without
+// tokens begin where the next one does, and are skipped.
 template <class Begin>
 PD_FN int find_request(int batch, position_t index, Begin begin_of) {
   int low = 0, high = batch;

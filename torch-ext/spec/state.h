@@ -1,9 +1,10 @@
-// A partial result of a row over some of its keys is (m, l, acc):
-//   m    the largest score in log2 units, PD_EMPTY when no key was seen
+// The state of the online softmax. A partial result of a row over some of its keys is (m, l, acc):
+//   m    the reference score in log2 units: the largest score, or one near it; PD_EMPTY when no key was seen
 //   l    sum of exp2(score - m)
 //   acc  sum of exp2(score - m) * value, not normalised
-// Empty is (PD_EMPTY, 0, 0), the neutral element of the merge. PD_EMPTY is -inf (so no fast-math here), on a device
-// whose compiler assumes finite numbers one below all scores.
+// Any m gives the same result but for rounding; one near the largest score avoids overflow. Empty is (PD_EMPTY, 0, 0),
+// the neutral element of the merge. PD_EMPTY is -inf (so no fast-math here), or, where a compiler assumes finite
+// numbers, a number below all scores.
 #pragma once
 
 #include "qualifiers.h"
@@ -13,8 +14,9 @@ namespace paged_attn {
 #define PD_LOG2E 1.4426950408889634f
 #define PD_LN2 0.6931471805599453f
 
-// How far below the largest score, in log2 units, weights in float16 have their reference. float16 has its full
-// precision from 2^-14 on and ends at 2^16, and a row may have a million keys of smaller weights.
+// How far below the largest score, in log2 units, the reference score begins where weights are float16: then the
+// largest weight is 2^7. float16 ends at 2^16 and loses precision below 2^-14, and a row may have a million keys of
+// such small weights.
 #define PD_HALF_BELOW 7.f
 
 // What a device keeps of a row beside its acc.
@@ -47,7 +49,7 @@ PD_FN State pd_state_of_result(float lse, bool is_empty) {
   return state;
 }
 
-// A sink is one more key without a value: merged once per row, after all splits.
+// A sink is one more key without a value: merged once per row, after all splits. *acc_factor: for acc, as m may change.
 PD_FN void pd_add_sink(float sink, PD_THREAD float* m, PD_THREAD float* l, PD_THREAD float* acc_factor) {
   float sink_m = sink * PD_LOG2E;
   float new_m = *m > sink_m ? *m : sink_m;

@@ -1,3 +1,4 @@
+// Implements runtime.h: fibers, barriers and buffers, and the checks for data races and overlapping buffers.
 #include "runtime.h"
 
 #include <setjmp.h>

@@ -1,3 +1,4 @@
+// Members of the unions in vectors.h: the swizzles of vectors of 2, 3 and 4 elements.
 #define MTL_SWZ2              \
   Swz<T, 2, 0, 0> xx;         \
   Swz<T, 2, 0, 1> xy;         \

@@ -160,13 +160,13 @@ def start(
         raise ValueError(f"heads: expected a number of q_heads that {ranks} ranks divide for 'own', got {q_heads}")
 
     is_owner = rank == owner
-    news = (k, v) if is_owner else (None, None)
+    new_tokens = (k, v) if is_owner else (None, None)
     if not is_owner:
         others.pop("cu_seqlens_k_new", None)
 
     def attend(out):
         return flash_attn_with_kvcache(
-            q, k_cache, v_cache, *news, cache_seqlens=cache_seqlens, block_table=block_table, causal=is_owner,
+            q, k_cache, v_cache, *new_tokens, cache_seqlens=cache_seqlens, block_table=block_table, causal=is_owner,
             s_aux=sink if is_owner else None, out=out, return_softmax_lse=True, **others,
         )  # fmt: skip
 

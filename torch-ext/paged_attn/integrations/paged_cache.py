@@ -33,7 +33,7 @@ from .transformers_attention import ATTENTION, announce, padding_of, register_at
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-# What is made under torch.inference_mode() can be written only there. A cache outlives it.
+# A tensor made under torch.inference_mode() can be written only there, and a cache outlives it.
 _usable_everywhere = torch.inference_mode(False)
 
 
@@ -233,7 +233,7 @@ class CacheOfPages:
         self.config = model.config
         self.pages = Pages(page_size, num_pages)
         self.max_length, self.dtype = max_length, dtype
-        # Of the pass: the length before it, pages copied, the layer that has stored its keys and not attended yet.
+        # Of this pass: the length before it, the pages copied, the layer that stored its keys but has not attended.
         self.start, self.copied, self.pending = 0, [], None
         self.table = self.before = self.after = self.copies = None
         self._listed = None
@@ -263,7 +263,7 @@ class CacheOfPages:
     def check_update(self, layer, key_states):
         """Before anything changes: whether this layer may store keys now."""
         is_first = layer.length == self.pages.length
-        # Once a pass: an attribute of a config takes longer than all else here.
+        # Once a pass, as reading an attribute of a config takes longer than all else here.
         if is_first and self.config._attn_implementation != ATTENTION:
             raise ValueError(
                 f"attn_implementation: expected {ATTENTION!r} (PagedCache sets it), got "
@@ -318,12 +318,12 @@ class CacheOfPages:
         self.after.fill_(length + tokens)
 
     def _finish_pass(self) -> int:
-        """From here on nothing of it is taken back."""
+        """The last pass can no longer be undone. Returns the tokens that the cache holds."""
         self.start, self.copied, self.copies = self.pages.length, [], None
         return self.start
 
     def _list_pages(self, device):
-        """The block table; written anew only when a row got another page."""
+        """Makes the block table; anew only when a row got another page."""
         rows = self.pages.rows
         if rows == self._listed:
             return

@@ -45,7 +45,7 @@ _thread = _Thread()
 
 
 def announce(cache) -> None:
-    """It has stored keys: attention to other tensors would leave them out."""
+    """`cache` has stored keys in this thread. attend() then refuses other tensors, which would leave these keys out."""
     _thread.cache = weakref.ref(cache)
 
 
@@ -147,7 +147,8 @@ class _Seen:
         return -1 if seen.all() else int(seen.sum())
 
     def is_window(self, left, right):
-        """A tensor. Asks for a few rows, which show gaps, and diagonals, which show rows with other limits."""
+        """Whether all queries see this window, as a tensor. Checks three whole rows, which show gaps, and diagonals
+        at the limits, which show rows with other limits."""
         queries, keys = (torch.arange(x.start, x.stop, device=self.device) for x in (self.queries, self.keys))
         pairs = [(torch.full_like(keys, self.queries[i]), keys) for i in (0, len(queries) // 2, -1)]
         pairs += [(queries, queries + distance) for distance in {0, -1, 1, -left, -left - 1, right, right + 1}]
@@ -178,7 +179,7 @@ def _window_of(mask_function, batch_size, q_offset, q_length, kv_offset, kv_leng
 
 
 def _columns_so_far(mask, tokens):
-    """The columns of a mask are positions. It may have some for tokens that are yet to come."""
+    """The columns of the mask for the first `tokens` positions. It may have some for later tokens too."""
     if not isinstance(tokens, torch.Tensor):
         return mask[:, :tokens]
     if not torch.compiler.is_compiling():
@@ -297,7 +298,8 @@ def _warn_of_attentions():
 
 
 def _window_of_layer(sliding_window, causal, query, key):
-    """Models mean different numbers of keys by it where tokens see to both sides. Their masks tell."""
+    """window_size of a layer. Where tokens see to both sides, models mean different numbers of keys by
+    `sliding_window`: there only the mask tells."""
     if sliding_window is None:
         return -1, 0 if causal else -1
     if not causal and query.shape[2] > 1 and key.shape[2] > sliding_window:
@@ -391,12 +393,12 @@ def _attend_with_mask(query, keys, values, mask, options):
     # cross-attention the mask says nothing about them.
     positions_matter = options["causal"] or options["window_size"] != (-1, -1)
 
-    def asked(mask):
+    def query_places(mask):
         return _places(mask[:, mask.shape[1] - tokens :] if positions_matter else mask.new_ones(batch, tokens))
 
     of_keys, cu_seqlens_k = _once(mask, "paged_keys", _places)
     # An encoder's mask serves passes with other numbers of tokens.
-    of_queries, cu_seqlens_q = _once(mask, f"paged_queries_{tokens}_{positions_matter}", asked)
+    of_queries, cu_seqlens_q = _once(mask, f"paged_queries_{tokens}_{positions_matter}", query_places)
     packed = flash_attn_varlen_func(
         query[of_queries], keys[of_keys], values[of_keys], cu_seqlens_q, cu_seqlens_k, tokens, **options
     )
