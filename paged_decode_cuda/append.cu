@@ -58,8 +58,8 @@ void add_append(const Problem& p, bool rotates, void* rotated_q, Launches& launc
     plan.pairs_k = FastDivisor(pd_max(pairs_k, 1));
     plan.pairs_v = FastDivisor(pd_max(pairs_v, 1));
     const int64_t pairs = pd_max(p.kv_heads * (pairs_k + pairs_v), rotates ? p.q_heads * pairs_k : 0);
-    plan.parts = FastDivisor(pd_max(pd_ceil_div(pairs, kAppendThreads), 1));
-    const int64_t blocks = tokens * plan.parts.divisor;
+    plan.token_blocks = FastDivisor(pd_max(pd_ceil_div(pairs, kAppendThreads), 1));
+    const int64_t blocks = tokens * plan.token_blocks.divisor;
     plan.early_successor = blocks <= launches.limits().processors;
     launches.add(append_kernel_of(p.append.dtype), {blocks, kAppendThreads, 0}, p, plan);
     return;

@@ -81,7 +81,7 @@ struct AppendPlan {
   FastDivisor width;                 // threads of a token in copy_kernel
   int32_t rows;                      // tokens that its threads move at once
   FastDivisor pairs_k, pairs_v;      // pairs of elements of a row in append_kernel
-  FastDivisor parts;                 // blocks of a token
+  FastDivisor token_blocks;          // blocks of a token
   int64_t total_new;
   bool early_successor;  // may begin before this kernel ends
   bool moving_queries;   // rotated at their own positions, else all at the first one
@@ -351,8 +351,8 @@ PD_DEVICE void write_token(const Problem& p, const AppendPlan& plan, int64_t ind
   pair.store(value ? cache.v : cache.k, cache.dtype, append.dtype == cache.dtype, target, descale);
 }
 
-// Grid: plan.parts blocks for each new token, then for each token of q when there is a rotation; a thread moves a pair.
-// T: of the new tokens, the queries and the tables. 8-bit tokens are bytes, which nothing turns.
+// Grid: plan.token_blocks blocks for each new token, then for each token of q when there is a rotation; a thread moves
+// a pair. T: of the new tokens, the queries and the tables. 8-bit tokens are bytes, which nothing turns.
 //
 // With a block on every multiprocessor the successor does not start early: some of its blocks would find room between
 // these, others not, and a decode step of 64 requests of 4k took 289 us instead of 245.
@@ -363,8 +363,8 @@ __global__ void __launch_bounds__(kAppendThreads)
   touch(plan);
   wait_for_predecessor();
   if (plan.early_successor) let_successor_start();
-  const int block = static_cast<int>(blockIdx.x), index = plan.parts.divide(block);
-  const int part = block - index * static_cast<int>(plan.parts.divisor);
+  const int block = static_cast<int>(blockIdx.x), index = plan.token_blocks.divide(block);
+  const int part = block - index * static_cast<int>(plan.token_blocks.divisor);
   const int i = part * kAppendThreads + static_cast<int>(threadIdx.x);
   if (index >= plan.total_new) {
     rotate_query<T>(p, plan, index - plan.total_new, i);

@@ -58,7 +58,7 @@ PD_DEVICE void divide_small(int n, int d, int& quotient, int& rest) {
   }
 }
 
-// `most`: by the rows of the request.
+// Fixed cuts: how many splits an item of `tiles` tiles of keys has. `most`: what the rows of its request allow.
 PD_DEVICE int item_splits(const Plan& plan, int most, int tiles) {
   const int splits = plan.num_splits > 0 ? plan.num_splits : (tiles - 1) / plan.split_tiles + 1;
   return max(1, min(min(splits, most), tiles));
@@ -232,12 +232,12 @@ PD_DEVICE void deal_evenly(const Plan& plan, int most, Walker& walker, Dealing& 
   dealing.lines = 1;
   if (each > 0) {
     dealing.length = max(plan.min_units, plan.blocks_each.divide(most + each - 1));
-    // Rows that a block merges in several rounds: no more parts than two levels take with one look each, five times six
-    // of other blocks and its own, if that makes a stretch no longer than two that are worth a block. Where there is
-    // one line (`mla`) another kernel merges.
-    constexpr int kMostParts = 31;
+    // Rows that a block merges in several rounds: no more splits than two levels take with one look each, five times
+    // six of other blocks and its own, if that makes a stretch no longer than two that are worth a block. Where there
+    // is one line (`mla`) another kernel merges.
+    constexpr int kMostSplits = 31;
     if (kLines && plan.rows_per_tile * plan.partial_quads > static_cast<int>(blockDim.x))
-      dealing.length = max(dealing.length, min((most + kMostParts - 1) / kMostParts, 2 * plan.min_units));
+      dealing.length = max(dealing.length, min((most + kMostSplits - 1) / kMostSplits, 2 * plan.min_units));
     walker.unit *= dealing.length;
     walker.left = walker.pair < 0 ? 0 : max(0, min(most - walker.unit, dealing.length));
     return;

@@ -121,7 +121,7 @@ constexpr int kPartialsAtOnce = 5;  // whose words a thread holds
 template <int kBatch>
 PD_DEVICE void add_batch(const Plan& plan, int first, int step, const Partials& partials, int row, int quad,
                          RowSum& sum) {
-  static_assert(kBatch <= kTeam, "there is a lane for every part");
+  static_assert(kBatch <= kTeam, "there is a lane for every partial");
   const unsigned team = ((1u << kTeam) - 1) << (threadIdx.x % kWarp / kTeam * kTeam);
   const int lane = threadIdx.x % kTeam;
   const unsigned long long number = launch_number();

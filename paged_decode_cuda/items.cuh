@@ -14,7 +14,7 @@
 
 namespace paged_attn {
 
-// Never outside of q and out, whatever the entry.
+// Where the tokens of request b begin. Never outside of q and out, whatever cu_seqlens_q holds.
 PD_DEVICE int query_begin(const Problem& p, int b) {
   return p.cu_seqlens_q ? min(max(p.cu_seqlens_q[b], 0), static_cast<int>(p.total_q)) : 0;
 }
@@ -74,7 +74,7 @@ PD_DEVICE void find_keys(const Problem& p, const Plan& plan, Item& item) {
   item.inner_end = first.end;
 }
 
-// Bounded, so that no sum with a position wraps whatever it holds.
+// Bounded, so that no sum with a position overflows, whatever cache_leftpad holds.
 PD_DEVICE int bounded_leftpad(const Problem& p, const Plan& plan, int b) {
   return p.cache_leftpad ? min(max(p.cache_leftpad[b], 0), plan.max_keys) : 0;
 }

@@ -29,7 +29,8 @@ int64_t fixed_blocks(const Problem& p, const Plan& plan, int64_t splits) {
 
 }  // namespace
 
-// max_q_len may be no more than the sum of all.
+// With cu_seqlens_q max_q_len is a hint, and may be no more than total_q, the sum of all. Then it says nothing of the
+// longest one, and the average stands in.
 int64_t longest_query(const Problem& p) {
   if (!p.cu_seqlens_q) return p.max_q_len;
   const int64_t said = pd_min(pd_max(p.max_q_len, 1), p.total_q);

@@ -68,7 +68,7 @@ class Launches {
   void run();
 
  private:
-  static constexpr int kMostKernels = 3;  // append, attention, and the one that adds its parts
+  static constexpr int kMostKernels = 3;  // append, attention, and the one that combines its partials
   static constexpr int kMostArguments = 2, kArgumentBytes = 4096, kArgumentAlign = 128;
 
   struct Launch {

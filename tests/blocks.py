@@ -62,7 +62,7 @@ class Case:
     """A call and its result. A key is a row of `dims` values, some of which meet q (KEYS) and some are its value."""
 
     DIMS, KEYS, VALUES = 576, slice(0, 576), slice(0, 512)
-    NUMBERS = ("clusters", "cluster", "cut", "parts", "box_rows", "balanced", "splits", "items", "rows")
+    NUMBERS = ("clusters", "cluster", "cut", "partial_count", "box_rows", "balanced", "splits", "items", "rows")
 
     def __init__(
         self, lens, q_lens=1, q_heads=16, kv_heads=1, page_size=64, apart=False, dtype=torch.bfloat16, seed=1, **options

@@ -299,22 +299,22 @@ def test_where_a_block_has_all_warps(library):
     assert [warps(batch, q_len=4) for batch in (16, 17, 20, 21)] == [8, 8, 8, 4]
 
 
-def test_rows_that_take_long_to_merge_have_few_parts(library):
-    """Rows for several rounds of a block's threads: 31 parts, unless stretches became too long; other rows as many as
+def test_rows_that_take_long_to_merge_have_few_splits(library):
+    """Rows for several rounds of a block's threads: 31 splits, unless stretches became too long; other rows as many as
     there are blocks with a tile for every warp."""
 
-    def parts(keys, **options):
+    def splits(keys, **options):
         sizes = {"kv_heads": 2, "group": 8, "head_dim": 256, "kv_bytes": 2} | options
         numbers, shares = plan(library, GPUS["sm_90"], shares=1000, lens=[keys], **sizes)
         return numbers, [s for s in shares if s.head == 0 and s.first_row == 0]
 
-    numbers, shares = parts(4096)
+    numbers, shares = splits(4096)
     tiles, warps = 4096 // numbers.tile_keys, numbers.warps
     assert tiles / warps > 31 and 25 < len(shares) <= 31
-    assert len(parts(2048)[1]) == -(-tiles // 2 // warps)  # no fewer than without that
-    assert 31 < len(parts(8192)[1]) == -(-2 * tiles // (2 * warps))
-    assert len(parts(16384)[1]) > 60  # of 66 blocks
-    numbers, shares = parts(8192, head_dim=128, kv_heads=1)  # 8 rows of 128 dimensions: one round
+    assert len(splits(2048)[1]) == -(-tiles // 2 // warps)  # no fewer than without that
+    assert 31 < len(splits(8192)[1]) == -(-2 * tiles // (2 * warps))
+    assert len(splits(16384)[1]) > 60  # of 66 blocks
+    numbers, shares = splits(8192, head_dim=128, kv_heads=1)  # 8 rows of 128 dimensions: one round
     assert len(shares) == -(-8192 // numbers.tile_keys // numbers.warps) > 31
 
 
@@ -333,7 +333,7 @@ def test_float32_blocks_of_several_groups(library):
     drafts = numbers(16, 8, group=4)
     assert (drafts.warps, drafts.rows_per_tile, drafts.splits) == (12, 32, 1)
     assert numbers(16, 8, "sm_80", group=4).rows_per_tile == 64
-    assert numbers(1, 8, group=4).splits == 4  # a part has 512 keys at least
+    assert numbers(1, 8, group=4).splits == 4  # a split has 512 keys at least
 
 
 @pytest.mark.parametrize("leftpad", [-(2**31), -(2**31) + 1, -1, 2**31 - 1])

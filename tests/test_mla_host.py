@@ -108,9 +108,9 @@ CASES = {
     "large_scores": {"lens": [400], "scale": 3.0},
     "negative_scale": {"lens": [100], "scale": -0.05},
     "scale_0": {"lens": [100], "scale": 0.0},
-    "many_parts": {"lens": [900], "q_heads": 128, "processors": 16},
-    "many_parts_and_rows": {"lens": [700, 500], "q_heads": 128, "q_lens": 2, "processors": 20},
-    # The warps of a block add the parts of 16 rows together.
+    "many_partials": {"lens": [900], "q_heads": 128, "processors": 16},
+    "many_partials_and_rows": {"lens": [700, 500], "q_heads": 128, "q_lens": 2, "processors": 20},
+    # The warps of a block add the partials of 16 rows together.
     "one_long": {"lens": [*[1] * 5, 1900, 1, 90], "processors": 40},
     "one_very_long": {"lens": [1, 1, 4400, *[1] * 5], "processors": 60},
     # With more rows each warp adds by itself, but blocks add those of two long ones; three are too many for that.
@@ -136,7 +136,7 @@ CASES = {
     "e4m3_same_queries": {"lens": [500, 470, 490], "processors": 6, "kv_heads": 2, "kv_dtype": torch.float8_e4m3fn},
     "more_pairs_than_blocks": {"lens": [128] * 7, "processors": 3},
     "line": {"lens": [70, 600, 1, 200, 90], "processors": 4},
-    "two_parts_of_a_block": {"lens": [700, 700, 100], "processors": 3},
+    "two_partials_of_a_block": {"lens": [700, 700, 100], "processors": 3},
     "line_cluster": {"lens": [70, 500, 1, 200, 90], "processors": 6, "q_heads": 128},
 }
 
@@ -205,10 +205,10 @@ def explained(library, **options):
 
 def test_plans(library):
     for options, expected in (
-        ({}, {"clusters": 66, "cluster": 2, "items": 32, "parts": 264, "balanced": 1, "box_rows": 64}),
+        ({}, {"clusters": 66, "cluster": 2, "items": 32, "partial_count": 264, "balanced": 1, "box_rows": 64}),
         ({"batch": 1, "max_pages": 512}, {"clusters": 66, "cluster": 2, "items": 1}),
         ({"max_q_len": 2}, {"cluster": 2, "items": 64}),
-        ({"q_heads": 16}, {"clusters": 132, "cluster": 1, "items": 32, "parts": 264}),
+        ({"q_heads": 16}, {"clusters": 132, "cluster": 1, "items": 32, "partial_count": 264}),
         ({"q_heads": 64, "max_q_len": 3}, {"cluster": 1, "items": 96}),
         ({"q_heads": 16, "cu_seqlens_q": 1 << 20}, {"cluster": 1, "items": 32, "balanced": 1}),
         ({"cu_seqlens_q": 1 << 20, "max_q_len": 4}, {"cluster": 2, "items": 128}),
@@ -217,12 +217,12 @@ def test_plans(library):
         ({"page_size": 8, "max_pages": 512}, {"box_rows": 0}),
         ({"page_size": 8, "max_pages": 512, "kv_dtype": 1}, {"box_rows": 8}),
         ({"kv_dtype": 1}, {"rows": 64, "clusters": 66}),
-        ({"kv_dtype": 1, "q_heads": 32}, {"rows": 32, "clusters": 132, "parts": 264}),
+        ({"kv_dtype": 1, "q_heads": 32}, {"rows": 32, "clusters": 132, "partial_count": 264}),
         ({"kv_dtype": 1, "q_heads": 16, "max_q_len": 3}, {"rows": 64, "clusters": 132}),
         ({"q_heads": 16}, {"rows": 64}),
-        ({"deterministic": 1}, {"clusters": 64, "splits": 2, "parts": 128, "balanced": 0}),
+        ({"deterministic": 1}, {"clusters": 64, "splits": 2, "partial_count": 128, "balanced": 0}),
         ({"num_splits": 4}, {"clusters": 128, "splits": 4}),
-        ({"batch": 4, "max_q_len": 1024}, {"balanced": 0, "cut": 0, "parts": 0, "clusters": 4096}),
+        ({"batch": 4, "max_q_len": 1024}, {"balanced": 0, "cut": 0, "partial_count": 0, "clusters": 4096}),
     ):
         reason, numbers = explained(library, **options)
         assert reason == "" and {name: getattr(numbers, name) for name in expected} == expected, options

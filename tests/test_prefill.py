@@ -161,8 +161,8 @@ EIGHT_BIT = {
     "heads_first": {"layout": "heads_first"},
     "more_q_than_keys": {"q_len": 70, "kv_len": 50},
     "sink": {"sink": "float32"},
-    "parts": {"num_splits": 3, "lens": (1500, 1, 129, 128, 700, 40)},
-    "parts_alibi": {"num_splits": 2, "alibi": "batch", "descale": "full"},
+    "splits": {"num_splits": 3, "lens": (1500, 1, 129, 128, 700, 40)},
+    "splits_alibi": {"num_splits": 2, "alibi": "batch", "descale": "full"},
     "deterministic": {"deterministic": True},
     "group_5": {"q_heads": 20},
     "group_16": {"q_heads": 64, "q_len": 5},
@@ -266,7 +266,7 @@ def test_short_prompts(paged_attn, device, long_route, feature):
     assert long_route != "prefill" or explained.plan["rows_per_tile"] == 192
 
 
-PARTS = {
+SPLITS = {
     "chosen": {"batch": 1},
     "chosen_packed": {"batch": 2, "varlen_q": True, "lens": (5000, 1300)},
     "two": {"num_splits": 2},
@@ -282,17 +282,17 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("parts", PARTS)
-def test_keys_in_parts(paged_attn, device, long_route, parts):
+@pytest.mark.parametrize("splits", SPLITS)
+def test_keys_in_splits(paged_attn, device, long_route, splits):
     """As many as are asked for; for few rows over many keys more than one without being asked."""
-    case = dataclasses.replace(BASE, **({"kv_len": 5000} | PARTS[parts]))
+    case = dataclasses.replace(BASE, **({"kv_len": 5000} | SPLITS[splits]))
     if long_route != "prefill" or case.deterministic:
-        if long_route == "prefill":  # where memory would bound the parts, and so the batch
+        if long_route == "prefill":  # where memory would bound the splits, and so the batch
             assert explained_call(paged_attn, case, device).route == "decode"
         check(paged_attn, case, device)
         return
     explained = on_the_route(paged_attn, case, device, long_route)
-    assert explained.plan["splits"] == PARTS[parts].get("num_splits", explained.plan["splits"]) > 1
+    assert explained.plan["splits"] == SPLITS[splits].get("num_splits", explained.plan["splits"]) > 1
 
 
 LONG_DRAFTS = {
@@ -316,9 +316,9 @@ def test_long_drafts_among_short_ones(paged_attn, device, long_route, feature):
 
 
 def test_keys_are_cut_where_requests_are_long(paged_attn, device, long_route):
-    """The plan of a wide table has parts; a graph that finds short requests makes none, and long ones again."""
+    """The plan of a wide table has splits; a graph that finds short requests makes none, and long ones again."""
     if long_route != "prefill":
-        pytest.skip("only that route has parts")
+        pytest.skip("only that route has splits")
     generator = torch.Generator(device).manual_seed(0)
     random = lambda *shape: torch.randn(*shape, generator=generator, device=device).bfloat16()  # noqa: E731
     q, k_cache, v_cache = random(1, 400, 8, 128), random(512, 16, 2, 128), random(512, 16, 2, 128)

@@ -24,7 +24,7 @@ def library(tmp_path_factory):
 
 class Prompt(Case):
     DIMS, KEYS, VALUES = 256, slice(0, 128), slice(128, 256)
-    NUMBERS = ("blocks", "box_rows", "parts", "most_parts", "rows")
+    NUMBERS = ("blocks", "box_rows", "splits", "most_splits", "rows")
 
 
 CASES = {
@@ -47,9 +47,9 @@ CASES = {
     "longer_than_keys": {"lens": [10, 260], "q_lens": 40, "page_size": 8},
     "attention_chunk": {"lens": [300], "q_lens": 70, "chunk": 100},
     "sinks": {"lens": [300], "q_lens": 33, "sinks": True},
-    "three_parts": {"lens": [700, 20], "q_lens": 20, "num_splits": 3},
-    "parts_of_packed_requests": {"lens": [400, 0, 130], "q_lens": [33, 2, 1], "num_splits": 2, "sinks": True},
-    "more_parts_than_tiles": {"lens": [200], "q_lens": 40, "num_splits": 7, "page_size": 1},
+    "three_splits": {"lens": [700, 20], "q_lens": 20, "num_splits": 3},
+    "splits_of_packed_requests": {"lens": [400, 0, 130], "q_lens": [33, 2, 1], "num_splits": 2, "sinks": True},
+    "more_splits_than_tiles": {"lens": [200], "q_lens": 40, "num_splits": 7, "page_size": 1},
 }
 
 
@@ -57,7 +57,7 @@ CASES = {
 def test_attends(library, name):
     case = Prompt(q_heads=4, **CASES[name])
     numbers = case.run(library)
-    assert numbers.parts == CASES[name].get("num_splits", 1)
+    assert numbers.splits == CASES[name].get("num_splits", 1)
     case.judge()
 
 
@@ -67,7 +67,7 @@ class WidePrompt(Prompt):
     DIMS, KEYS, VALUES = 512, slice(0, 256), slice(256, 512)
 
 
-@pytest.mark.parametrize("name", ["chunk", "page_3", "page_1_window", "parts_of_packed_requests"])
+@pytest.mark.parametrize("name", ["chunk", "page_3", "page_1_window", "splits_of_packed_requests"])
 def test_attends_with_wide_heads(library, name):
     case = WidePrompt(q_heads=4, **CASES[name])
     case.run(library)
@@ -82,7 +82,7 @@ class NarrowPrompt(Prompt):
 
 NARROW_CASES = [
     *("one_tile", "chunk", "two_requests", "edge_inside_a_page", "page_256", "page_1", "page_4", "page_1_window"),
-    *("page_1_not_causal", "leftpad", "longer_than_keys", "attention_chunk", "sinks", "parts_of_packed_requests"),
+    *("page_1_not_causal", "leftpad", "longer_than_keys", "attention_chunk", "sinks", "splits_of_packed_requests"),
 ]
 
 
@@ -102,11 +102,11 @@ def test_attends_with_narrow_heads_where_scores_grow(library, scale):
 
 
 @pytest.mark.parametrize("prompt", [Prompt, WidePrompt])
-@pytest.mark.parametrize("scale, parts", [(3.0, 1), (30.0, 1), (30.0, 2)])
-def test_attends_where_scores_grow(library, prompt, scale, parts):
+@pytest.mark.parametrize("scale, splits", [(3.0, 1), (30.0, 1), (30.0, 2)])
+def test_attends_where_scores_grow(library, prompt, scale, splits):
     """Weights grow until their reference moves; where they are beyond float32, a tile of rows is done once more."""
     case = prompt(
-        lens=[700, 400], q_lens=[100, 70], q_heads=4, page_size=16, scale=scale, num_splits=parts, processors=3
+        lens=[700, 400], q_lens=[100, 70], q_heads=4, page_size=16, scale=scale, num_splits=splits, processors=3
     )
     case.run(library)
     case.judge()
@@ -118,7 +118,7 @@ class ThreeConsumers(Prompt):
     DIMS, KEYS, VALUES = 192, slice(0, 96), slice(96, 192)
 
 
-@pytest.mark.parametrize("name", [*NARROW_CASES[:8], "window", "leftpad", "parts_of_packed_requests"])
+@pytest.mark.parametrize("name", [*NARROW_CASES[:8], "window", "leftpad", "splits_of_packed_requests"])
 def test_attends_with_three_consumers(library, name):
     case = ThreeConsumers(q_heads=4, **CASES[name] | {"deterministic": 1})
     case.run(library)
@@ -163,7 +163,7 @@ def test_attends_with_many_narrow_rows(library):
 # 8-bit q and cache, whose values are transposed on their way
 E4M3_CASES = [
     *("one_tile", "two_requests", "edge_inside_a_page", "page_256", "page_3", "page_4", "page_1_window", "leftpad"),
-    *("longer_than_keys", "attention_chunk", "sinks", "three_parts", "parts_of_packed_requests"),
+    *("longer_than_keys", "attention_chunk", "sinks", "three_splits", "splits_of_packed_requests"),
 ]
 
 
@@ -204,7 +204,7 @@ def test_attends_in_8_bits_with_three_consumers(library, scale):
 NARROW = [(torch.bfloat16, torch.float8_e4m3fn), (torch.float16, torch.float8_e5m2)]
 NARROW_CASES = [
     *("one_tile", "two_requests", "edge_inside_a_page", "page_1_window", "page_3", "leftpad", "longer_than_keys"),
-    *("sinks", "three_parts", "parts_of_packed_requests"),
+    *("sinks", "three_splits", "splits_of_packed_requests"),
 ]
 
 
@@ -216,7 +216,7 @@ def test_attends_to_an_8_bit_cache(library, name, dtype, kv_dtype):
     case.judge()
 
 
-@pytest.mark.parametrize("name", ["chunk", "page_3", "page_1_window", "parts_of_packed_requests"])
+@pytest.mark.parametrize("name", ["chunk", "page_3", "page_1_window", "splits_of_packed_requests"])
 def test_attends_to_an_8_bit_cache_with_wide_heads(library, name):
     case = WidePrompt(q_heads=4, kv_dtype=torch.float8_e4m3fn, **CASES[name])
     case.run(library)
@@ -243,16 +243,16 @@ def test_divides_queries_that_float16_does_not_hold(library, size, features):
 
 def test_keys_of_few_rows_are_cut_by_themselves(library):
     case = Prompt(lens=[1200], q_lens=20, q_heads=4, page_size=16)
-    assert case.run(library).parts == 4  # 1 tile of rows for 4 multiprocessors of an H100
+    assert case.run(library).splits == 4  # 1 tile of rows for 4 multiprocessors of an H100
     case.judge()
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_long_requests_are_cut_into_more_parts(library, packed):
+def test_long_requests_are_cut_into_more_splits(library, packed):
     lens, q_lens = [3000, 40, 700, 0], [20, 1, 33, 2] if packed else 20
     case = Prompt(lens=lens, q_lens=q_lens, q_heads=4, page_size=16, processors=16, sinks=True)
     numbers = case.run(library)
-    assert 1 < numbers.parts < numbers.most_parts
+    assert 1 < numbers.splits < numbers.most_splits
     case.judge()
 
 
@@ -264,7 +264,7 @@ def test_many_requests_of_different_lengths(library, packed):
     q_lens = [1 + b % 9 for b in range(40)] if packed else 5
     case = Prompt(lens=lens, q_lens=q_lens, q_heads=4, page_size=16, processors=64)
     numbers = case.run(library)
-    assert numbers.parts < numbers.most_parts
+    assert numbers.splits < numbers.most_splits
     case.judge()
 
 

@@ -52,7 +52,7 @@ def test_why_not_prefill(library, reason):
 
 def test_where_prefill_begins(library):
     """16 rows are one tile of the decode kernel; 22 tiles are a sixth of 132 multiprocessors. Fewer will do with keys
-    enough for parts of 128."""
+    enough for splits of 128."""
     many = {"lens": [100] * 40, "group": 4}
     assert refusal(library, max_q_len=4, **many) == "no more rows than one tile of the decode kernel"
     assert refusal(library, max_q_len=5, **many) == ""
@@ -111,7 +111,7 @@ def test_what_is_deterministic_does_not_see_the_batch(library):
         if refused:
             continue
         one, many = (numbers_of(library, *call, **options) for call in (alone, beside))
-        for name in ("rows", "keys", "threads", "parts", "box_rows"):
+        for name in ("rows", "keys", "threads", "splits", "box_rows"):
             assert getattr(one, name) == getattr(many, name), (name, shown)
     assert len(routes) > 2 and "" in routes
 
@@ -175,7 +175,7 @@ def test_prefill_plans(library, head_dim, head_dim_v):
             assert n.keys % max(1, n.box_rows) == 0 and page_size % max(1, n.box_rows) == 0 and n.box_rows % 8 == 0
             assert (n.box_rows > 0) == (page_size % 8 == 0)
             tiles = len(PROMPTS) * -(-q_len * 4 // 128) * kv_heads
-            assert n.items * kv_heads == tiles and n.blocks == min(tiles * n.most_parts, 132)
+            assert n.items * kv_heads == tiles and n.blocks == min(tiles * n.most_splits, 132)
             assert n.l2_keys * (head_dim + head_dim_v) * 2 <= 24 << 20
     whole = numbers_of(library, PROMPTS, paged=0, page_size=1001, head_dim=head_dim, head_dim_v=head_dim_v)
     assert whole.box_rows == whole.keys
@@ -269,46 +269,46 @@ def test_plans_of_8_bit_caches(library, head_dim, head_dim_v):
 
 
 def test_how_keys_are_cut(library):
-    """Into as many parts as multiprocessors have no tile of rows, where keys are worth it, or as the caller says."""
-    parts = lambda *arguments, **options: numbers_of(library, *arguments, **options).parts  # noqa: E731
+    """Into as many splits as multiprocessors have no tile of rows, where keys are worth it, or as the caller says."""
+    splits = lambda *arguments, **options: numbers_of(library, *arguments, **options).splits  # noqa: E731
     one = {"kv_heads": 1, "max_q_len": 16, "page_size": 16}  # 65536 keys fit into the table
-    assert parts([100], **one) == 32 and parts([100] * 8, **one) == 16 and parts([100] * 44, **one) == 3
-    assert parts([100] * 128, **one) == 1 and parts(PROMPTS) == 1
-    # Parts of 128 keys where tiles only read or are 8 at most, of 256 with more that compute.
+    assert splits([100], **one) == 32 and splits([100] * 8, **one) == 16 and splits([100] * 44, **one) == 3
+    assert splits([100] * 128, **one) == 1 and splits(PROMPTS) == 1
+    # Splits of 128 keys where tiles only read or are 8 at most, of 256 with more that compute.
     seen = lambda keys: {"window_left": keys - 32}  # noqa: E731
-    assert parts([100], **one, **seen(300)) == 1 and parts([100], **one, **seen(900)) == 7
-    assert parts([100] * 16, **one, **seen(1024)) == 8 and parts([100] * 17, **one, **seen(1024)) == 7
+    assert splits([100], **one, **seen(300)) == 1 and splits([100], **one, **seen(900)) == 7
+    assert splits([100] * 16, **one, **seen(1024)) == 8 and splits([100] * 17, **one, **seen(1024)) == 7
     several = one | {"max_q_len": 256}
-    assert parts([100], **several, **seen(1024)) == 8 and parts([100] * 2, **several, **seen(1024)) == 4
-    assert parts([100], **one, head_dim=256) == 16  # parts twice as large
-    assert parts([100], **one, deterministic=1) == 1 and parts([100], **one, deterministic=1, num_splits=1) == 1
-    assert parts([100], **one, num_splits=1) == 1 and parts([100] * 67, **one, num_splits=3) == 3
+    assert splits([100], **several, **seen(1024)) == 8 and splits([100] * 2, **several, **seen(1024)) == 4
+    assert splits([100], **one, head_dim=256) == 16  # splits twice as large
+    assert splits([100], **one, deterministic=1) == 1 and splits([100], **one, deterministic=1, num_splits=1) == 1
+    assert splits([100], **one, num_splits=1) == 1 and splits([100] * 67, **one, num_splits=3) == 3
     assert numbers_of(library, [100] * 8, **one).blocks == 132
     # A long one among short ones is cut into more, as far as there is memory for.
-    most = lambda *arguments, **options: numbers_of(library, *arguments, **options).most_parts  # noqa: E731
+    most = lambda *arguments, **options: numbers_of(library, *arguments, **options).most_splits  # noqa: E731
     assert most([100], **one) == 32 and most([100] * 8, **one) == 32 and most([100] * 44, **one) == 15
     assert most([100] * 128, **one) == 5 and most([100] * 67, **one, num_splits=3) == 3
     assert most([100] * 331, **one) == 3 and most([100] * 529, **one) == 1  # memory for rows; more than four rounds
     assert most([100], **one, window_left=5000) == 32 and most([100], **one, window_left=2000) == 15
-    # One round of parts with half as many tiles as multiprocessors, else two; short ones where few tiles are cut.
+    # One round of splits with half as many tiles as multiprocessors, else two; short ones where few tiles are cut.
     cuts = lambda batch, **options: numbers_of(library, [100] * batch, **options)  # noqa: E731
-    assert cuts(66, **one).parts_wanted == 132 and cuts(128, **one).parts_wanted == 264
-    assert cuts(44, **one).least_long_part_keys == 128 and cuts(45, **one).least_long_part_keys == 512
-    assert cuts(1, **several).least_long_part_keys == 128 and cuts(2, **several).least_long_part_keys == 256
+    assert cuts(66, **one).splits_wanted == 132 and cuts(128, **one).splits_wanted == 264
+    assert cuts(44, **one).least_long_split_keys == 128 and cuts(45, **one).least_long_split_keys == 512
+    assert cuts(1, **several).least_long_split_keys == 128 and cuts(2, **several).least_long_split_keys == 256
     # Packed requests: one fills its tiles of rows, of several each may end with a row in a tile of its own.
     packed = {"kv_heads": 8, "page_size": 16}
-    assert parts([100], q_lens=[128], **packed) == 4 and parts([100], q_lens=[129], **packed) == 3
-    assert parts([100] * 2, q_lens=[64, 64], **packed) == 4 and parts([100] * 2, q_lens=[65, 63], **packed) == 3
+    assert splits([100], q_lens=[128], **packed) == 4 and splits([100], q_lens=[129], **packed) == 3
+    assert splits([100] * 2, q_lens=[64, 64], **packed) == 4 and splits([100] * 2, q_lens=[65, 63], **packed) == 3
     assert numbers_of(library, [100] * 2, q_lens=[65, 63], **packed).items == 5
     # Tokens of no request.
-    assert parts([], q_lens=[], **one, total_q=500) == 1
-    # The sums of all parts are those of five tiles of rows per multiprocessor at most.
+    assert splits([], q_lens=[], **one, total_q=500) == 1
+    # The sums of all splits are those of five tiles of rows per multiprocessor at most.
     assert refusal(library, [100] * 82, **one, num_splits=8) == ""
     assert refusal(library, [100] * 83, **one, num_splits=8) != ""
     assert refusal(library, [100], **one, num_splits=2**40) != ""
 
 
-def test_blocks_that_add_parts_are_spread(library):
+def test_blocks_that_add_partials_are_spread(library):
     """No multiprocessor takes more of them than its share, or two; with few rows several warps add those of each."""
     for tokens, warps in ((4, 4), (66, 4), (67, 2), (99, 2), (100, 1), (2000, 1)):
         plan = numbers_of(library, [60000], max_q_len=tokens, num_splits=8)
@@ -317,41 +317,41 @@ def test_blocks_that_add_parts_are_spread(library):
         assert plan.combine_blocks == min(-(-tokens * 16 * warps // 8), 8 * 132)
         assert share == max(2, -(-plan.combine_blocks // 132))
     few = numbers_of(library, [60000], max_q_len=4, num_splits=7)
-    assert few.combine_warps == 1  # parts are few too
+    assert few.combine_warps == 1  # splits are few too
 
 
 def test_keys_are_cut_where_the_last_round_has_few_tiles(library):
-    """A few tiles more than multiprocessors. Parts cost time too, so there must be keys enough."""
+    """A few tiles more than multiprocessors. Splits cost time too, so there must be keys enough."""
     sizes = {"kv_heads": 8, "page_size": 16}
     for tokens, wanted in ((500, 1), (528, 3), (700, 3), (1050, 1), (1100, 2), (2000, 1)):
         cut = numbers_of(library, [8192], max_q_len=tokens, **sizes)
-        assert cut.parts == wanted, tokens
-        assert (2000 < cut.part_keys < 8192) if wanted > 1 else cut.part_keys == 0
-    assert numbers_of(library, [8192], max_q_len=528, **sizes, window_left=1024).parts == 1
+        assert cut.splits == wanted, tokens
+        assert (2000 < cut.cut_from_keys < 8192) if wanted > 1 else cut.cut_from_keys == 0
+    assert numbers_of(library, [8192], max_q_len=528, **sizes, window_left=1024).splits == 1
     # Drafts, whose keys no two tiles share: memory bounds, so fewer tiles are enough for the last round.
     for batch, wanted in ((16, 1), (17, 3), (20, 2), (24, 1), (32, 1)):
         cut = numbers_of(library, [4096] * batch, max_q_len=8, **sizes)
-        assert cut.parts == wanted, batch
+        assert cut.splits == wanted, batch
         # Long ones may be cut into more if others are short.
         if wanted > 1:
-            assert 1000 < cut.part_keys < 4096 and cut.most_parts == 8
+            assert 1000 < cut.cut_from_keys < 4096 and cut.most_splits == 8
         else:
-            assert (cut.part_keys, cut.most_parts) == ((1024, 5) if batch == 16 else (2460, 8))
+            assert (cut.cut_from_keys, cut.most_splits) == ((1024, 5) if batch == 16 else (2460, 8))
         # Packed ones may have a tile more each, but not if max_seqlen_q is right.
         packed = numbers_of(library, [4096] * batch, q_lens=[8] * batch, **sizes)
-        assert (packed.parts, packed.part_keys) == (cut.parts, cut.part_keys), batch
+        assert (packed.splits, packed.cut_from_keys) == (cut.splits, cut.cut_from_keys), batch
     # Faster memory waits for single multiprocessors sooner, and for those that share a port.
     fast = {"read_rate": 4917} | sizes
     for batch, wanted in ((10, 3), (12, 4), (16, 1), (17, 4), (22, 2), (26, 1)):
-        assert numbers_of(library, [4096] * batch, max_q_len=8, **fast).parts == wanted, batch
+        assert numbers_of(library, [4096] * batch, max_q_len=8, **fast).splits == wanted, batch
         packed = numbers_of(library, [4096] * batch, q_lens=[8] * batch, **fast)
-        assert packed.parts == min(wanted, 5 * 132 // (packed.items * 8)), batch  # memory is for all that there may be
-    assert numbers_of(library, [4096] * 32, q_lens=[8] * 32, **fast).parts == 1
-    # An 8-bit cache has half of the bytes for a part that has as many.
+        assert packed.splits == min(wanted, 5 * 132 // (packed.items * 8)), batch  # memory is for all that there may be
+    assert numbers_of(library, [4096] * 32, q_lens=[8] * 32, **fast).splits == 1
+    # An 8-bit cache has half of the bytes for a split that has as many.
     narrow = numbers_of(library, [4096] * 17, max_q_len=16, kv_bytes=1, **sizes)
-    assert narrow.part_keys > numbers_of(library, [4096] * 17, max_q_len=16, **sizes).part_keys
+    assert narrow.cut_from_keys > numbers_of(library, [4096] * 17, max_q_len=16, **sizes).cut_from_keys
     # As asked for, whatever the keys.
-    assert numbers_of(library, [100], max_q_len=16, num_splits=3, **sizes).part_keys == 0
+    assert numbers_of(library, [100], max_q_len=16, num_splits=3, **sizes).cut_from_keys == 0
 
 
 def test_long_requests_may_be_cut_with_several_rounds(library):
@@ -361,19 +361,19 @@ def test_long_requests_may_be_cut_with_several_rounds(library):
         return numbers_of(library, [100] * batch, **({"kv_heads": 8, "max_q_len": 8} | options))
 
     plan = cut(32)
-    assert (plan.parts, plan.most_parts, plan.part_keys, plan.blocks) == (1, 8, 2460, 132)
-    assert plan.parts_wanted == 132 * 3 + 32 * 8 // 2
-    assert cut(32, head_dim=64).part_keys == 4921 and cut(32, kv_bytes=1).part_keys == 4921
-    # Five tiles of rows for each multiprocessor hold the parts of 2640 tokens of 32 heads.
-    assert cut(64).most_parts == 5 and cut(66).most_parts == 5
-    assert cut(64, max_q_len=16).most_parts == 2 and cut(64, max_q_len=24).most_parts == 1
+    assert (plan.splits, plan.most_splits, plan.cut_from_keys, plan.blocks) == (1, 8, 2460, 132)
+    assert plan.splits_wanted == 132 * 3 + 32 * 8 // 2
+    assert cut(32, head_dim=64).cut_from_keys == 4921 and cut(32, kv_bytes=1).cut_from_keys == 4921
+    # Five tiles of rows for each multiprocessor hold the splits of 2640 tokens of 32 heads.
+    assert cut(64).most_splits == 5 and cut(66).most_splits == 5
+    assert cut(64, max_q_len=16).most_splits == 2 and cut(64, max_q_len=24).most_splits == 1
     # With more than four rounds a long one is not longer than all.
-    assert cut(67).most_parts == 1
+    assert cut(67).most_splits == 1
     # Not where the table has no room, where a window hides most of the keys, nor for prompts.
-    assert cut(32, page_size=1).most_parts == 1 and cut(32, window_left=4000).most_parts == 1
-    assert cut(8, max_q_len=100).most_parts == 1 and cut(32, deterministic=1).most_parts == 1
+    assert cut(32, page_size=1).most_splits == 1 and cut(32, window_left=4000).most_splits == 1
+    assert cut(8, max_q_len=100).most_splits == 1 and cut(32, deterministic=1).most_splits == 1
     packed = numbers_of(library, [100] * 32, q_lens=[8] * 32, kv_heads=8)
-    assert (packed.most_parts, packed.part_keys, packed.parts_wanted) == (8, 2460, plan.parts_wanted)
+    assert (packed.most_splits, packed.cut_from_keys, packed.splits_wanted) == (8, 2460, plan.splits_wanted)
 
 
 def test_long_requests_may_be_cut_where_tiles_compute(library):
@@ -382,7 +382,7 @@ def test_long_requests_may_be_cut_where_tiles_compute(library):
 
     def cut(batch, **options):
         plan = numbers_of(library, [100] * batch, **(one | options))
-        return plan.parts, plan.most_parts, plan.part_keys
+        return plan.splits, plan.most_splits, plan.cut_from_keys
 
     assert cut(4) == (1, 5, 2460)  # 128 tiles, and memory for 660
     # Not for one request, with two rounds, where a window hides keys, or where other requests may not change a result.
@@ -390,31 +390,31 @@ def test_long_requests_may_be_cut_where_tiles_compute(library):
     # Decode steps beside a chunk: one round, or more in a table with room for 60 us.
     decode = {"q_lens": [1] * 64 + [512], "group": 8, "kv_heads": 1}
     one_round = numbers_of(library, [100] * 65, **decode)
-    assert (one_round.parts, one_round.most_parts, one_round.part_keys) == (1, 6, 2460)
+    assert (one_round.splits, one_round.most_splits, one_round.cut_from_keys) == (1, 6, 2460)
     more = {"q_lens": [1] * 30 + [512], "kv_heads": 8}
     rounds = numbers_of(library, [100] * 31, **more)
-    assert (rounds.parts, rounds.most_parts, rounds.part_keys) == (1, 4, 2460)
-    assert rounds.parts_wanted == 3 * 132 + rounds.items * 8 // 2
-    assert numbers_of(library, [100] * 31, **more, page_size=1).most_parts == 1
+    assert (rounds.splits, rounds.most_splits, rounds.cut_from_keys) == (1, 4, 2460)
+    assert rounds.splits_wanted == 3 * 132 + rounds.items * 8 // 2
+    assert numbers_of(library, [100] * 31, **more, page_size=1).most_splits == 1
     # Not where most requests have a chunk.
-    assert numbers_of(library, [100] * 4, q_lens=[512, 512, 512, 1], kv_heads=8).most_parts == 1
+    assert numbers_of(library, [100] * 4, q_lens=[512, 512, 512, 1], kv_heads=8).most_splits == 1
 
 
-@pytest.mark.parametrize("parts", [2, 3, 8])
-def test_parts_hold_every_tile_of_keys_once(library, parts):
+@pytest.mark.parametrize("splits", [2, 3, 8])
+def test_splits_hold_every_tile_of_keys_once(library, splits):
     lens, q_lens = [1000, 0, 100, 4000, 37], [70, 3, 100, 33, 0]
-    call, _keep = call_of(lens, q_lens, kv_heads=3, parts=parts)
-    wanted = sum(-(-n * 4 // 128) for n in q_lens) * 3 * parts
+    call, _keep = call_of(lens, q_lens, kv_heads=3, splits=splits)
+    wanted = sum(-(-n * 4 // 128) for n in q_lens) * 3 * splits
     count, tiles = order_of(library, call, wanted)
     assert count == wanted
     dealt = {}
     for t in tiles:
-        dealt.setdefault((t.b, t.head, t.first_row), []).append((t.part, t.first_tile, t.tiles))
+        dealt.setdefault((t.b, t.head, t.first_row), []).append((t.split, t.first_tile, t.tiles))
         first, end = t.key_begin // 128, -(-t.key_end // 128)
-        assert t.tiles <= max(0, -(-(end - first) // parts))
+        assert t.tiles <= max(0, -(-(end - first) // splits))
     for (b, _head, first_row), cuts in dealt.items():
         cuts.sort()
-        assert [part for part, _, _ in cuts] == list(range(parts))
+        assert [split for split, _, _ in cuts] == list(range(splits))
         begin, end = cuts[0][1], cuts[0][1]
         for _, first, own in cuts:
             assert own == 0 or first == end
@@ -422,16 +422,16 @@ def test_parts_hold_every_tile_of_keys_once(library, parts):
         last = max(0, lens[b] - q_lens[b] + min(first_row // 4 + 32, q_lens[b]))
         assert (begin, end) == (0, -(-last // 128)), (b, first_row)
     # The longest tile of rows sees 32 tiles of keys.
-    for part_tiles, cut in ((32, True), (33, False)):
-        call, _keep = call_of(lens, q_lens, kv_heads=3, parts=parts, part_tiles=part_tiles)
+    for cut_from_tiles, cut in ((32, True), (33, False)):
+        call, _keep = call_of(lens, q_lens, kv_heads=3, splits=splits, cut_from_tiles=cut_from_tiles)
         count, tiles = order_of(library, call, wanted)
-        assert count == (wanted if cut else wanted // parts)
-        assert cut or all(t.part == 0 and t.tiles == -(-t.key_end // 128) for t in tiles[:count])
+        assert count == (wanted if cut else wanted // splits)
+        assert cut or all(t.split == 0 and t.tiles == -(-t.key_end // 128) for t in tiles[:count])
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_long_requests_have_more_parts(library, seed):
-    """Every tile of keys once, in parts of about the same length, and about as many as if all requests were alike."""
+def test_long_requests_have_more_splits(library, seed):
+    """Every tile of keys once, in splits of about the same length, and about as many as if all requests were alike."""
     rng = random.Random(seed)
     packed, batch, heads, host = seed % 2 == 0, rng.choice([3, 16, 40]), rng.choice([1, 3]), rng.choice([1, 2, 4])
     lens = [rng.choice([0, rng.randint(1, 2000), 40000]) for _ in range(batch - 1)] + [50000]
@@ -440,10 +440,10 @@ def test_long_requests_have_more_parts(library, seed):
     rows = {"q_lens": q_lens} if packed else {"max_q_len": 8}
     tiles_of_rows = sum(-(-n * 4 // 128) for n in q_lens) * heads
     wanted = host * tiles_of_rows
-    plan = {"kv_heads": heads, "parts": host, "most_parts": most, "parts_wanted": wanted}
-    least = rng.choice([1, 4])  # tiles of keys in a part
-    plan |= {"processors": rng.choice([132, 2000]), "least_long_part_keys": 128 * least}
-    call, _keep = call_of(lens, part_tiles=20, **plan, **rows)
+    plan = {"kv_heads": heads, "splits": host, "most_splits": most, "splits_wanted": wanted}
+    least = rng.choice([1, 4])  # tiles of keys in a split
+    plan |= {"processors": rng.choice([132, 2000]), "least_long_split_keys": 128 * least}
+    call, _keep = call_of(lens, cut_from_tiles=20, **plan, **rows)
     count, tiles = order_of(library, call, tiles_of_rows * (most + 1))
     dealt = {}
     for t in tiles[:count]:
@@ -451,8 +451,8 @@ def test_long_requests_have_more_parts(library, seed):
     assert len(dealt) == tiles_of_rows
     lengths = []
     for (b, _head, first_row), cuts in dealt.items():
-        cuts.sort(key=lambda t: t.part)
-        assert [t.part for t in cuts] == list(range(len(cuts))) and len(cuts) <= most
+        cuts.sort(key=lambda t: t.split)
+        assert [t.split for t in cuts] == list(range(len(cuts))) and len(cuts) <= most
         assert all(
             t.tiles == 0 or t.first_tile == before.first_tile + before.tiles for before, t in zip(cuts, cuts[1:])
         )
@@ -462,7 +462,7 @@ def test_long_requests_have_more_parts(library, seed):
         assert max(t.tiles for t in cuts) <= -(-sum(t.tiles for t in cuts) // len(cuts))
     tiles_of_keys = sum(-(-n // 128) * -(-q * 4 // 128) for n, q in zip(lens, q_lens)) * heads
     longest = -(-50000 // 128)
-    rate = min((wanted - tiles_of_rows / 2) / tiles_of_keys, 1 / least)  # of parts for a tile of keys
+    rate = min((wanted - tiles_of_rows / 2) / tiles_of_keys, 1 / least)  # of splits for a tile of keys
     if min(longest * rate, most) >= 1.25 * host:
         assert count <= wanted + 0.6 * tiles_of_rows
         fair = max(tiles_of_keys / (wanted - tiles_of_rows / 2), least, -(-50000 // 128) / most)
@@ -470,22 +470,22 @@ def test_long_requests_have_more_parts(library, seed):
     else:
         assert count == wanted
     # Where the longest has few keys nothing is cut.
-    call, _keep = call_of(lens, part_tiles=500, **plan, **rows)
+    call, _keep = call_of(lens, cut_from_tiles=500, **plan, **rows)
     assert order_of(library, call, tiles_of_rows)[0] == tiles_of_rows
 
 
 @pytest.mark.parametrize("batch", [20, 100])
-def test_short_requests_have_no_short_parts(library, batch):
-    """The longest one has as many parts as the host says. Parts of others are not shorter, but for their last one, and
+def test_short_requests_have_no_short_splits(library, batch):
+    """The longest one has as many splits as the host says. Those of others are not shorter, but for their last one, and
     none is empty. Where blocks have one of them each at most, all have as many, for that is found sooner."""
     lens = [round(128 * 32 ** (b / (batch - 1))) for b in range(batch)]
-    plan = {"max_q_len": 8, "kv_heads": 1, "parts": 5, "most_parts": 6, "parts_wanted": 5 * batch}
+    plan = {"max_q_len": 8, "kv_heads": 1, "splits": 5, "most_splits": 6, "splits_wanted": 5 * batch}
     for processors in (132, 2000):
         call, _keep = call_of(lens, processors=processors, **plan)
         count, tiles = order_of(library, call, 6 * batch)
-        parts = [math.ceil(math.ceil(n / 128) / 7) for n in lens]  # 32 tiles of keys in 5 parts: 7 at most
+        splits = [math.ceil(math.ceil(n / 128) / 7) for n in lens]  # 32 tiles of keys in 5 splits: 7 at most
         alike = batch * 5 <= processors
-        assert count == (5 * batch if alike else sum(parts))
+        assert count == (5 * batch if alike else sum(splits))
         assert alike or all(t.tiles > 0 for t in tiles[:count])
 
 
@@ -503,26 +503,26 @@ def test_many_requests_go_from_long_to_short(library, batch, blocks):
     assert places == sorted(places)
 
 
-def test_few_keys_have_fewer_parts(library):
-    """The host does not know how many keys there are: parts of 256 of them at least, 8 parts at most."""
+def test_few_keys_have_fewer_splits(library):
+    """The host does not know how many keys there are: splits of 256 of them at least, 8 splits at most."""
     for keys, wanted in ((128, 1), (384, 1), (385, 2), (1000, 4), (1792, 7), (1920, 7), (2048, 8), (40000, 8)):
-        call, _keep = call_of([keys], max_q_len=256, kv_heads=3, parts=8, least_part_keys=256, part_tiles=4)
+        call, _keep = call_of([keys], max_q_len=256, kv_heads=3, splits=8, least_split_keys=256, cut_from_tiles=4)
         count, tiles = order_of(library, call, 8 * 3 * 8)
-        assert count == 8 * 3 * wanted and {t.part for t in tiles[:count]} == set(range(wanted)), keys
+        assert count == 8 * 3 * wanted and {t.split for t in tiles[:count]} == set(range(wanted)), keys
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_one_round_has_the_same_tiles(library, seed):
-    """Where every block has one tile at most their order does not matter: the tiles and parts of a single block that
+    """Where every block has one tile at most their order does not matter: the tiles and splits of a single block that
     takes the long ones first, and those that the host knows to be so few."""
     rng = random.Random(seed)
     batch, heads, packed = rng.choice([1, 3, 32, 50]), rng.choice([1, 3]), seed % 2 == 0
     lens = [rng.choice([0, 100, rng.randint(1, 5000)]) for _ in range(batch)]
     q_lens = [rng.choice([0, 1, 33, 200]) for _ in lens]
     rows = {"q_lens": q_lens} if packed else {"max_q_len": 100}
-    parts = rng.choice([1, 4])
-    plan = {"kv_heads": heads, "parts": parts, "part_tiles": rng.choice([0, 20])}
-    plan["least_part_keys"] = rng.choice([1, 512])
+    splits = rng.choice([1, 4])
+    plan = {"kv_heads": heads, "splits": splits, "cut_from_tiles": rng.choice([0, 20])}
+    plan["least_split_keys"] = rng.choice([1, 512])
     orders = []
     for one_round, blocks in ((0, 1), (0, 5000), (batch <= 32, 5000)):  # it is only known of so few requests
         call, _keep = call_of(lens, one_round=one_round, processors=blocks, **plan, **rows)
@@ -532,11 +532,11 @@ def test_one_round_has_the_same_tiles(library, seed):
 
 
 def test_where_one_round_is_enough(library):
-    """Tiles and their parts are no more than multiprocessors, and requests have several tiles of rows each."""
+    """Tiles and their splits are no more than multiprocessors, and requests have several tiles of rows each."""
     for batch, q_len, one_round in ((1, 512, True), (1, 513, True), (32, 33, False), (1, 16, False), (8, 500, False)):
         plan = numbers_of(library, [100] * batch, max_q_len=q_len, kv_heads=1)
         assert plan.one_round == one_round, (batch, q_len)
-        assert not one_round or plan.blocks >= plan.items * plan.most_parts
+        assert not one_round or plan.blocks >= plan.items * plan.most_splits
     sizes = {"kv_heads": 1, "window_left": 0}  # nothing is cut
     assert numbers_of(library, [100] * 32, max_q_len=64, **sizes).one_round
     assert not numbers_of(library, [100] * 33, max_q_len=64, **sizes).one_round  # more than a warp has lanes
@@ -659,25 +659,25 @@ def test_more_requests_than_a_block_remembers(library, cut):
     q_lens = [rng.choice([0, 1, 1, 8, 40]) for _ in lens]
     lens[100], q_lens[100] = (60000, 40) if cut else (140000, 140000)
     q_lens = [min(q_len, n) for q_len, n in zip(q_lens, lens)]
-    plan = {"parts": 1, "most_parts": 4, "part_tiles": 8, "parts_wanted": 4000} if cut else {}
+    plan = {"splits": 1, "most_splits": 4, "cut_from_tiles": 8, "splits_wanted": 4000} if cut else {}
     call, _keep = call_of(lens, q_lens, kv_heads=2, **plan)
     wanted = sum(-(-n * 4 // 128) for n in q_lens) * 2
     assert cut or max(q_lens) * 4 // 128 > 4095
     count, tiles = order_of(library, call, 5 * wanted)
     tiles = tiles[:count]
-    assert len({(t.b, t.head, t.first_row, t.part) for t in tiles}) == count
+    assert len({(t.b, t.head, t.first_row, t.split) for t in tiles}) == count
     assert len({(t.b, t.head, t.first_row) for t in tiles}) == wanted and (count > wanted if cut else count == wanted)
-    assert sum(t.tiles for t in tiles) == sum(-(-t.key_end // 128) for t in tiles if t.part == 0)
+    assert sum(t.tiles for t in tiles) == sum(-(-t.key_end // 128) for t in tiles if t.split == 0)
     assert cut or long_ones_first(tiles, 128, 4)
 
 
-def test_few_parts_more_than_blocks_become_none(library):
-    """About one part for each block is asked for: two more would need a round of their own."""
+def test_few_splits_more_than_blocks_become_none(library):
+    """About one split for each block is asked for: two more would need a round of their own."""
 
-    def parts_of(batch, parts_wanted):
+    def splits_of(batch, splits_wanted):
         lens = [round(128 * 64 ** (i / (batch - 1))) for i in range(batch)]
         all_tiles = sum(-(-n // 128) for n in lens)
-        plan = {"parts": 1, "most_parts": 16, "part_tiles": 8, "parts_wanted": parts_wanted, "processors": 132}
+        plan = {"splits": 1, "most_splits": 16, "cut_from_tiles": 8, "splits_wanted": splits_wanted, "processors": 132}
         call, _keep = call_of(lens, [4] * batch, group=8, kv_heads=1, **plan)
         count, tiles = order_of(library, call, 1000)
         tiles = tiles[:count]
@@ -685,11 +685,11 @@ def test_few_parts_more_than_blocks_become_none(library):
         return count, max(t.tiles for t in tiles), all_tiles
 
     for batch in range(20, 61):
-        count, longest, all_tiles = parts_of(batch, 132)
+        count, longest, all_tiles = splits_of(batch, 132)
         assert count <= 132 or count > 132 + 132 // 8, batch
         assert longest <= -(-all_tiles // 90) + 1
     # With many rounds nothing is gained by it.
-    assert any(0 < parts_of(batch, 600)[0] % 132 <= 132 // 8 for batch in range(20, 61))
+    assert any(0 < splits_of(batch, 600)[0] % 132 <= 132 // 8 for batch in range(20, 61))
 
 
 @pytest.mark.parametrize("l2_keys, wanted", [(1, "0|1|2|3"), (8000, "0|12|3"), (14000, "01|23"), (1 << 20, "0123")])

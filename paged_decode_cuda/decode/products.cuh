@@ -24,7 +24,7 @@ struct Rows {
   float m[kLaneRows], l[kLaneRows];
   float scale[Shape::kFp8 ? kLaneRows : 1];  // of q.k, natural units; per row when the queries were normalised
 
-  // What the weights of a row are relative to.
+  // What the weights of a row are relative to. (m is the running maximum of online softmax.)
   PD_MEMBER float reference(int i) const { return m[i] - kBelow; }
 
   // Row of the tile that a lane's entry i stands for.
@@ -105,7 +105,7 @@ struct Rows {
     }
   }
 
-  // Those of row tile n, for an fp8 cache.
+  // Makes fp16 of the queries of row tile n, for an fp8 cache.
   PD_MEMBER void queries_to_fp16(const Problem& p, int n, float scale_all) {
     const int t = threadIdx.x % 4;
     float up = scale_all;
@@ -422,7 +422,8 @@ struct Rows {
     }
   }
 
-  // Leaves (m, l) and the accumulators of this warp for write_rows: rows of float4 at places spread over the banks.
+  // Leaves (m, l) and the accumulators of this warp for finish_segment(): rows of float4 at places spread over the
+  // banks.
   PD_MEMBER void publish(char* stage, float2* shared_ml) {
     const int lane = threadIdx.x % kWarp, g = lane / 4;
 #pragma unroll

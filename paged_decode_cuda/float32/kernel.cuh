@@ -94,13 +94,14 @@ PD_DEVICE void finish_rows(const Problem& p, const Plan& plan, const Float32Work
   }
 }
 
-// The end of all rows, which every group has left in `parts`.
+// The end of all rows, which every group has left in `group_sums`.
 template <typename Shape>
-PD_DEVICE void finish_groups(const Problem& p, const Plan& plan, const Float32Work<Shape>& work, const char* parts) {
+PD_DEVICE void finish_groups(const Problem& p, const Plan& plan, const Float32Work<Shape>& work,
+                             const char* group_sums) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < work.item.rows * Shape::kQuads; i += Shape::kThreads) {
     const int row = i / Shape::kQuads, quad = i % Shape::kQuads;
-    const char* const first = parts + (row * Shape::kQuads + Shape::place_out(row, quad)) * 16;
+    const char* const first = group_sums + (row * Shape::kQuads + Shape::place_out(row, quad)) * 16;
     float2 ml[Shape::kGroups];
     float4 values[Shape::kGroups];
 #pragma unroll

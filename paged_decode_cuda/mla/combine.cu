@@ -1,11 +1,11 @@
-// Adds the parts of rows whose keys were in several clusters, and writes them.
+// The combine kernel: adds the partials of rows whose keys were in several clusters, and writes them.
 //
-// A share is 32 columns of 16 rows: what a warp loads of a part is 512 bytes at a time, as the parts lie in memory. A
-// warp takes share after share. Where the whole call has few, the warps of a block have one together, each with some of
-// its parts. So they do too for the few requests of a batch that are much longer than the others, as one warp would
-// still be adding their parts when all others are through. Both ways are the same code, as every instruction is fetched
-// for the first time. Which rows have parts stands in the records of the clusters: every warp finds that out by itself.
-// Where every pair has the same number of clusters, it knows which record it needs.
+// A share is 32 columns of 16 rows: what a warp loads of a partial is 512 bytes at a time, as the partials lie in
+// memory. A warp takes share after share. Where the whole call has few, the warps of a block have one together, each
+// with some of its partials. So they do too for the few requests of a batch that are much longer than the others, as
+// one warp would still be adding their partials when all others are through. Both ways are the same code, as every
+// instruction is fetched for the first time. Which rows have partials stands in the records of the clusters: every warp
+// finds that out by itself. Where every pair has the same number of clusters, it knows which record it needs.
 #include "../rows.cuh"
 #include "instances.h"
 #include "shape.cuh"
@@ -15,7 +15,7 @@ namespace {
 
 // What was published is as if it had not been, for a replay of this launch.
 PD_DEVICE void clear_published(const MlaCall& call) {
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < call.parts * 2;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < call.partial_count * 2;
        i += gridDim.x * blockDim.x) {
     store_relaxed(call.published + i, 0);
   }
@@ -44,9 +44,9 @@ struct ClusterSet {
   }
 };
 
-// Which clusters have left a record of parts to be added, as every warp finds out by itself.
+// Which clusters have left a record of partials to be added, as every warp finds out by itself.
 struct RecordList {
-  ClusterSet all, many;  // many: those with so many parts that a warp alone would be late
+  ClusterSet all, many;  // many: those with so many partials that a warp alone would be late
 
   PD_MEMBER void read(const MlaCall& call) {
     const int lane = threadIdx.x % kWarp, clusters = static_cast<int>(call.blocks.divisor);
@@ -71,19 +71,19 @@ PD_DEVICE int even_record(const MlaCall& call, int pair) {
   return (pair + 1) * static_cast<int>(call.blocks_each.divisor) - 1;
 }
 
-// Where the record of an item stands, of those that `set` has. -1: it has no parts to be added.
+// Where the record of an item stands, of those that `set` has. -1: it has no partials to be added.
 PD_DEVICE int record_of(const Problem& p, const MlaCall& call, const ClusterSet& set, int item) {
   return call.balanced ? set.find(item) : first_keys_block(p, call, item);
 }
 
-// A share of kSteps * 8 columns, or the sum of some of its parts, whose loads are on their way kBatch at a time. A lane
-// has the rows lane / 4 and 8 below, and two columns of every step of 8.
+// A share of kSteps * 8 columns, or the sum of some of its partials, whose loads are on their way kBatch at a time. A
+// lane has the rows lane / 4 and 8 below, and two columns of every step of 8.
 struct CombineShare {
   static constexpr int kSteps = MlaSizes::kCombineSteps, kBatch = MlaSizes::kCombineBatch;
   static constexpr int kHalfSteps = MlaSizes::kDimV / 8;
   static constexpr int kShares = 2 * kHalfSteps / kSteps;                  // of 16 rows
   float m[2] = {-INFINITY, -INFINITY}, l[2] = {}, acc[2][kSteps][2] = {};  // by row
-  int rank, row, half, step;  // of a part: row of this lane, first step of its half
+  int rank, row, half, step;  // of a partial: row of this lane, first step of its half
 
   PD_MEMBER explicit CombineShare(int index) {
     const int rows16 = index / kShares, first = index % kShares * kSteps;
@@ -96,7 +96,7 @@ struct CombineShare {
   PD_MEMBER int row_of_item(int r) const { return rank * MlaSizes::kRows + row + 8 * r; }
   PD_MEMBER int first_row() const { return rank * MlaSizes::kRows + row / 16 * 16; }
 
-  // Adds parts first, first + stride, ...
+  // Adds partials first, first + stride, ...
   PD_MEMBER void add(const MlaCall& call, int cluster, int behind, int first, int stride) {
 #pragma unroll 1
     for (; first <= behind; first += stride * kBatch) {
@@ -106,11 +106,11 @@ struct CombineShare {
       for (int i = 0; i < kBatch; ++i) {
         // The last one stands in for those past the end, which are not added.
         const int own = min(first + i * stride, behind);
-        const int64_t part = mla_part(call, cluster - own, rank, own == 0);
+        const int64_t partial = mla_partial(call, cluster - own, rank, own == 0);
         const float4* const sums =
-            mla_sums(call, part, half) + step * kWarpgroup + row / 16 * kWarp + threadIdx.x % kWarp;
+            mla_sums(call, partial, half) + step * kWarpgroup + row / 16 * kWarp + threadIdx.x % kWarp;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) ml[i][r] = call.ml[part * MlaSizes::kRows + row + 8 * r];
+        for (int r = 0; r < 2; ++r) ml[i][r] = call.ml[partial * MlaSizes::kRows + row + 8 * r];
 #pragma unroll
         for (int j = 0; j < kSteps; ++j) values[i][j] = sums[j * kWarpgroup];
       }
@@ -171,7 +171,7 @@ struct WarpSums {
   float2 ml[kWarps][16], values[kWarps][2 * CombineShare::kSteps][kWarp];
 };
 
-// The warps of the block meet, each with its part of the sum of a share, and write the whole.
+// The warps of the block meet, each with the sum of some of its partials, and write the whole.
 template <int kWarps>
 PD_DEVICE void write_together(const Problem& p, const MlaCall& call, const MlaRecord& record, const CombineShare& share,
                               WarpSums<kWarps>& sums) {
@@ -223,9 +223,9 @@ PD_DEVICE int share_of_item(const MlaCall& call, uint32_t number) {
   return static_cast<int>(number & ((1u << call.combine_shift) - 1));
 }
 
-// A share for each warp. But shares of records with many parts are first, each for a block, the last block first: the
-// first ones have most of the other shares. Where they would be more than two rounds of all blocks, they keep all warps
-// busy anyway, and are as others.
+// A share for each warp. But shares of records with many partials are first, each for a block, the last block first:
+// the first ones have most of the other shares. Where they would be more than two rounds of all blocks, they keep all
+// warps busy anyway, and are as others.
 __global__ void __launch_bounds__(kCombineManyThreads, MlaSizes::kCombineManyBlocks)
     mla_combine_many(const __grid_constant__ Problem p, const __grid_constant__ MlaCall call) {
   constexpr int kWarps = kCombineManyThreads / kWarp;
@@ -270,9 +270,9 @@ __global__ void __launch_bounds__(kCombineManyThreads, MlaSizes::kCombineManyBlo
 }
 
 // A share for each block. kBlocks of them fit on a multiprocessor that has no work of the kernel before: those of fewer
-// threads are there when the parts are, one of many has more loads on their way. Requests with very many parts have no
-// way of their own here: every instruction is fetched for the first time, and code for them would cost all other
-// requests more than it saves these.
+// threads are there when the partials are, one of many has more loads on their way. Requests with very many partials
+// have no way of their own here: every instruction is fetched for the first time, and code for them would cost all
+// other requests more than it saves these.
 template <int kThreads, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     mla_combine_few(const __grid_constant__ Problem p, const __grid_constant__ MlaCall call) {

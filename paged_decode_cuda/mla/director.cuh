@@ -1,5 +1,6 @@
-// What the warps of both kernels do alike: one finds out what is to be done, three know where keys lie and bring them,
-// the others multiply. Where rows are gathered, the one that finds work may bring keys too.
+// What the warps of both kernels (kernel.cuh, narrow_kernel.cuh) do alike: the director finds out what is to be done,
+// three loaders know where keys lie and bring them, the others multiply. Where rows are gathered, the director may
+// bring keys too. run_block(), at the end, gives each warp its role.
 #pragma once
 
 #include "../key_places.cuh"
@@ -8,7 +9,7 @@
 
 namespace paged_attn {
 
-constexpr int kPart = 1;  // the named barrier of the first consumer; that of the other one follows
+constexpr int kPartial = 1;  // the named barrier of the first consumer; that of the other one follows
 
 // At the barrier of keys that have come: a lane of each producer warp says that its boxes are on their way, or each
 // lane that its pieces are there.
@@ -107,7 +108,7 @@ struct MlaExpected {
   }
 };
 
-// As far as queries need it.
+// The item of request b as far as copies of its queries need it.
 PD_DEVICE Item expected_item(const Problem& p, const MlaCall& call, int b) {
   Item item = {};
   item.b = b;
@@ -139,7 +140,7 @@ struct MlaDirector {
     }
   }
 
-  // Of this block's directors, the one that tells the adding kernel.
+  // Whether this lane writes the record for the combine kernel: one lane of one block of the cluster does.
   PD_MEMBER bool says(const MlaCall& call) const {
     return call.slots > 0 && blockIdx.y == 0 && threadIdx.x % kWarp == 0;
   }
@@ -165,10 +166,11 @@ struct MlaDirector {
       next.first = segment.first;
       // Where lengths change during the call, blocks see different ones: no more than there are blocks before this one.
       next.behind = min(partials_behind(next.item, segment, dealing), static_cast<int>(blockIdx.x));
-      // Before the last part of a pair stand others of a whole stretch each, but for the first one.
+      // Before the last partial of a pair stand others of a whole stretch each, but for the first one.
       const int before = segment.tile - next.item.first_tile;
-      next.two_parts = call.adds_two && (next.first ? next.behind == 1 : next.behind == 0 && before <= dealing.length);
-      if (next.first && next.behind > 0 && !next.two_parts) {
+      next.two_partials =
+          call.adds_two && (next.first ? next.behind == 1 : next.behind == 0 && before <= dealing.length);
+      if (next.first && next.behind > 0 && !next.two_partials) {
         cut = true;
         if (says(call)) {
           const Item& item = next.item;

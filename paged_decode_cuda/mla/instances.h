@@ -3,11 +3,11 @@
 
 namespace paged_attn {
 
-// Threads of a block of the kernels that add parts: of many rows; of fewer; of few rows, with up to so many parts, and
-// with more.
+// Threads of a block of the kernels that add partials: of many rows; of fewer; of few rows, with up to so many
+// partials, and with more.
 constexpr int kCombineManyThreads = 256;
 constexpr int kCombineThreads = 128, kCombineFewThreads = 256, kCombineMostThreads = 512;
-constexpr int kCombineFewParts = 32;
+constexpr int kCombineFewPartials = 32;
 
 const void* mla_kernel_fp16(bool all_scores);
 const void* mla_kernel_bf16(bool all_scores);

@@ -37,11 +37,14 @@
 //                                                             sum) is there, and nobody reads its queries any more
 //   ready          128 threads of the consumer that has       the other one
 //                  weighed a tile
-//   kPart          128 threads of a consumer                  themselves: a part is written, or may be read
+//   kPartial       128 threads of a consumer                  themselves: a partial is written, or may be read
 //
-// Where the keys of a row are in two clusters, the one with the first keys adds the other's part, which that one has
-// published. It waits only for a cluster of a smaller index, which has started: see ../exchange.cuh, 1. More parts are
-// added by another kernel.
+// Where the keys of a row are in two clusters, the one with the first keys may add the partial that the other one has
+// published (MlaCall::adds_two). It waits only for a cluster of a smaller index, which has started: see
+// ../exchange.cuh,
+// 1. All other partials are added by another kernel (combine.cu).
+//
+// To read next: shape.cuh (messages and barriers), director.cuh (roles of warps, who finds the work), loader.cuh.
 #pragma once
 
 #include "../prefill/weights.cuh"
@@ -119,7 +122,7 @@ struct MlaConsumer {
     while (true) {
       barrier_wait(shared_address(&control.work_full[slot.stage]), slot.phase);
       const MlaWork& work = control.work[slot.stage];
-      if (!work.asked) await_pieces();  // that others take their place, or nobody
+      if (!work.asked) await_pieces();  // queries that were asked for in vain: others take their place, or none do
       if (!work.exists) return nullptr;
       if (static_cast<int>(blockIdx.y) * MlaSizes::kRows < work.item.rows) {
         if (!work.asked) copy_mla_queries(p, call, work.item, work.head, shared);
@@ -141,47 +144,47 @@ struct MlaConsumer {
     barrier_meet(shared_address(&control.meet), 0);
   }
 
-  // This half of a part, in the order of registers: 16 bytes of two rows, thread by thread.
-  PD_MEMBER void write_part(const MlaCall& call, const MlaWork& work, const float (&acc)[MlaSizes::kDimV / 2],
-                            const float (&base)[2], const float (&l)[2]) const {
-    const int64_t part = mla_part(call, blockIdx.x, blockIdx.y, work.first);
+  // Writes this half of a partial in the order of registers: 16 bytes of two rows, thread by thread.
+  PD_MEMBER void write_partial(const MlaCall& call, const MlaWork& work, const float (&acc)[MlaSizes::kDimV / 2],
+                               const float (&base)[2], const float (&l)[2]) const {
+    const int64_t partial = mla_partial(call, blockIdx.x, blockIdx.y, work.first);
     if (row_of_item(0) < work.item.rows) {
-      float4* const sums = mla_sums(call, part, half) + threadIdx.x % kWarpgroup;
+      float4* const sums = mla_sums(call, partial, half) + threadIdx.x % kWarpgroup;
 #pragma unroll
       for (int j = 0; j < MlaSizes::kDimV / 8; ++j)
         sums[j * kWarpgroup] = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
       if (half == 0 && lane % 4 == 0) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) call.ml[part * MlaSizes::kRows + row + 8 * r] = make_float2(base[r], l[r]);
+        for (int r = 0; r < 2; ++r) call.ml[partial * MlaSizes::kRows + row + 8 * r] = make_float2(base[r], l[r]);
       }
     }
-    if (!work.two_parts) return;  // only the other kernel reads it
-    named_barrier_sync(kPart + half, kWarpgroup);
-    if (threadIdx.x % kWarpgroup == 0) publish_word(mla_published(call, part, half), launch_number());
+    if (!work.two_partials) return;  // only the other kernel reads it
+    named_barrier_sync(kPartial + half, kWarpgroup);
+    if (threadIdx.x % kWarpgroup == 0) publish_word(mla_published(call, partial, half), launch_number());
   }
 
-  // Adds the one part that is behind this block's keys to this half of the rows.
-  PD_MEMBER void add_part(const MlaCall& call, const MlaWork& work, float (&acc)[MlaSizes::kDimV / 2], float (&base)[2],
-                          float (&l)[2]) const {
-    const int64_t part = mla_part(call, static_cast<int>(blockIdx.x) - 1, blockIdx.y, false);
+  // Adds the one partial that is behind this block's keys to this half of the rows.
+  PD_MEMBER void add_partial(const MlaCall& call, const MlaWork& work, float (&acc)[MlaSizes::kDimV / 2],
+                             float (&base)[2], float (&l)[2]) const {
+    const int64_t partial = mla_partial(call, static_cast<int>(blockIdx.x) - 1, blockIdx.y, false);
     if (threadIdx.x % kWarpgroup == 0) {
-      // The first half of a part has what both need.
-      await_word(mla_published(call, part, 0), launch_number());
-      if (half == 1) await_word(mla_published(call, part, 1), launch_number());
+      // With the first half come (m, l), which both consumers need.
+      await_word(mla_published(call, partial, 0), launch_number());
+      if (half == 1) await_word(mla_published(call, partial, 1), launch_number());
     }
-    named_barrier_sync(kPart + half, kWarpgroup);
+    named_barrier_sync(kPartial + half, kWarpgroup);
     if (row_of_item(0) >= work.item.rows) return;
     float own[2], other[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float2 ml = load_shared_by_blocks(call.ml + part * MlaSizes::kRows + row + 8 * r);
+      const float2 ml = load_shared_by_blocks(call.ml + partial * MlaSizes::kRows + row + 8 * r);
       const float top = fmaxf(base[r], ml.x), shift = top == -INFINITY ? 0.f : top;
       own[r] = fast_exp2(base[r] - shift);
       other[r] = fast_exp2(ml.x - shift);
       base[r] = top;
       l[r] = l[r] * own[r] + ml.y * other[r];
     }
-    const float4* const sums = mla_sums(call, part, half) + threadIdx.x % kWarpgroup;
+    const float4* const sums = mla_sums(call, partial, half) + threadIdx.x % kWarpgroup;
 #pragma unroll
     for (int j = 0; j < MlaSizes::kDimV / 8; ++j) {
       const float4 x = load_shared_by_blocks(sums + j * kWarpgroup);
@@ -192,15 +195,15 @@ struct MlaConsumer {
     }
   }
 
-  // Writes this half of the rows, or of a part of them.
+  // Writes this half of the rows, or of their partial.
   template <bool kBf16>
   PD_MEMBER void write(const Problem& p, const MlaCall& call, const MlaWork& work, float (&acc)[MlaSizes::kDimV / 2],
                        float (&base)[2], float (&l)[2]) const {
-    if (!work.first || (work.behind > 0 && !work.two_parts)) {
-      write_part(call, work, acc, base, l);
+    if (!work.first || (work.behind > 0 && !work.two_partials)) {
+      write_partial(call, work, acc, base, l);
       return;
     }
-    if (work.two_parts) add_part(call, work, acc, base, l);
+    if (work.two_partials) add_partial(call, work, acc, base, l);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int own = row_of_item(r);
@@ -284,7 +287,7 @@ struct MlaTiles {
     settle(weights);
   }
 
-  // The weights of a tile of the other consumer. No product is on its way to acc.
+  // Takes the weights that the other consumer has made of its tile. Only while no product is on its way to acc.
   PD_MEMBER void take_weights() {
     barrier_wait(shared_address(&control.ready[1 - own.half]), ready_phase);
     ready_phase ^= 1;
@@ -301,7 +304,7 @@ struct MlaTiles {
     }
   }
 
-  // Weights of this consumer's tile, for both.
+  // Makes the weights of this consumer's tile, for both.
   PD_MEMBER void give_weights(int tile, int inner_begin, int inner_end) {
     const int first_key = tile * Shape::kKeys;
     float factor[2] = {1.f, 1.f};
@@ -324,7 +327,7 @@ struct MlaTiles {
     if (moved) scale_sums(acc, factor);
   }
 
-  // A tile of the other consumer.
+  // Adds a tile whose weights the other consumer makes.
   PD_MEMBER void add_other() {
     own.await_keys(call, control, own.half);
     take_weights();
@@ -333,7 +336,8 @@ struct MlaTiles {
     own.release_keys(call, control);
   }
 
-  // A tile of this consumer. kBehind: the one before it is the other's, and is added while the scores are computed.
+  // Scores and adds a tile of this consumer. kBehind: the one before it is the other's, and is added while the scores
+  // are computed.
   template <bool kBehind>
   PD_MEMBER void add_own(int tile, int inner_begin, int inner_end) {
     const MlaConsumer before = own;

@@ -40,7 +40,7 @@
 //   meet           384 threads of consumers and weigher        themselves: queries and what is known of their rows are
 //                                                              there; (base, sum) of a finished row is there, and
 //                                                              nobody reads its queries any more
-//   kPart          128 threads of a consumer                   themselves: a part is written, or may be read
+//   kPartial       128 threads of a consumer                   themselves: a partial is written, or may be read
 #pragma once
 
 #include "../matrices.cuh"
@@ -57,7 +57,7 @@ constexpr int kNarrowConsumers = NarrowMlaSizes::kConsumers * kWarpgroup;
 constexpr int kNarrowOwn = NarrowMlaSizes::kLatents / 16 / kCopyLanes + 1;
 using QueryWords = uint32_t[kNarrowOwn][8];
 
-// A row of this block; of rows that there are not, the last one that there is.
+// A row of this block, or the last one that exists in its place.
 struct NarrowRow {
   QueryRow query;
   bool exists;
@@ -151,7 +151,7 @@ PD_DEVICE void copy_narrow_queries(const Problem& p, const MlaCall& call, const 
   fence_async_proxy();
 }
 
-// What those who weigh have to know of a row, of which one thread each tells them.
+// Tells the weigher what it has to know of the rows. Each thread describes one row.
 template <typename Sizes, bool kFull>
 PD_DEVICE void describe_rows(const Problem& p, const MlaCall& call, const MlaWork& work,
                              NarrowControl<Sizes>& control) {
@@ -268,9 +268,9 @@ struct NarrowTiles {
   // Of the threads of this consumer. The numbers of the barriers are constants of the instructions.
   PD_MEMBER void meet_own() const {
     if (half == 0) {
-      named_barrier_sync(kPart, kWarpgroup);
+      named_barrier_sync(kPartial, kWarpgroup);
     } else {
-      named_barrier_sync(kPart + 1, kWarpgroup);
+      named_barrier_sync(kPartial + 1, kWarpgroup);
     }
   }
   PD_MEMBER int row_of_item(int row) const { return static_cast<int>(blockIdx.y) * kRows + row; }
@@ -362,7 +362,7 @@ struct NarrowTiles {
         });
   }
 
-  // q.k of a tile, for those who weigh.
+  // Leaves q.k of a tile for the weigher.
   PD_MEMBER void give_scores() {
     const NarrowPlace place;
     const uint32_t target = shared + Sizes::kScoresAt + place.t * 8;
@@ -395,7 +395,7 @@ struct NarrowTiles {
         });
   }
 
-  // Where reference scores have moved with a tile.
+  // Multiplies the sums of rows whose reference scores have moved with a tile.
   PD_MEMBER void scale_rows(uint32_t buffer) {
     const NarrowPlace place;
 #pragma unroll
@@ -443,51 +443,51 @@ struct NarrowTiles {
 
   // ---- The end of a row ----
 
-  // Where latents 2 g and 2 g + 1 of row e of the first two are in a part, and of the row 8 below: see mla_sums().
-  // Those of other rows and matrices are in_part(j, m) further, where j is even.
-  PD_MEMBER float4* first_in_part(int64_t part, const NarrowPlace& place, int e) const {
-    return mla_sums(call, part, half) + (2 * place.warp + place.g / 4) * kWarpgroup + (2 * place.t + e) * 4 +
+  // Where latents 2 g and 2 g + 1 of row e of the first two, and of the row 8 below, are in a partial: see mla_sums().
+  // Those of other rows and matrices are in_partial(j, m) further, where j is even.
+  PD_MEMBER float4* first_in_partial(int64_t partial, const NarrowPlace& place, int e) const {
+    return mla_sums(call, partial, half) + (2 * place.warp + place.g / 4) * kWarpgroup + (2 * place.t + e) * 4 +
            place.g % 4;
   }
-  static PD_MEMBER int in_part(int j, int m) { return 8 * m * kWarpgroup + j / 2 * kWarp; }
+  static PD_MEMBER int in_partial(int j, int m) { return 8 * m * kWarpgroup + j / 2 * kWarp; }
 
-  // Of rows that there are not nobody reads the sums.
-  PD_MEMBER void write_part(const MlaWork& work, const float2& ml) const {
-    const int64_t part = mla_part(call, blockIdx.x, blockIdx.y, work.first);
+  // Nobody reads the sums of rows that do not exist.
+  PD_MEMBER void write_partial(const MlaWork& work, const float2& ml) const {
+    const int64_t partial = mla_partial(call, blockIdx.x, blockIdx.y, work.first);
     const NarrowPlace place;
     const int own = place.thread;
-    if (half == 0 && own < kRows && row_of_item(own) < work.item.rows) call.ml[part * MlaSizes::kRows + own] = ml;
+    if (half == 0 && own < kRows && row_of_item(own) < work.item.rows) call.ml[partial * MlaSizes::kRows + own] = ml;
 #pragma unroll
     for (int j = 0; j < kRows / 8; j += 2) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         if (row_of_item(place.row(j) + e) >= work.item.rows) continue;
-        float4* const sums = first_in_part(part, place, e);
+        float4* const sums = first_in_partial(partial, place, e);
 #pragma unroll
         for (int m = 0; m < kMatrices; ++m) {
           const float* const first = &acc[m][4 * j + e];
-          sums[in_part(j, m)] = make_float4(first[0], first[2], first[4], first[6]);
+          sums[in_partial(j, m)] = make_float4(first[0], first[2], first[4], first[6]);
         }
       }
     }
-    if (!work.two_parts) return;  // only the other kernel reads it
+    if (!work.two_partials) return;  // only the other kernel reads it
     meet_own();
-    if (own == 0) publish_word(mla_published(call, part, half), launch_number());
+    if (own == 0) publish_word(mla_published(call, partial, half), launch_number());
   }
 
-  // Adds the one part that is behind this block's keys to this half of the rows.
-  PD_MEMBER void add_part(const MlaWork& work, float2& ml) {
-    const int64_t part = mla_part(call, static_cast<int>(blockIdx.x) - 1, blockIdx.y, false);
+  // Adds the one partial that is behind this block's keys to this half of the rows.
+  PD_MEMBER void add_partial(const MlaWork& work, float2& ml) {
+    const int64_t partial = mla_partial(call, static_cast<int>(blockIdx.x) - 1, blockIdx.y, false);
     const NarrowPlace place;
     const int own = place.thread;
     if (own == 0) {
-      // The first half of a part has what both need.
-      await_word(mla_published(call, part, 0), launch_number());
-      if (half == 1) await_word(mla_published(call, part, 1), launch_number());
+      // With the first half come (m, l), which both consumers need.
+      await_word(mla_published(call, partial, 0), launch_number());
+      if (half == 1) await_word(mla_published(call, partial, 1), launch_number());
     }
     meet_own();
     if (own < kRows && row_of_item(own) < work.item.rows) {
-      const float2 other = load_shared_by_blocks(call.ml + part * MlaSizes::kRows + own);
+      const float2 other = load_shared_by_blocks(call.ml + partial * MlaSizes::kRows + own);
       const float top = fmaxf(ml.x, other.x), shift = top == -INFINITY ? 0.f : top;
       const float mine = fast_exp2(ml.x - shift), theirs = fast_exp2(other.x - shift);
       control.own_factor[half][own] = mine;
@@ -503,10 +503,10 @@ struct NarrowTiles {
         if (row_of_item(row) >= work.item.rows) continue;
         const float mine[2] = {control.own_factor[half][row], control.own_factor[half][row + 8]};
         const float theirs[2] = {control.other_factor[half][row], control.other_factor[half][row + 8]};
-        const float4* const other = first_in_part(part, place, e);
+        const float4* const other = first_in_partial(partial, place, e);
 #pragma unroll
         for (int m = 0; m < kMatrices; ++m) {
-          const float4 sums = load_shared_by_blocks(other + in_part(j, m));
+          const float4 sums = load_shared_by_blocks(other + in_partial(j, m));
           float* const first = &acc[m][4 * j + e];
           first[0] = first[0] * mine[0] + sums.x * theirs[0];
           first[2] = first[2] * mine[0] + sums.y * theirs[0];
@@ -572,10 +572,10 @@ struct NarrowTiles {
       add_tiles(*work);
       barrier_meet(shared_address(&control.meet), 1);
       float2 ml = control.ml[NarrowPlace().thread % kRows];
-      if (!work->first || (work->behind > 0 && !work->two_parts)) {
-        write_part(*work, ml);
+      if (!work->first || (work->behind > 0 && !work->two_partials)) {
+        write_partial(*work, ml);
       } else {
-        if (work->two_parts) add_part(*work, ml);
+        if (work->two_partials) add_partial(*work, ml);
         write_rows(*work, ml);
       }
       release_work();

@@ -29,7 +29,7 @@ struct NarrowControl {
   alignas(4) bool moved[kBuffers][kWarps];   // reference scores, in the rows of which warp
   alignas(8) float factor[kBuffers][kRows];  // of sums, where one has moved; read in pairs
   // Of the end of a row, by half of the latents
-  float own_factor[kConsumers][kRows], other_factor[kConsumers][kRows];  // of parts that are added
+  float own_factor[kConsumers][kRows], other_factor[kConsumers][kRows];  // of partials that are added
   float last_factor[kConsumers][kRows];                                  // from its sums to its output
   int64_t target[kConsumers][kRows];                                     // where its output begins; -1: nowhere
 };

@@ -84,7 +84,7 @@ bool is_basic(const Problem& p, const Plan& work) {
          p.cache.block_table_stride <= INT32_MAX;
 }
 
-// The kernel that adds parts of rows.
+// The kernel that adds partials of rows.
 void plan_combine(const Problem& p, const DeviceLimits& limits, MlaPlan& plan) {
   // 16 rows of an item, as far as the host can tell: what none has makes no shares.
   int64_t rows = plan.work.rows_per_tile;
@@ -104,7 +104,7 @@ void plan_combine(const Problem& p, const DeviceLimits& limits, MlaPlan& plan) {
     const int64_t most = plan.work.balanced
                              ? pd_min(pd_ceil_div(capacity_of(p), kMinUnits << MlaSizes::kTileShift), plan.clusters)
                              : plan.work.max_splits.divisor;
-    plan.combine_threads = most <= kCombineFewParts ? kCombineFewThreads : kCombineMostThreads;
+    plan.combine_threads = most <= kCombineFewPartials ? kCombineFewThreads : kCombineMostThreads;
     return;
   }
   plan.combine_threads = kCombineManyThreads;
@@ -180,7 +180,7 @@ MlaPlan plan_mla(const Problem& p, const DeviceLimits& limits) {
   plan.clusters = pd_max(plan.clusters, 1);  // one clears what belongs to no request
   plan.cut = work.balanced || work.max_splits.divisor > 1;
   // A stretch of the line may end one item, whose first keys are another's, and begin one that others end.
-  if (plan.cut) plan.parts = plan.clusters * plan.cluster * (work.balanced ? 2 : 1);
+  if (plan.cut) plan.partial_count = plan.clusters * plan.cluster * (work.balanced ? 2 : 1);
   plan.adds_two = work.balanced && pairs + pairs / 20 >= plan.clusters;
   plan.expects = work.balanced && work.basic && work.blocks_each.divisor > 0 && work.items <= kExpectedItems;
   plan_combine(p, limits, plan);

@@ -16,15 +16,15 @@ struct MlaPlan {
   int rows;          // of a block: 64, or 32 where requests with 8-bit caches have no more
   int shared_bytes;  // of a block
   int threads;
-  int32_t box_rows;  // slots of a page that one bulk copy takes; 0: pages are too small for that
-  int64_t clusters;  // of the grid
-  int cluster;       // blocks of each, with rows of the same keys
-  bool read_once;    // no two clusters copy the same keys, as far as the host can tell
-  bool cut;          // some rows may have their keys in several clusters
-  int64_t parts;     // that all clusters may leave, with room for 64 rows each
-  bool adds_two;     // where a row has two parts, the cluster with the first keys adds the other one
-  bool expects;      // a cluster knows its first request before it knows any length, if these hardly differ
-  // The kernel that adds the other parts: shares (see combine.cu), log2 of those of an item.
+  int32_t box_rows;       // slots of a page that one bulk copy takes; 0: pages are too small for that
+  int64_t clusters;       // of the grid
+  int cluster;            // blocks of each, with rows of the same keys
+  bool read_once;         // no two clusters copy the same keys, as far as the host can tell
+  bool cut;               // some rows may have their keys in several clusters
+  int64_t partial_count;  // partials that all clusters may leave, with room for 64 rows each
+  bool adds_two;          // where a row has two partials, the cluster with the first keys adds the other one
+  bool expects;           // a cluster knows its first request before it knows any length, if these hardly differ
+  // The kernel that adds the other partials: shares (see combine.cu), log2 of those of an item.
   int combine_threads;
   bool combine_together;  // the warps of a block add a share together; else each has shares of its own
   int32_t combine_shift;

@@ -7,18 +7,18 @@
 namespace paged_attn {
 namespace {
 
-// The workspace: sums of all parts, then (m, l) of their rows, then the record of every cluster, then what is published
-// of either half of every part.
+// The workspace: sums of all partials, then (m, l) of their rows, then the record of every cluster, then what is
+// published of either half of every partial.
 struct Layout {
   int64_t ml, records, published, end;  // bytes
 
   explicit Layout(const MlaPlan& plan) {
-    const int64_t rows = plan.parts * MlaSizes::kRows;
+    const int64_t rows = plan.partial_count * MlaSizes::kRows;
     ml = rows * MlaSizes::kLatents * static_cast<int64_t>(sizeof(float));
     records = pd_ceil_div(ml + rows * static_cast<int64_t>(sizeof(float2)), 32) * 32;
     const int64_t bytes = plan.clusters * static_cast<int64_t>(sizeof(MlaRecord));
     published = pd_ceil_div(records + bytes, 8) * 8;
-    end = published + plan.parts * 2 * 8;
+    end = published + plan.partial_count * 2 * 8;
   }
 };
 
@@ -60,7 +60,7 @@ Numbers mla_numbers(const MlaPlan& plan) {
           {"cluster", plan.cluster},
           {"blocks", plan.clusters * plan.cluster},
           {"shared_bytes", plan.shared_bytes},
-          {"parts", plan.parts}};
+          {"parts", plan.partial_count}};
 }
 
 void add_mla(const Problem& p, const MlaPlan& plan, Launches& launches) {
@@ -74,7 +74,7 @@ void add_mla(const Problem& p, const MlaPlan& plan, Launches& launches) {
     call.ml = reinterpret_cast<float2*>(data + layout.ml);
     call.records = reinterpret_cast<MlaRecord*>(data + layout.records);
     call.published = reinterpret_cast<unsigned long long*>(data + layout.published);
-    call.parts = plan.parts;
+    call.partial_count = plan.partial_count;
     call.combine_shares = static_cast<uint32_t>(plan.combine_shares);
     call.combine_shift = plan.combine_shift;
   }

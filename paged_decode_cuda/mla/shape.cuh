@@ -28,30 +28,31 @@ struct MlaCall : Plan {
   int32_t box_rows;               // slots of a box; 0: no bulk copies
   uint64_t copy_policy;           // of L2, for keys that come in boxes
   int32_t cluster;                // blocks of a cluster
-  int32_t slots;                  // parts that a block may leave; 0: nothing is ever cut
-  bool adds_two;                  // where a row has two parts, the cluster with the first keys adds the other one
+  int32_t slots;                  // partials that a block may leave; 0: nothing is ever cut
+  bool adds_two;                  // where a row has two partials, the cluster with the first keys adds the other one
   bool expects;                   // see MlaExpected
   MlaRecord* records;             // [clusters]
-  float* sums;                    // [parts, half, 32, 128, 4]: see mla_sums()
-  float2* ml;                     // [parts, 64]
-  unsigned long long* published;  // [parts, half]: the number of the launch when the sums of that half are there
-  int64_t parts;
+  float* sums;                    // [partials, half, 32, 128, 4]: see mla_sums()
+  float2* ml;                     // [partials, 64]
+  unsigned long long* published;  // [partials, half]: the number of the launch when the sums of that half are there
+  int64_t partial_count;
   uint32_t combine_shares;  // these two: see MlaPlan
   int32_t combine_shift;
 };
 
-PD_DEVICE unsigned long long* mla_published(const MlaCall& call, int64_t part, int half) {
-  return call.published + part * 2 + half;
+PD_DEVICE unsigned long long* mla_published(const MlaCall& call, int64_t partial, int half) {
+  return call.published + partial * 2 + half;
 }
 
-// The sums of half of the latents of a part. The 16 bytes at [j, t] are the columns 8 j + 2 (t % 4), and the next, of
-// rows t / 32 * 16 + t % 32 / 4 and 8 below: what a thread of the kernel holds.
-PD_DEVICE float4* mla_sums(const MlaCall& call, int64_t part, int half) {
-  return reinterpret_cast<float4*>(call.sums) + (part * 2 + half) * (MlaSizes::kDimV / 8 * kWarpgroup);
+// The sums of half of the latents of a partial. The 16 bytes at [j, t] are the columns 8 j + 2 (t % 4), and the next,
+// of rows t / 32 * 16 + t % 32 / 4 and 8 below: what a thread of the kernel holds.
+PD_DEVICE float4* mla_sums(const MlaCall& call, int64_t partial, int half) {
+  return reinterpret_cast<float4*>(call.sums) + (partial * 2 + half) * (MlaSizes::kDimV / 8 * kWarpgroup);
 }
 
-// A block leaves a part for an item whose first keys are another's, and one for an item that others end.
-PD_DEVICE int mla_part(const MlaCall& call, int cluster, int rank, bool first) {
+// The number of a partial. A block leaves one for an item whose first keys another block has, and one for an item whose
+// last keys others have (`first`).
+PD_DEVICE int mla_partial(const MlaCall& call, int cluster, int rank, bool first) {
   return (cluster * call.cluster + rank) * call.slots + (first && call.slots > 1 ? 1 : 0);
 }
 
@@ -62,9 +63,9 @@ struct MlaWork {
   int tile, tile_end;  // counted from the start of the request
   int behind;          // clusters that have the keys behind them
   // Bits, for the director's registers
-  bool first : 1;      // it has the first keys
-  bool two_parts : 1;  // this one and another are all: they are added in this kernel
-  bool asked : 1;      // it has the queries that are asked for before there is work
+  bool first : 1;         // it has the first keys
+  bool two_partials : 1;  // this one and another are all: they are added in this kernel
+  bool asked : 1;         // it has the queries that are asked for before there is work
   bool exists : 1;
 };
 

@@ -31,12 +31,12 @@ struct MlaSizes {
   static constexpr int kKeysAt = kQueryBytes, kWeightsAt = kKeysAt + kStages * kKeyBytes;
   static constexpr int kSharedBytes = kWeightsAt + kWeightBytes + kBlockBytes;  // its start is aligned by hand
 
-  // The kernel that adds parts: blocks on a multiprocessor, parts whose loads are on their way at once, 8 columns that
-  // a warp has of 16 rows, log2 of the warps that have all columns of 16 rows.
+  // The kernel that adds partials: blocks on a multiprocessor, partials whose loads are on their way at once, 8 columns
+  // that a warp has of 16 rows, log2 of the warps that have all columns of 16 rows.
   static constexpr int kCombineBlocks = 4, kCombineBatch = 4, kCombineSteps = 4, kShareShift = 4;
   static_assert(1 << kShareShift == kLatents / 8 / kCombineSteps);
   static constexpr int kCombineManyBlocks = 2;  // those of the kernel for many rows, on a multiprocessor
-  // There the warps of a block together add a row with more other parts than this: a warp alone would wait for four
+  // There the warps of a block together add a row with more other partials than this: a warp alone would wait for four
   // batches or more.
   static constexpr int kCombineAlone = 3 * kCombineBatch;
   static constexpr int kMostClusters = 160;  // of a grid that balances

@@ -1,8 +1,9 @@
-// Adds the parts of rows whose keys were cut, and writes them: one warp or several per row, four dimensions of it for
-// each lane. The code is short: where a call ends with it, much of its time goes into fetching instructions.
+// The combine kernel: adds the partials of rows whose keys were cut, and writes them: one warp or several per row, four
+// dimensions of it for each lane. The code is short: where a call ends with it, much of its time goes into fetching
+// instructions.
 #include "../exchange.cuh"
 #include "instances.h"
-#include "parts.cuh"
+#include "partials.cuh"
 
 namespace paged_attn {
 namespace {
@@ -16,21 +17,21 @@ struct SharedSums {
 };
 static_assert(sizeof(SharedSums) == kCombineSharedBytes, "as the host counts");
 
-// Part `first` and every step-th behind it, of `parts`.
-PD_DEVICE RowSum add_parts(const Problem& p, const PrefillCall& call, int parts, int token, int q_head, int quad,
-                           int first, int step) {
-  constexpr int kBatch = 4;  // parts whose loads are on their way together
+// The partials of splits first, first + step, ... of a row.
+PD_DEVICE RowSum sum_partials(const Problem& p, const PrefillCall& call, int splits, int token, int q_head, int quad,
+                              int first, int step) {
+  constexpr int kBatch = 4;  // partials whose loads are on their way together
   RowSum sum;
 #pragma unroll 1
-  for (; first < parts; first += kBatch * step) {
+  for (; first < splits; first += kBatch * step) {
     float2 ml[kBatch];
     float4 values[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       ml[i] = make_float2(-INFINITY, 0.f);
       values[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (first + i * step >= parts) continue;
-      const int64_t row = part_row(p, first + i * step, token, q_head);
+      if (first + i * step >= splits) continue;
+      const int64_t row = partial_index(p, first + i * step, token, q_head);
       ml[i] = call.ml[row];
       values[i] = reinterpret_cast<const float4*>(call.sums + row * p.head_dim_v)[quad];
     }
@@ -48,36 +49,36 @@ __global__ void __launch_bounds__(kCombineThreads)
   const int member = warp & (together - 1);
   const int q_heads = static_cast<int>(p.q_heads), group = static_cast<int>(p.group);
   const int quads = static_cast<int>(p.head_dim_v / 4);
-  // Blocks start one by one while those of the kernel before end. Where no keys were cut they make room at once for the
-  // next kernel's; the first one waits, so that this kernel does not end before the one before.
+  // Blocks start one by one while those of the prefill kernel end. Where no keys were cut they make room at once for
+  // those of the next kernel; the first one waits, so that this kernel does not end before the prefill kernel.
   let_successor_start();
   if (call.looks_early && blockIdx.x > 0 && load_relaxed(call.cut) == 0) return;
   wait_for_predecessor();
   const bool cut = load_relaxed(call.cut) != 0;
-  // There are no more rows than those of a few tiles for every multiprocessor.
+  // 32 bits suffice: there are no more rows than those of a few tiles for every multiprocessor.
   const int warps = static_cast<int>(p.total_q) * q_heads * together;
 #pragma unroll 1
   for (int begin = blockIdx.x * kWarps; begin < warps; begin += gridDim.x * kWarps) {
     const int row = (begin + warp) / together;
     const int token = min(row / q_heads, static_cast<int>(p.total_q) - 1), q_head = row - row / q_heads * q_heads;
     const int head = call.group.divide(q_head);
-    // A row of no request may say anything.
-    const int2 word = call.row_parts[token * q_heads + q_head];
-    const int parts = word.x > 1 ? min(word.x, call.most_parts) : 0;  // 1: the row is written
-    if (!cut) return;                                                 // only here: both are on their way together
+    // Nobody has written what row_splits says of a row that belongs to no request.
+    const int2 word = call.row_splits[token * q_heads + q_head];
+    const int splits = word.x > 1 ? min(word.x, call.most_splits) : 0;  // 1: the row is written
+    if (!cut) return;  // only here, so that the loads of both are on their way together
     Item item = {};
     item.b = min(max(word.y, 0), static_cast<int>(p.batch) - 1);
     item.q_begin = query_begin(p, item.b);
     const int first = first_token(p, item);
     const bool exists =
-        parts > 0 && row / q_heads == token && token >= first && token - first < query_length(p, item.b);
+        splits > 0 && row / q_heads == token && token >= first && token - first < query_length(p, item.b);
     item.first_row = (token - first) * group;
 #pragma unroll 1
     for (int first_quad = 0; first_quad < quads; first_quad += kWarp) {
       const int quad = first_quad + lane;
-      RowSum sum = add_parts(p, call, parts, token, q_head, min(quad, quads - 1), member, together);
+      RowSum sum = sum_partials(p, call, splits, token, q_head, min(quad, quads - 1), member, together);
       if (together > 1) {
-        __syncthreads();  // those before have been read
+        __syncthreads();  // the sums of the quads before have been read
         shared_sums.ml[warp][lane] = make_float2(sum.m, sum.l);
         shared_sums.acc[warp][lane] = make_float4(sum.acc[0], sum.acc[1], sum.acc[2], sum.acc[3]);
         __syncthreads();

@@ -3,15 +3,15 @@
 //
 // The matrix unit adds 8-bit products with fewer bits than float32 has, and cuts off what it cannot hold: a sum over
 // thousands of keys would come out too small. So it makes the sums of one tile of keys only, 64 dimensions at a time,
-// and they are added in float32. One part is made under the search for the largest scores, the other one under the
+// and they are added in float32. The first 64 are made beside the search for the largest scores, the others beside the
 // exponentials.
 //
-// In tall tiles three or four consumers have one product at a time, each under the exponentials of the others. Then
-// scores and a part of the sums are never there together, and take the same registers.
+// In tall tiles three or four consumers have one product at a time, each beside the exponentials of the others. Then
+// scores and the sums of a tile are never there together, and take the same registers.
 #pragma once
 
 #include "e4m3_products.cuh"
-#include "parts.cuh"
+#include "partials.cuh"
 #include "score_again.cuh"
 
 namespace paged_attn {
@@ -76,7 +76,7 @@ struct E4m3Consumer {
     products_commit();
   }
 
-  // Once it is there.
+  // Adds the sums of a step, once they are there, to those of all steps.
   template <int kPart>
   PD_MEMBER void add_part(const Part& part) {
 #pragma unroll
@@ -88,7 +88,7 @@ struct E4m3Consumer {
     return first_key >= item.inner_begin && first_key + kKeys <= item.inner_end;
   }
 
-  // Takes sums to references that have moved.
+  // Makes sums relative to references that have moved.
   template <int kCount>
   static PD_MEMBER void rescale(float (&sums)[kCount], const float (&factor)[2]) {
 #pragma unroll
@@ -166,8 +166,8 @@ struct E4m3Consumer {
       if (row >= item.rows) continue;
       if (work.cut) {
         const QueryRow query = query_row(p, plan, item, work.head, row);
-        const int64_t place = part_row(p, work.part, first + query.token, query.q_head);
-        if (t == 0) store_weight(plan, work, place, rows.base[r], l);
+        const int64_t place = partial_index(p, work.split, first + query.token, query.q_head);
+        if (t == 0) store_ml(plan, work, place, rows.base[r], l);
 #pragma unroll
         for (int i = 0; i < Shape::kDimV / 16; ++i) {
           const int dim = i * 16 + t * 4;
@@ -301,7 +301,7 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
     };
     if constexpr (!Shape::kOverlaps) {
       own.have_bases = false;
-      // Nobody sees a key behind the first one.
+      // The first tile may end with a step of which no row sees a key.
       int at = tile * Shape::kKeys + kStepKeys < work.item.key_end ? kSteps - 1 : 0;
 #pragma unroll 1
       for (; tile >= last_tile; --tile, at = kSteps - 1) {

@@ -21,7 +21,7 @@ struct PrefillE4m3Sizes {
   static constexpr bool kOwnDirector = false;  // no warpgroup is left for it
   static constexpr int kGatherers = 2;         // warps that copy where pages hold no box
   static constexpr int kConsumerWarps = kConsumers * kWarpgroup / 32;
-  static constexpr bool kNarrow = false;  // it is, but nothing is widened
+  static constexpr bool kNarrow = false;  // the cache has 8 bits, but is multiplied as it is
   static constexpr int kKeyStages = 3, kValueStages = 2, kTransposedStages = 3;
   static constexpr int kQueryStages = 2;
   // A consumer issues the scores of the next step beside the product of this one's weights. Without that it needs fewer

@@ -12,7 +12,7 @@ const void* prefill_kernel_e4m3(const PrefillInstance& instance, bool all_scores
 const void* prefill_kernel_narrow(const PrefillInstance& instance,
                                   bool all_scores);  // 16-bit q, 8-bit cache; see narrow_sizes.h
 
-// Adds the parts of rows whose keys were cut, one warp of a block for each row, or several.
+// Adds the partials of rows whose keys were cut, one warp of a block for each row, or several.
 constexpr int kCombineThreads = 256;  // smaller blocks are more, and take longer to start
 constexpr int kMostTogether = 4;      // warps of a row
 constexpr int kCombineSharedBytes = kCombineThreads * 24;

@@ -1,16 +1,20 @@
-// Attention of many rows on Hopper's matrix unit.
+// Attention of many rows on Hopper's matrix unit (wgmma): a persistent kernel of producer and consumer warps.
 //
-// A block has a producer warpgroup, which copies keys and values into a ring of tiles, two to four consumer warpgroups
-// of 64 rows each (a row is a token and one head of the kv_head's group), and a warp that finds what is to be done. A
-// consumer issues the product q.k of a tile, then the product of the weights of the tile before with its values, and
-// computes the weights of the tile while the latter or the products of the other consumers run (four of them fill each
-// other's waits without that). Where head_dim is above 128, or with three consumers, they take turns at issuing. Blocks
-// stay and take tile of rows after tile of rows; keys go from the last one to the first one.
+// A block has a producer warpgroup, which copies keys and values into rings of tiles, two to four consumer warpgroups
+// of 64 rows each (a row is a token and one head of the kv_head's group), and the director, a warp that finds the next
+// tile of rows and brings its queries. A consumer issues the product q.k of a tile, then the product of the weights of
+// the tile before with its values. It computes the weights of the tile while the latter, or the products of the other
+// consumers, run (four of them fill each other's waits without that). Where head_dim is above 128, or with three
+// consumers, they take turns at issuing. Blocks stay and take tile of rows after tile of rows; keys go from the last
+// one to the first one.
+//
+// To read next: shape.cuh (messages and barriers), weights.cuh (online softmax), loader.cuh (producers, the director),
+// schedule.cuh (the tile scheduler). docs/cuda.md says why it is so.
 #pragma once
 
 #include "e4m3_consumer.cuh"
 #include "loader.cuh"
-#include "parts.cuh"
+#include "partials.cuh"
 #include "score_again.cuh"
 #include "transposer.cuh"
 
@@ -44,6 +48,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
   };
   // With ALiBi weights take so long that two consumers would often compute theirs at the same time.
   const bool takes_turns = Shape::kTurns || (kFull && Shape::kOverlaps && p.alibi_slopes);
+  // The last consumer gives the first one its first turn.
   if (takes_turns && consumer + 1 == Shape::kConsumers) named_barrier_arrive(kTurn, 2 * kWarpgroup);
 
   while (true) {
@@ -51,7 +56,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
     const Work& work = control.work[slot.stage];  // read again where it is needed: registers are scarce
     if (!work.exists) break;
     await(control.queries_full[queries.stage], queries.phase);
-    const int last_tile = work.item.first_tile;
+    const int last_tile = work.item.first_tile;  // tiles go from the last keys to the first
     if (consumer * 64 >= work.item.rows) {
       // No row for this warpgroup: it only lets the stages pass.
       release(control.queries_empty[queries.stage]);
@@ -94,6 +99,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
     int tile = last_tile + work.item.tiles - 1;
 
     float factor[2], sum[2] = {0.f, 0.f};
+    // lost: sums may not be finite, so that this work is to be done once more.
     bool moved = false, have_bases = false, lost = false;
     auto finish_scores = [&]() {
       const int first_key = tile * Shape::kKeys;
@@ -146,8 +152,8 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
     };
 
     if constexpr (!Shape::kOverlaps) {
-      // Once all rows have a reference, nobody looks for the largest score first: the sums of the weights tell when
-      // some are too large. Then this warp computes its scores again.
+      // Once all rows have a reference score, a tile is not searched for its largest score first: the sums of its
+      // weights tell when some are too large. Then this warp computes its scores again.
       auto weigh_and_pack = [&]() {
         rescale();
         rows.weigh(s, sum);
@@ -181,7 +187,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
         release_keys();
         if (Shape::kQueryStages == 1 && tile == last_tile) release(control.queries_empty[queries.stage]);
       };
-      // A barrier of its own for each slot: the first consumer may be one work ahead.
+      // Each slot has a barrier of its own, as the first consumer may be one work ahead.
       const bool staggers = Shape::kStaggers && !takes_turns && work.item.rows > 64;
       if (staggers && consumer == 1) named_barrier_sync(kTurn + slot.stage, 2 * kWarpgroup);
       score();
@@ -223,7 +229,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
           await_value(rows.l[0] + rows.l[1]);
           end_values();
         } else {
-          // Then the registers of the weights before are free: new ones are packed beside the exponentials.
+          // This frees the registers of the old weights, so that new ones are packed beside the exponentials.
           end_values();
           weigh();
         }
@@ -241,9 +247,9 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
       release(control.queries_empty[queries.stage]);
       queries.advance();
     }
-    // By a vote the compiler sees that a warp branches together, and keeps the usual case close to the loop.
+    // The vote tells the compiler that the branch is uniform in a warp: it keeps the usual case close to the loop.
     if (__any_sync(~0u, work.cut)) {
-      store_part<Shape, kFull>(p, plan, work, acc, rows, first_row);
+      store_partial<Shape, kFull>(p, plan, work, acc, rows, first_row);
     } else if (Shape::kNarrow && out_dtype(p.q_dtype) == DType::kBFloat16) {
       store_rows<Shape, kFull, true>(p, plan, work, acc, rows, first_row);
     } else {
@@ -256,6 +262,45 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
   }
 }
 
+// Sets up the mbarriers, by one thread. Which threads arrive at which barrier follows from who copies keys and values.
+// askers: warps that ask for the boxes of a tile.
+template <typename Shape>
+PD_DEVICE void init_prefill_barriers(const PrefillCall& plan, PrefillControl<Shape>& control, int askers) {
+  constexpr bool kTransposes = Shape::kTransposedStages > 0;
+  const bool gathers = plan.box_rows == 0;
+  int key_copiers = gathers ? Shape::kGatherers * kWarp : askers;
+  int value_copiers = gathers ? key_copiers : kTransposes ? kWarp : Shape::kEdgeCopiers;
+  int producers = (gathers ? Shape::kGatherers : askers + Shape::kEdgeCopiers) + kTransposes;
+  if constexpr (Shape::kNarrow) {
+    key_copiers = value_copiers = Shape::kKeys;  // the lanes of a warp arrive for its 32 rows
+    producers = Shape::kWideners;
+  }
+  for (int i = 0; i < Shape::kKeyStages; ++i) {
+    barrier_init(shared_address(&control.keys_full[i]), key_copiers);
+    barrier_init(shared_address(&control.keys_empty[i]), Shape::kConsumerWarps);
+  }
+  for (int i = 0; i < Shape::kValueStages; ++i) {
+    barrier_init(shared_address(&control.values_full[i]), value_copiers);
+    barrier_init(shared_address(&control.values_empty[i]), kTransposes ? kWarp : Shape::kConsumerWarps);
+  }
+  if constexpr (kTransposes) {
+    for (int i = 0; i < Shape::kTransposedStages; ++i) {
+      barrier_init(shared_address(&control.transposed_full[i]), kWarp);
+      barrier_init(shared_address(&control.transposed_empty[i]), Shape::kConsumerWarps);
+    }
+  }
+  for (int i = 0; i < 2; ++i) {
+    control.again[i] = false;
+    barrier_init(shared_address(&control.work_full[i]), 1);
+    barrier_init(shared_address(&control.work_empty[i]), (Shape::kConsumerWarps + producers) * kWarp);
+  }
+  for (int i = 0; i < Shape::kQueryStages; ++i) {
+    barrier_init(shared_address(&control.queries_full[i]), 1);
+    barrier_init(shared_address(&control.queries_empty[i]), Shape::kConsumerWarps);
+  }
+  fence_async_proxy();
+}
+
 template <typename Shape, bool kFull>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     prefill_kernel(const __grid_constant__ Problem p, const __grid_constant__ PrefillCall plan) {
@@ -265,48 +310,15 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   static_assert(Shape::kSharedBytes + sizeof(PrefillControl<Shape>) <= 227 * 1024, "there is room");
   const uint32_t shared = (shared_address(raw) + kBlockBytes - 1) & ~(kBlockBytes - 1u);
   const bool gathers = plan.box_rows == 0;
-  // Warps that ask for the boxes of a tile, and warps that copy an edge of values in pieces.
-  constexpr int kEdgeCopiers = Shape::kOwnDirector && Shape::kColumns > 1 ? 2 : 1;
-  const int askers = plan.box_rows < kLargeBoxRows ? kEdgeCopiers : 1;
+  constexpr int kEdgeCopiers = Shape::kEdgeCopiers;
+  const int askers = plan.box_rows < kLargeBoxRows ? kEdgeCopiers : 1;  // warps that ask for the boxes of a tile
   constexpr bool kTransposes = Shape::kTransposedStages > 0;
-  if (threadIdx.x == 0) {
-    int key_copiers = gathers ? Shape::kGatherers * kWarp : askers;
-    int value_copiers = gathers ? key_copiers : kTransposes ? kWarp : kEdgeCopiers;
-    int producers = (gathers ? Shape::kGatherers : askers + kEdgeCopiers) + kTransposes;
-    if constexpr (Shape::kNarrow) {
-      key_copiers = value_copiers = Shape::kKeys;  // the lanes of a warp arrive for its 32 rows
-      producers = Shape::kWideners;
-    }
-    for (int i = 0; i < Shape::kKeyStages; ++i) {
-      barrier_init(shared_address(&control.keys_full[i]), key_copiers);
-      barrier_init(shared_address(&control.keys_empty[i]), Shape::kConsumerWarps);
-    }
-    for (int i = 0; i < Shape::kValueStages; ++i) {
-      barrier_init(shared_address(&control.values_full[i]), value_copiers);
-      barrier_init(shared_address(&control.values_empty[i]), kTransposes ? kWarp : Shape::kConsumerWarps);
-    }
-    if constexpr (kTransposes) {
-      for (int i = 0; i < Shape::kTransposedStages; ++i) {
-        barrier_init(shared_address(&control.transposed_full[i]), kWarp);
-        barrier_init(shared_address(&control.transposed_empty[i]), Shape::kConsumerWarps);
-      }
-    }
-    for (int i = 0; i < 2; ++i) {
-      control.again[i] = false;
-      barrier_init(shared_address(&control.work_full[i]), 1);
-      barrier_init(shared_address(&control.work_empty[i]), (Shape::kConsumerWarps + producers) * kWarp);
-    }
-    for (int i = 0; i < Shape::kQueryStages; ++i) {
-      barrier_init(shared_address(&control.queries_full[i]), 1);
-      barrier_init(shared_address(&control.queries_empty[i]), Shape::kConsumerWarps);
-    }
-    fence_async_proxy();
-  }
+  if (threadIdx.x == 0) init_prefill_barriers<Shape>(plan, control, askers);
   __syncthreads();
   wait_for_predecessor();
-  // Before the blocks of the combine kernel start, so that they do not take the word of another call for that of this
-  // one. The first thread of a block that lets them start speaks for all of it, so here only the one that writes may.
-  // The director says later what the word is.
+  // `cut` becomes unknown before blocks of the combine kernel start, or they would read what an earlier call left. The
+  // first thread that lets them start speaks for its whole block, so in this block only the thread that writes may. The
+  // director stores the answer later.
   const bool writes = plan.looks_early && blockIdx.x == 0;
   if (writes && threadIdx.x < kWarp) {
     if (threadIdx.x == 0) store_relaxed(plan.cut, PrefillCall::kNotYetKnown);
@@ -314,7 +326,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     __threadfence();
   }
   if (!writes || threadIdx.x == 0) let_successor_start();
-  // By the warpgroup of the director.
+  // By the four warps of the director's warpgroup.
   const auto survey = [&] {
     Scheduler<Shape> scheduler;
     const auto meet = [] { named_barrier_sync(kSurvey, kWarpgroup); };

@@ -1,9 +1,10 @@
 // The producer warps: one or two copy keys into shared memory, as many or more copy values. Where pages hold no box,
-// all gather keys and values. The director finds out what is to be done and copies queries.
+// all gather keys and values. The director finds the next work and copies its queries.
 //
-// Where a page holds whole boxes, keys come in bulk copies, and so does a tile of values that is seen entirely: a
-// masked score hides what a key that nobody sees holds, but a weight of 0 does not hide a value. Else 8 lanes copy 128
-// bytes of a row at a time, whatever the page size, and put zeros where there is nothing to see.
+// Where a page holds whole boxes, keys come in bulk copies (TMA), and so does a tile of values each of which some row
+// sees. Masking replaces the score of an unseen key, whatever it holds, but 0 times an unseen value may be NaN. So all
+// else comes in pieces (cp.async): 8 lanes copy 128 bytes of a row at a time, whatever the page size, and put zeros
+// where there is nothing to see.
 #pragma once
 
 #include "../key_places.cuh"
@@ -19,7 +20,7 @@ struct PrefillLoader {
   static constexpr int kKeys = Shape::kKeys, kColumns = kValues ? Shape::kColumnsV : Shape::kColumns;
   static constexpr int kBytes = kValues ? Shape::kValueBytes : Shape::kKeyBytes;
   static constexpr int kPieceDims = 16 / Shape::kElementBytes;
-  // Values that a warp transposes: all lanes arrive for the copies of their own.
+  // Values that the transposer reads: every lane arrives for its own copies.
   static constexpr bool kAllArrive = kValues && Shape::kTransposedStages > 0;
 
   // Up to 32 rows, piece by piece. `place`: of the key of this lane, in pieces of 16 bytes.
@@ -49,9 +50,9 @@ struct PrefillLoader {
     return kValues ? plan.value_place(place.x, place.y, head) : plan.key_place(place.x, place.y, head);
   }
 
-  // `loader`: which of the warps this is. Boxes of a tile go from row to row, all columns of a row one after the other,
-  // as they lie side by side in memory. A lane asks for one, and `askers` warps take turns at them. `loaders` warps
-  // share the rows of a tile that comes in pieces.
+  // `loader`: which of the warps this is. The boxes of a tile are numbered row by row, all columns of the same rows one
+  // after the other, as they lie side by side in memory. A lane asks for one box; `askers` warps take turns at boxes.
+  // `loaders` warps share the rows of a tile that comes in pieces.
   static PD_MEMBER void run(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control, uint32_t shared,
                             int loader, int loaders, int askers) {
     const int lane = threadIdx.x % kWarp;
@@ -123,15 +124,15 @@ struct Gatherer {
   static constexpr int kRuns = (kAllRuns + kGatherers - 1) / kGatherers;  // of a warp
   static constexpr int kLookups = (kRuns + kCopyLanes - 1) / kCopyLanes;  // of a lane
   static constexpr int kPieceDims = 16 / Shape::kElementBytes;
-  // Three warps cannot copy fast enough. Four can, and their copies had better not come all at once. So many runs are
-  // what there are registers for.
+  // Three warps are too slow, so they find all addresses of a tile before its stage is free. Four are fast enough, and
+  // their copies had better not come all at once. 6 runs: there are registers for no more.
   static constexpr bool kHurries = kGatherers == 3 && kRuns <= 6;
 
   // Where this lane's rows of a tile lie, in pieces of 16 bytes: the row of its 8 lanes in run lane % 8, and in every
   // eighth run behind it.
   struct Places {
     uint32_t keys[kLookups], values[kLookups];
-    bool whole;  // in a hurry: all rows of this warp exist, and all of their columns
+    bool whole;  // only with kHurries: all rows of this warp exist, and all of their columns
   };
 
   int lane, gatherer;
@@ -180,7 +181,7 @@ struct Gatherer {
 
   // Where a piece of this lane belongs in a tile.
   PD_MEMBER uint32_t target_of(uint32_t stage, int run) const {
-    // 4 rows further on is the other half of 8.
+    // The swizzle of a row is its number modulo 8. `below` is a multiple of 4, so to add it is to xor it there.
     const uint32_t piece = lane % kCopyLanes, below = run * kGatherers * kCopyRows;
     return stage + (row_of(0) + below) * kRowBytes + (piece ^ row_of(0) % kSwizzledRows ^ below % kSwizzledRows) * 16;
   }
@@ -273,7 +274,7 @@ struct Gatherer {
   }
 };
 
-// Rows [begin, end) of the tile, by a warp. A lane finds where one of 32 lies.
+// Copies rows [begin, end) of a tile of queries in pieces, by one warp. Each lane finds where one row of 32 lies.
 template <typename Shape>
 PD_DEVICE void copy_queries(const Problem& p, const PrefillCall& plan, const Work& work, uint32_t queries, int begin,
                             int end) {
@@ -301,7 +302,7 @@ PD_DEVICE void copy_queries(const Problem& p, const PrefillCall& plan, const Wor
   }
 }
 
-// The same in bulk: also what comes behind the rows of the tile, which nobody looks at.
+// The same by bulk copies. They also bring what lies behind the rows of the tile; nobody stores what becomes of it.
 template <typename Shape>
 PD_DEVICE void copy_query_boxes(const Problem& p, const PrefillCall& plan, const Work& work, uint32_t queries,
                                 uint32_t arrived) {
@@ -314,7 +315,7 @@ PD_DEVICE void copy_query_boxes(const Problem& p, const PrefillCall& plan, const
   }
 }
 
-// Of q's dtype.
+// The same of any dtype: where the cache is widened, 8-bit queries are too.
 template <typename Shape>
 PD_DEVICE void copy_any_queries(const Problem& p, const PrefillCall& plan, const Work& work, uint32_t queries) {
   if constexpr (Shape::kNarrow) {
@@ -324,8 +325,8 @@ PD_DEVICE void copy_any_queries(const Problem& p, const PrefillCall& plan, const
   copy_queries<Shape>(p, plan, work, queries, 0, Shape::kRows);
 }
 
-// The slot of work that is to be done once more, -1: none. The slot that comes next is empty; where nothing else is
-// left to be done (`last`), the work in the other one is awaited too.
+// The slot whose work must be done once more, or -1. The consumers are done with `slot`, which comes next. They may
+// still work on the other one, which is awaited only where no other work is left (`last`).
 template <typename Shape>
 PD_DEVICE int slot_to_repeat(PrefillControl<Shape>& control, const Ring<2>& slot, bool last) {
   Ring<2> done = slot;
@@ -336,7 +337,8 @@ PD_DEVICE int slot_to_repeat(PrefillControl<Shape>& control, const Ring<2>& slot
   return control.again[done.stage] ? done.stage : -1;
 }
 
-// Where the queries of the work in this slot go: both rings are filled in turn.
+// Where the queries of the work in this slot go: both rings are filled in turn. A single stage has another phase with
+// every work, as the number of the slot has.
 template <typename Shape>
 PD_DEVICE Ring<Shape::kQueryStages> queries_of(const Ring<2>& slot) {
   static_assert(Shape::kQueryStages <= 2);
@@ -346,7 +348,7 @@ PD_DEVICE Ring<Shape::kQueryStages> queries_of(const Ring<2>& slot) {
   return queries;
 }
 
-// Finds work after work and brings its queries.
+// The director: finds work after work, tells the other warps, and brings its queries.
 template <typename Shape>
 PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control, uint32_t shared) {
   const int lane = threadIdx.x % kWarp;
@@ -356,7 +358,7 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
   bool found = scheduler.start(p, plan, control.known, ticket, control.next);
   if (blockIdx.x == 0) {
     if (plan.looks_early) named_barrier_sync(kCutUnknown, 2 * kWarp);
-    if (lane == 0) store_relaxed(plan.cut, control.next.part_rate != Work::kWhole ? 1 : 0);
+    if (lane == 0) store_relaxed(plan.cut, control.next.split_rate != Work::kWhole ? 1 : 0);
   }
   Ring<2> slot;
   while (true) {
@@ -367,7 +369,7 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
     if (lane == 0) {
       Work& work = control.work[slot.stage];
       work = repeated < 0 ? control.next : control.work[repeated];
-      work.careful = repeated >= 0 || work.cut;  // the search fills waits that are there alone
+      work.careful = repeated >= 0 || work.cut;  // with cut keys the search takes no time: it fills waits
       const bool in_boxes = work.item.rows >= plan.query_box_rows;
       work.gathers = Shape::kGathersFirst && repeated < 0 && ticket < plan.blocks_in_grid && !in_boxes;
       if (repeated >= 0) control.again[repeated] = false;
@@ -400,11 +402,12 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
     }
     ticket = __shfl_sync(~0u, ticket, 0);
   }
-  // As many tickets are taken as there are tiles; without any, nobody takes one.
+  // As many tickets are taken as there are tiles: a block's first tile needs none, and its last ticket finds none.
+  // Whoever has the last one clears the word for the next launch. Without tiles nobody takes a ticket.
   const int all = scheduler.ends;
   const bool last = all == 0 ? blockIdx.x == 0 : ticket == all - 1 + plan.blocks_in_grid;
   if (last && lane == 0 && !plan.one_round) close_tickets(plan.tickets);
-  if (plan.parts == 0) leave_gap<Shape::kCodeGap>();  // never
+  if (plan.splits == 0) leave_gap<Shape::kCodeGap>();  // never runs, see kCodeGap
 }
 
 }  // namespace paged_attn

@@ -9,7 +9,7 @@ namespace paged_attn {
 // consumers need its registers.
 template <typename Sizes>
 struct PrefillNarrowSizes : Sizes {
-  static constexpr bool kNarrow = true;
+  static constexpr bool kNarrow = true;  // the cache has 8 bits, which are widened to 16
   static constexpr bool kFourWarpgroups = Sizes::kDim <= 128;
   static constexpr int kFirstWideners = 3;  // in the first warpgroup, beside the director
   static constexpr int kWideners = kFirstWideners + (kFourWarpgroups ? 4 : 0);

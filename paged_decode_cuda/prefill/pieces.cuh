@@ -1,11 +1,11 @@
-// Copies of 16 bytes into shared memory.
+// Copies of 16 bytes into shared memory (cp.async), and 8-bit values on their way to 16 bits.
 #pragma once
 
 #include "products.cuh"
 
 namespace paged_attn {
 
-// The copies of this warp are there, also for the matrix unit. All lanes arrive, or one for all.
+// Waits for the copies of this warp, makes them visible to wgmma and arrives: all lanes, or one for all.
 template <bool kAll>
 PD_DEVICE void arrive_after_copies(uint32_t barrier) {
   await_pieces();
@@ -21,7 +21,7 @@ PD_DEVICE uint32_t widen_pair(uint32_t word) {
   return kBf16 ? fp16_pair_to_bf16(pair) : pair;
 }
 
-constexpr int kCopyLanes = 8;  // of 128 bytes of a row
-constexpr int kCopyRows = kWarp / kCopyLanes;
+constexpr int kCopyLanes = 8;                  // copy 128 bytes of a row together
+constexpr int kCopyRows = kWarp / kCopyLanes;  // that a warp copies at a time: a run
 
 }  // namespace paged_attn

@@ -13,38 +13,39 @@
 namespace paged_attn {
 namespace {
 
-constexpr int64_t kMostParts = 32;         // that are chosen
-constexpr int64_t kMostPartsOfRounds = 8;  // the same with more than one round of tiles
-constexpr int64_t kMostRounds = 4;         // with more of them a long one is hardly longer than all
-constexpr int64_t kPartTiles = 5;          // times the multiprocessors: tiles of rows whose parts there is memory for
-constexpr int64_t kIdle = 3;  // times the tiles of rows: so many multiprocessors have nothing to do without parts
-// Then parts are short, as few are written: the first of these where tiles only read or are very few.
-constexpr int64_t kVeryFewTiles = 8, kShortPartKeys = 128, kIdlePartKeys = 256;
+constexpr int64_t kMostSplits = 32;         // of a tile of rows, where the caller names no number
+constexpr int64_t kMostSplitsOfRounds = 8;  // the same with more than one round of tiles
+constexpr int64_t kMostRounds = 4;          // with more of them a long tile hardly takes longer than all rounds
+constexpr int64_t kPartialTiles = 5;        // of rows, for each multiprocessor: their partials have memory
+// With kIdle times as many multiprocessors as tiles of rows, or more, most would be idle without splits. Then splits
+// are short, as few partials are written: kShortSplitKeys where tiles only read or are very few, else kIdleSplitKeys.
+constexpr int64_t kIdle = 3, kVeryFewTiles = 8, kShortSplitKeys = 128, kIdleSplitKeys = 256;
 // By measurement on H100s and H200s. GB/s that a multiprocessor reads: while the other one of its pair does nothing,
 // while both read, and where most of the GPU is idle.
 constexpr double kAloneRate = 60, kPairedRate = 39, kIdleRate = 42;
-constexpr double kCombineTime = 4000;  // ns, of the kernel that adds parts
-// The same where most of the GPU is idle; and there the rate at which all parts are written and read (GB/s), operations
-// of a multiprocessor in a ns, and ns that the weights of a key take for all rows of a tile.
-constexpr double kIdleCombineTime = 2800, kIdlePartRate = 6500, kIdleComputeRate = 6600, kWeightsTime = 8;
+constexpr double kCombineTime = 4000;  // ns, of the combine kernel
+// The same where most of the GPU is idle; and there the rate at which all partials are written and read (GB/s),
+// operations of a multiprocessor in a ns, and ns that the weights of a key take for all rows of a tile.
+constexpr double kIdleCombineTime = 2800, kIdlePartialRate = 6500, kIdleComputeRate = 6600, kWeightsTime = 8;
 // How long a multiprocessor alone reads, in ns: keys that are worth a cut where there are more rounds of tiles than
 // one, and what a table must have room for.
 constexpr double kLong = 30000, kMayBeLong = 60000;
-constexpr int64_t kManyParts = 8;                                   // of a row: several warps add them
-constexpr int64_t kVeryFewCombinedRows = 8, kFewCombinedRows = 12;  // times the multiprocessors
-constexpr int64_t kMostCombineBlocks = 8;  // times them: more would take long to start where nothing was cut
-constexpr double kComputeRate = 5300;      // operations of a multiprocessor in a ns
+// The combine kernel: where a row may have kManySplits, four warps add it if there are very few rows, two if few. Rows
+// and blocks are counted for each multiprocessor. More blocks would take long to start where nothing was cut.
+constexpr int64_t kManySplits = 8, kVeryFewCombinedRows = 8, kFewCombinedRows = 12, kMostCombineBlocks = 8;
+constexpr double kComputeRate = 5300;  // operations of a multiprocessor in a ns
 constexpr int64_t kMostE4m3Dims = 128;
 constexpr int64_t kUsualDim = 128, kUsualTileBytes = 128 * kUsualDim * 2;
 constexpr int64_t kShortPrompt = 4096, kTilesOfShortPrompts = 3;
 constexpr int64_t kFewWidenedRows = 32;  // take less time in the decode kernel where they leave multiprocessors idle
 
-// How the keys of tiles of rows are cut: into so many parts, where the longest tile sees so many keys; and, where
-// lengths differ, into how many in all and of one tile at most. The device, which knows the lengths, takes fewer parts
-// where they would have fewer keys than `least` each, and `least_long` where lengths differ.
+// How the keys of tiles of rows are cut: into so many splits, where the longest tile sees so many keys; and, where
+// lengths differ, into how many in all (`wanted`) and of one tile at most (`most`). The device, which knows the
+// lengths, takes fewer splits where they would have fewer keys than `least` each, and `least_long` where lengths
+// differ.
 struct Cuts {
-  int64_t parts, keys, wanted, most;
-  int64_t least = 1, least_long = kPartKeys;
+  int64_t splits, keys, wanted, most;
+  int64_t least = 1, least_long = kSplitKeys;
 };
 
 constexpr Cuts kWhole = {1, 0, 0, 1};
@@ -59,9 +60,9 @@ class CutTimes {
     key_bytes_ = static_cast<double>((p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype));
     const double operations = 2. * instance.rows * static_cast<double>(p.head_dim + p.head_dim_v);
     const double key = reads_ ? key_bytes_ / rate_ : operations / kComputeRate;  // ns
-    // A part is written and read, as float32.
-    part_bytes_ = (reads_ ? rows : instance.rows) * dims * 2 * sizeof(float);
-    part_ = part_bytes_ / rate_ / key;
+    // A partial is written and read, as float32.
+    partial_bytes_ = (reads_ ? rows : instance.rows) * dims * 2 * sizeof(float);
+    partial_ = partial_bytes_ / rate_ / key;
     combine_ = kCombineTime / key;
     idle_key_ = reads_ ? alone() : std::max(operations / kIdleComputeRate, kWeightsTime);
   }
@@ -71,24 +72,24 @@ class CutTimes {
   // How long a multiprocessor alone reads a key, in ns.
   double alone() const { return key_bytes_ / kIdleRate; }
 
-  // From how many keys on parts gain 10 %, where they are all there at the same time and most of the GPU is idle
+  // From how many keys on splits gain 10 %, where they are all there at the same time and most of the GPU is idle
   // without.
-  double least_keys_when_idle(int64_t parts) const {
-    const double count = static_cast<double>(parts);
-    return (kIdleCombineTime + tiles_ * count * part_bytes_ / kIdlePartRate) / (idle_key_ * (0.9 - 1 / count));
+  double least_keys_when_idle(int64_t splits) const {
+    const double count = static_cast<double>(splits);
+    return (kIdleCombineTime + tiles_ * count * partial_bytes_ / kIdlePartialRate) / (idle_key_ * (0.9 - 1 / count));
   }
 
-  // From how many keys on parts gain 3 % or more: rounds(1) * keys against rounds(parts) * (keys / parts + part) +
-  // combine. Not positive: never.
-  double least_keys(int64_t parts) const {
-    return (rounds(parts) * part_ + combine_) / (0.97 * rounds(1) - rounds(parts) / static_cast<double>(parts));
+  // From how many keys on splits gain 3 % or more: rounds(1) * keys against rounds(splits) * (keys / splits + partial)
+  // + combine. Not positive: never.
+  double least_keys(int64_t splits) const {
+    return (rounds(splits) * partial_ + combine_) / (0.97 * rounds(1) - rounds(splits) / static_cast<double>(splits));
   }
 
  private:
   // Rounds of tiles of rows. Where no two read the same keys, memory bounds: a round that is not full takes as long as
   // its tiles read, but no multiprocessor reads faster than it can.
-  double rounds(int64_t parts) const {
-    const double all = tiles_ * static_cast<double>(parts), full = std::floor(all / processors_);
+  double rounds(int64_t splits) const {
+    const double all = tiles_ * static_cast<double>(splits), full = std::floor(all / processors_);
     const double rest = all - full * processors_;
     if (rest == 0) return full;
     if (!reads_) return full + 1;
@@ -98,7 +99,7 @@ class CutTimes {
 
   double tiles_, processors_, rate_;  // the last: GB/s for each of them while all read
   bool reads_;
-  double key_bytes_, part_bytes_, part_, combine_, idle_key_;
+  double key_bytes_, partial_bytes_, partial_, combine_, idle_key_;
 };
 
 // Tiles of rows, if every request is as long as the longest one is said to be.
@@ -110,27 +111,27 @@ int64_t expected_tiles(const Problem& p, int rows) {
 // tiles of rows only read, though others compute.
 bool mixed(const Problem& p) { return p.cu_seqlens_q && 2 * p.total_q <= p.batch * longest_query(p); }
 
-// All tiles into as many parts: the number that pays from the fewest keys on, `most` at most.
+// All tiles into as many splits: the number that pays from the fewest keys on, `most` at most.
 Cuts cut_alike(const CutTimes& times, int64_t tiles, int64_t keys, int64_t most, int64_t processors) {
   Cuts best = kWhole;
-  for (int64_t parts = 2; parts <= pd_min(most, kMostParts); ++parts) {
-    const double from = times.least_keys(parts);
+  for (int64_t splits = 2; splits <= pd_min(most, kMostSplits); ++splits) {
+    const double from = times.least_keys(splits);
     if (from <= 0 || from > static_cast<double>(keys)) continue;
-    if (best.parts == 1 || from < static_cast<double>(best.keys))
-      best = {parts, static_cast<int64_t>(from), pd_max(parts * tiles, processors), parts};
+    if (best.splits == 1 || from < static_cast<double>(best.keys))
+      best = {splits, static_cast<int64_t>(from), pd_max(splits * tiles, processors), splits};
   }
   return best;
 }
 
-// The same where few tiles leave most multiprocessors idle: as many parts as there are multiprocessors for.
+// The same where few tiles leave most multiprocessors idle: as many splits as there are multiprocessors for.
 Cuts cut_to_fill(const Problem& p, const CutTimes& times, int64_t tiles, int64_t keys, int64_t room,
                  int64_t processors) {
-  const int64_t least = tiles <= kVeryFewTiles || times.reads() ? kShortPartKeys : kIdlePartKeys;
-  const int64_t most_written = kMostParts * kUsualDim / pd_max(p.head_dim_v, kUsualDim);
+  const int64_t least = tiles <= kVeryFewTiles || times.reads() ? kShortSplitKeys : kIdleSplitKeys;
+  const int64_t most_written = kMostSplits * kUsualDim / pd_max(p.head_dim_v, kUsualDim);
   const int64_t most = pd_min(pd_min(processors / tiles, keys / least), pd_min(most_written, room));
   double from = INFINITY;
-  for (int64_t parts = 2; parts <= most; ++parts)
-    from = std::min(from, std::max(times.least_keys_when_idle(parts), static_cast<double>(parts * least)));
+  for (int64_t splits = 2; splits <= most; ++splits)
+    from = std::min(from, std::max(times.least_keys_when_idle(splits), static_cast<double>(splits * least)));
   if (from > static_cast<double>(keys)) {
     Cuts whole = kWhole;
     whole.least_long = least;
@@ -139,35 +140,35 @@ Cuts cut_to_fill(const Problem& p, const CutTimes& times, int64_t tiles, int64_t
   return {most, static_cast<int64_t>(from), processors, most, least, least};
 }
 
-// Where one round takes all tiles, a long one alone would take longer than the others: it is cut into `most` parts.
-// Where tiles compute, parts of them have more rows to write, so there keys must be more.
+// Where one round takes all tiles, a long one alone would take longer than the others: it is cut into `most` splits.
+// Where tiles compute, partials of them have more rows to write, so there keys must be more.
 Cuts cut_in_one_round(const Problem& p, const CutTimes& times, const Cuts& alike, int64_t keys, int64_t tiles,
                       int64_t room, int64_t processors) {
-  const int64_t most = pd_min(pd_min(room, keys / alike.least_long), kMostParts);
-  if (most <= alike.parts || p.batch == 1) return alike;  // the only request has no others
-  const double from = times.reads() ? 2 * kPartKeys : kLong / times.alone();
-  const bool fits = 2 * tiles <= processors;  // all parts, with a long one cut, into one round
+  const int64_t most = pd_min(pd_min(room, keys / alike.least_long), kMostSplits);
+  if (most <= alike.splits || p.batch == 1) return alike;  // the only request has no others
+  const double from = times.reads() ? 2 * kSplitKeys : kLong / times.alone();
+  const bool fits = 2 * tiles <= processors;  // all splits, with a long one cut, into one round
   const int64_t wanted = fits ? processors : 2 * processors;
   const Cuts by_length = {1, static_cast<int64_t>(from), wanted, most, 1, alike.least_long};
-  if (alike.parts == 1) {
+  if (alike.splits == 1) {
     const bool may_differ = times.reads() || static_cast<double>(keys) >= from;
     return may_differ ? by_length : alike;
   }
   if (mixed(p) && by_length.keys < alike.keys) return by_length;
-  return {alike.parts, alike.keys, fits ? wanted : alike.wanted, most, alike.least, alike.least_long};
+  return {alike.splits, alike.keys, fits ? wanted : alike.wanted, most, alike.least, alike.least_long};
 }
 
-// With more rounds, so would a tile that is longer than what a multiprocessor reads in all of them. Half a part for
+// With more rounds, so would a tile that is longer than what a multiprocessor reads in all of them. Half a split for
 // each tile is lost by rounding up. Lengths may also be even, and then the second kernel costs 1 to 2 us for nothing.
 Cuts cut_in_rounds(const Problem& p, const CutTimes& times, const Cuts& alike, int64_t keys, int64_t tiles, int rows,
                    int64_t processors) {
   const bool may_be_long = static_cast<double>(keys) * times.alone() >= kMayBeLong;
   if (!may_be_long || !(times.reads() || mixed(p))) return alike;
-  const int64_t room = kPartTiles * processors * rows / (p.total_q * p.q_heads);
-  const int64_t most = pd_min(room, kMostPartsOfRounds);
-  if (most <= alike.parts) return alike;
-  const int64_t from = alike.parts > 1 ? alike.keys : static_cast<int64_t>(kLong / times.alone());
-  return {alike.parts, from, 3 * processors + tiles / 2, most};
+  const int64_t room = kPartialTiles * processors * rows / (p.total_q * p.q_heads);
+  const int64_t most = pd_min(room, kMostSplitsOfRounds);
+  if (most <= alike.splits) return alike;
+  const int64_t from = alike.splits > 1 ? alike.keys : static_cast<int64_t>(kLong / times.alone());
+  return {alike.splits, from, 3 * processors + tiles / 2, most};
 }
 
 // As asked for, else what pays. The kernel compares that with the lengths that it finds, as the table may be much
@@ -180,11 +181,11 @@ Cuts cuts_of(const Problem& p, int64_t tiles, const PrefillInstance& instance, c
   const int64_t likely = pd_min(tiles, expected_tiles(p, instance.rows));
   if (likely == 0) return kWhole;
   const int64_t keys = most_keys(p, instance.rows), processors = limits.processors;
-  const int64_t room = kPartTiles * processors / tiles;  // parts of each tile that there is memory for
+  const int64_t room = kPartialTiles * processors / tiles;  // splits of each tile that there is memory for
   const CutTimes times(p, likely, instance, limits);
   const Cuts alike = likely * kIdle <= processors
                          ? cut_to_fill(p, times, likely, keys, room, processors)
-                         : cut_alike(times, likely, keys, pd_min(keys / kPartKeys, room), processors);
+                         : cut_alike(times, likely, keys, pd_min(keys / kSplitKeys, room), processors);
   if (likely <= processors) return cut_in_one_round(p, times, alike, keys, likely, room, processors);
   if (likely > kMostRounds * processors) return alike;
   return cut_in_rounds(p, times, alike, keys, likely, instance.rows, processors);
@@ -237,17 +238,17 @@ PrefillInstance instance_for(const Problem& p, int processors) {
 
 // Whether the decode kernel takes less time, as rows, keys and the bytes of each are few.
 bool little_work(const Problem& p, const PrefillInstance& instance, int64_t processors) {
-  const int64_t parts = pd_min(most_keys(p, instance.rows) / kShortPartKeys, kMostParts);
-  const int64_t bytes = p.total_q * p.q_heads * parts * instance.head_dim * dtype_bytes(p.cache.dtype);
+  const int64_t splits = pd_min(most_keys(p, instance.rows) / kShortSplitKeys, kMostSplits);
+  const int64_t bytes = p.total_q * p.q_heads * splits * instance.head_dim * dtype_bytes(p.cache.dtype);
   return bytes * kFewTiles < processors * kUsualTileBytes;
 }
 
-// The kernel that adds parts. Several warps add those of a row where they may be many and rows are few. Its blocks
+// The combine kernel. Several warps add the partials of a row where they may be many and rows are few. Its blocks
 // start while those of the kernel before end, and the first multiprocessors that are free would take nearly all. So
 // each asks for so much shared memory that none of them takes more than its share, or two.
 void plan_combine(const Problem& p, const DeviceLimits& limits, PrefillPlan& plan) {
   const int64_t rows = p.total_q * p.q_heads, processors = limits.processors;
-  const bool few = plan.most_parts >= kManyParts && rows <= kFewCombinedRows * processors;
+  const bool few = plan.most_splits >= kManySplits && rows <= kFewCombinedRows * processors;
   plan.combine_warps = !few ? 1 : rows > kVeryFewCombinedRows * processors ? kMostTogether / 2 : kMostTogether;
   const int64_t blocks = pd_ceil_div(rows * plan.combine_warps, int64_t{kCombineThreads / kWarp});
   plan.combine_blocks = pd_min(blocks, kMostCombineBlocks * processors);
@@ -275,14 +276,14 @@ const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
   const PrefillInstance instance = instance_for(p, limits.processors);
   const int64_t tiles = most_tiles(p, instance.rows);
   if (tiles > INT32_MAX / 2) return "there are more tiles of rows than 32 bits count";
-  const int64_t parts = cuts_of(p, tiles, instance, limits).parts;
+  const int64_t splits = cuts_of(p, tiles, instance, limits).splits;
   // Where results must not depend on the other requests, none of the following may either.
-  if (p.deterministic && parts > 1) return "deterministic and num_splits above 1";
-  if (parts > 1 && (parts > kPartTiles * limits.processors || tiles * parts > kPartTiles * limits.processors))
+  if (p.deterministic && splits > 1) return "deterministic and num_splits above 1";
+  if (splits > 1 && (splits > kPartialTiles * limits.processors || tiles * splits > kPartialTiles * limits.processors))
     return "num_splits above 1 and more rows than it is meant for";
-  if (!p.deterministic && tiles * parts * kFewTiles < limits.processors && little_work(p, instance, limits.processors))
+  if (!p.deterministic && tiles * splits * kFewTiles < limits.processors && little_work(p, instance, limits.processors))
     return "too few tiles of rows to fill the device";
-  const int64_t busy = 2 * tiles > limits.processors ? tiles : tiles * parts;
+  const int64_t busy = 2 * tiles > limits.processors ? tiles : tiles * splits;
   if (widens(p) && has_few_rows(p, kFewWidenedRows) && (p.deterministic || 4 * busy < 3 * limits.processors))
     return "an 8-bit cache and no more rows than the decode kernel is faster for";
   return "";
@@ -298,18 +299,18 @@ PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   plan.items = tiles / p.kv_heads;
   const Cuts cuts = cuts_of(p, tiles, plan.instance, limits);
   plan.few_tiles = kIdle * tiles <= limits.processors;
-  plan.parts = cuts.parts;
-  plan.most_parts = cuts.most;
-  plan.parts_wanted = cuts.wanted;
-  plan.part_keys = cuts.keys;
-  plan.least_part_keys = cuts.least;
-  plan.least_long_part_keys = cuts.least_long;
-  plan.blocks = pd_max(pd_min(tiles * plan.most_parts, limits.processors), 1);
+  plan.splits = cuts.splits;
+  plan.most_splits = cuts.most;
+  plan.splits_wanted = cuts.wanted;
+  plan.cut_from_keys = cuts.keys;
+  plan.least_split_keys = cuts.least;
+  plan.least_long_split_keys = cuts.least_long;
+  plan.blocks = pd_max(pd_min(tiles * plan.most_splits, limits.processors), 1);
   plan.read_once = longest_query(p) * p.group <= plan.instance.rows;
   // A warp looks at as many requests at once as it has lanes. Where they have one tile of rows each, finding the first
   // tile takes no time, nor does finding that none is left. Entries of cu_seqlens_q that fall make more tiles than all
   // tokens have: then some are left out.
-  plan.one_round = !plan.read_once && p.batch <= kWarp && tiles * plan.most_parts <= plan.blocks;
+  plan.one_round = !plan.read_once && p.batch <= kWarp && tiles * plan.most_splits <= plan.blocks;
   plan_combine(p, limits, plan);
   plan.l2_keys = kL2Bytes / ((p.head_dim + p.head_dim_v) * dtype_bytes(c.dtype));
   // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere. A box begins

@@ -11,28 +11,28 @@ namespace paged_attn {
 
 struct PrefillPlan {
   PrefillInstance instance;
-  bool widens;                       // the cache has 8 bits, and its products 16
-  bool all_scores;                   // with softcap and ALiBi, which half of the instances do without
-  bool read_once;                    // no two blocks copy the same keys, as far as the host can tell
-  int32_t box_rows;                  // slots of a page that one bulk copy takes; 0: pages are too small for that
-  int64_t items;                     // tiles of rows, at most, of every kv_head
-  bool few_tiles;                    // of rows: their keys are cut unless they are very few
-  int64_t parts;                     // that the keys of every item are cut into, 1: none is
-  int64_t most_parts, parts_wanted;  // where lengths differ: of a long one, and of all
-  int64_t part_keys;                 // they are cut only where the longest item sees so many keys
-  int64_t least_part_keys;           // fewer keys have fewer parts
-  int64_t least_long_part_keys;      // the same where lengths differ
+  bool widens;                         // the cache has 8 bits, and its products 16
+  bool all_scores;                     // with softcap and ALiBi, which half of the instances do without
+  bool read_once;                      // no two blocks copy the same keys, as far as the host can tell
+  int32_t box_rows;                    // slots of a page that one bulk copy takes; 0: pages are too small for that
+  int64_t items;                       // tiles of rows, at most, of every kv_head
+  bool few_tiles;                      // of rows: their keys are cut unless they are very few
+  int64_t splits;                      // of the keys of every item; 1: none is cut
+  int64_t most_splits, splits_wanted;  // where lengths differ: of a long one, and of all
+  int64_t cut_from_keys;               // keys are cut only where the longest item sees so many
+  int64_t least_split_keys;            // of a split: fewer keys have fewer splits
+  int64_t least_long_split_keys;       // the same where lengths differ
   int64_t blocks;
-  bool one_round;         // every block has one tile of rows, or part of one, at most
-  int64_t combine_warps;  // that add the parts of a row together
+  bool one_round;         // every block has one tile of rows, or one split of one, at most
+  int64_t combine_warps;  // that add the partials of a row together
   int64_t combine_blocks;
   int combine_bytes;  // of shared memory for each of them, beside what it uses
   int64_t l2_keys;    // keys and values of so many places of one head may stay in L2
 };
 
 // Of both routes for long queries.
-constexpr int64_t kFewTiles = 6;        // times the tiles of rows that leave more idle than the decode kernel costs
-constexpr int64_t kPartKeys = 512;      // fewer are not worth a part, where multiprocessors are busy without
+constexpr int64_t kFewTiles = 6;        // times the tiles of rows: with more multiprocessors decode may be faster
+constexpr int64_t kSplitKeys = 512;     // fewer are not worth a split, where multiprocessors are busy without
 constexpr int64_t kL2Bytes = 24 << 20;  // of keys and values that all blocks read together
 
 // Softcap or ALiBi, which half of the instances do without.

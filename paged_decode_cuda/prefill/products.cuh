@@ -1,5 +1,5 @@
-// Hopper's instructions that the prefill and mla kernels need: barriers in shared memory, copies, clusters, and
-// products of a warpgroup (wgmma).
+// Hopper's instructions that the prefill and mla kernels need: barriers in shared memory (mbarrier), bulk copies (TMA),
+// clusters, and products of a warpgroup (wgmma).
 #pragma once
 
 #include <cuda.h>
@@ -28,6 +28,7 @@ PD_DEVICE void barrier_arrive_expecting(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Waits for the end of the phase whose number has this parity.
 PD_DEVICE void barrier_wait(uint32_t barrier, uint32_t phase) {
   asm volatile(
       "{\n"
@@ -61,10 +62,10 @@ PD_DEVICE bool barrier_passed(uint32_t barrier, uint32_t phase) {
   return passed != 0;
 }
 
-// How L2 shall treat what is copied, as createpolicy encodes it: as usual, or as the first to leave.
+// How L2 shall treat what is copied, as createpolicy encodes it: evict_normal, or evict_first.
 constexpr uint64_t kCopyAsUsual = 0x1000000000000000, kCopyReadOnce = 0x12f0000000000000;
 
-// Copies a box of a tensor; what lies outside of the tensor is zero.
+// Copies a box of a tensor; what lies outside of the tensor is zero. The barrier counts the bytes.
 PD_DEVICE void copy_box(uint32_t shared, const CUtensorMap& tensor, uint32_t barrier, int dim, int slot, int head,
                         int page, uint64_t policy) {
   asm volatile(
@@ -84,7 +85,7 @@ PD_DEVICE void copy_query_box(uint32_t shared, const CUtensorMap& tensor, uint32
       : "memory");
 }
 
-// A description that will be used soon.
+// Fetches a description that will be used soon.
 PD_DEVICE void prefetch_description(const CUtensorMap& tensor) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&tensor) : "memory");
 }
@@ -107,7 +108,7 @@ PD_DEVICE void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Moves registers between the warpgroups of a block.
+// Moves registers between the warpgroups of a block: each thread has kCount from then on.
 template <int kCount>
 PD_DEVICE void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
@@ -257,15 +258,17 @@ PD_DEVICE void leave_gap() {
 // ---- Products ----
 //
 // Matrices lie in shared memory as columns of 64 16-bit values: rows of 128 bytes one below the other, 8 rows (1 KiB,
-// aligned) a swizzled block, in which piece i of 16 bytes of row r is stored at place i ^ (r % 8).
+// aligned) a block of the 128-byte swizzle, in which piece i of 16 bytes of row r is stored at place i ^ (r % 8).
 
-// `column_bytes`: from one column to the next, where a product goes across columns (values, whose rows are keys).
+// The shared memory descriptor of wgmma, its addresses and distances in units of 16 bytes. `column_bytes`: from one
+// column to the next, where a product goes across columns (values, whose rows are keys).
 PD_DEVICE uint64_t matrix_descriptor(uint32_t address, int column_bytes) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   return kSwizzle128 | static_cast<uint64_t>(kBlockBytes >> 4) << 32 | static_cast<uint64_t>(column_bytes >> 4) << 16 |
          static_cast<uint64_t>((address & 0x3ffff) >> 4);
 }
 
+// The descriptor of what lies `bytes` behind.
 PD_DEVICE uint64_t advance(uint64_t descriptor, int bytes) { return descriptor + static_cast<uint64_t>(bytes >> 4); }
 
 // Before the first product of a group: what was written to registers is visible to it.
@@ -278,8 +281,8 @@ PD_DEVICE void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// The compiler does not know that a product goes on after its instruction: these say that the registers count as read
-// and written here.
+// The compiler does not know that a product goes on after its instruction. These say that the registers count as read
+// and written here, as warpgroup_fence_operand() does in CUTLASS.
 template <int kCount>
 PD_DEVICE void settle(float (&registers)[kCount]) {
 #pragma unroll
@@ -291,12 +294,12 @@ PD_DEVICE void settle(uint32_t (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
-// Else the compiler adds an address up again wherever it is used, or keeps a number in a register for long.
+// Without these the compiler adds an address up again wherever it is used, or keeps a number in a register for long.
 PD_DEVICE void settle(int& number) { asm volatile("" : "+r"(number)); }
 PD_DEVICE void settle(const char*& address) { asm volatile("" : "+l"(address)); }
 
-// Ends when a sum that is never negative is known. Without it the compiler moves a wait for products before arithmetic
-// that could run beside them.
+// Ends when `sum`, which is never negative, is known. Without this the compiler moves a wait for products before
+// arithmetic that could run beside them.
 PD_DEVICE void await_value(float sum) {
   asm volatile("{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never nanosleep.u32 0;\n}\n" ::"f"(sum)
                : "memory");

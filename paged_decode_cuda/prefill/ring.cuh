@@ -7,7 +7,9 @@
 
 namespace paged_attn {
 
-// Place in a ring of stages.
+// Place in a ring of stages. Each has two mbarriers, full and empty. Who empties waits for the phase `phase` of full,
+// who fills for `phase ^ 1` of empty: a wait for the phase before the first one ends at once, as all stages begin
+// empty.
 template <int kStages>
 struct Ring {
   int stage = 0;

@@ -1,10 +1,11 @@
-// Which tile of rows a block takes next: the long ones first, by a counter that all blocks share.
+// The tile scheduler: which tile of rows a block takes next. Long ones come first; a counter that all blocks share
+// deals them out.
 //
-// Tiles are in buckets by the number of their keys, longest first. Where lengths decide into how many parts keys are
-// cut, it is by those of a part. In a bucket tiles are ordered by request, then by sections of kv_heads whose keys L2
-// can hold, then by row tile (latest first, whose keys are the most), then by kv_head. Nobody makes a list of them: a
-// warp counts the tiles of 32 requests and walks on from where its last one was. Where tiles of rows are few for each
-// key, all this is done for some requests, then for the next ones.
+// Tiles are in buckets by the number of their keys, longest first. Where lengths decide how many splits a tile has, the
+// keys of a split count. In a bucket tiles are ordered by request, then by sections of kv_heads whose keys L2 can hold,
+// then by row tile (latest first, whose keys are the most), then by kv_head. Nobody makes a list of them: a warp counts
+// the tiles of 32 requests and walks on from where its last one was. Where each kv_head has few tiles of rows, all this
+// is done for a section of the requests, then for the next one (end_section()).
 //
 // More than 32 requests are in four groups, and the tiles of every bucket of every group, a cell, are counted once. The
 // cells are in the order of the tiles, so a warp goes straight to that of its tile.
@@ -22,12 +23,12 @@ namespace paged_attn {
 constexpr int kBucketBits = 3;                        // with more buckets a block takes longer to find its first tile
 constexpr int kFirstBucket = (1 << kBucketBits) - 1;  // of the longest tiles
 constexpr int kGroups = kWarp >> kBucketBits;         // of many requests: every lane has a cell
-constexpr float kFewRounds = 3;        // of parts: with more of them it matters little whether the last one is full
-constexpr float kMostOver = 0.125f;    // of a round
+constexpr float kFewRounds = 3;        // of splits: with more rounds it matters little whether the last one is full
+constexpr float kMostOver = 0.125f;    // of a round: rather than take so little of one more, splits are longer
 constexpr float kEvensOut = 4;         // n rounds of tiles even out one that is n * n / kEvensOut times the average
 constexpr int kSectionTiles = 32;      // of rows: with as many a kv_head has several in every bucket
 constexpr int kMostCounted = 1 << 20;  // tiles of keys: sums of them fit into 32 bits
-constexpr int kEven = -1;              // in their place: nothing is to be cut by length
+constexpr int kEven = -1;              // in place of Totals::tiles: nothing is to be cut by length
 
 // The word that is counted up must be zero before, and nobody clears it before a launch: the first block writes it
 // together with a number of this launch, the one that takes the last ticket clears it.
@@ -45,7 +46,7 @@ PD_DEVICE void await_tickets(const unsigned long long* tickets) {
   } while (static_cast<unsigned>(word >> 32) != ticket_tag());
 }
 
-// Once they are open.
+// Takes a ticket, after await_tickets().
 PD_DEVICE unsigned next_ticket(unsigned long long* tickets) { return static_cast<unsigned>(atomicAdd(tickets, 1ull)); }
 
 PD_DEVICE void close_tickets(unsigned long long* tickets) { store_relaxed(tickets, 0); }
@@ -77,15 +78,15 @@ PD_DEVICE void take_rows(const Problem& p, const Plan& plan, int tile, Item& ite
   item.tiles = item.rows == 0 ? 0 : max(0, end_tile - item.first_tile);
 }
 
-// Leaves one of the parts that the keys are cut into. It may have none.
-PD_DEVICE void take_part(Item& item, int part, int parts) {
-  const int each = (item.tiles + parts - 1) / parts, first = min(part * each, item.tiles);
+// Of the item's tiles of keys only those of one split remain. They may be none.
+PD_DEVICE void take_split(Item& item, int split, int splits) {
+  const int each = (item.tiles + splits - 1) / splits, first = min(split * each, item.tiles);
   item.first_tile += first;
   item.tiles = min(each, item.tiles - first);
 }
 
-// Walks through all tiles in their order. The lanes of one warp call everything together; each has a request. Whoever
-// has the request of a tile writes what it is where all of them see it. Call: of the kernel.
+// Walks through all tiles in their order. The lanes of one warp call everything together; each has a request. The lane
+// that has the request of a tile writes the work where all see it. Call: what the kernel is told. Known: KnownRequests.
 //
 // With more than 32 requests survey() comes first. Then start() is asked for the tile that a block begins with; find(),
 // where start() does not have it, and for every later one.
@@ -96,8 +97,8 @@ template <typename Shape>
 struct Scheduler {
   int bucket, first;  // bucket and first request of the chunk that the lanes hold
   RequestTiles own;   // of this lane's request
-  int pieces;         // of each of its tiles of rows: kv_heads times parts of keys, a head's parts being neighbours
-  int ends;           // tiles up to it, inclusive; of all lanes how many there are, once none is left
+  int pieces;         // of each of its tiles of rows: kv_heads times splits, those of a head being neighbours
+  int ends;           // tiles up to and with this lane's request; once none is left, in all lanes how many there are
   bool left;          // up to 32 requests: whether there are tiles in buckets below this one
 
   // More than 32 requests: so many warps look at them together and count the tiles of every cell. `warp`: which of them
@@ -147,11 +148,11 @@ struct Scheduler {
   template <typename Call, typename Known>
   PD_MEMBER void count_cells(const Problem& p, const Call& plan, Known& known, const Work& work, int request) {
     count_pieces(p, plan, work);
-    const int parts = parts_by_length(plan, work), group = request / known.group_size;
+    const int splits = splits_by_length(plan, work), group = request / known.group_size;
     int above = own.rows;
 #pragma unroll 1
-    for (int number = bucket_of(known.longest, own.most, parts); above > 0; --number) {
-      const int below = tiles_below(p, known, parts, number);
+    for (int number = bucket_of(known.longest, own.most, splits); above > 0; --number) {
+      const int below = tiles_below(p, known, splits, number);
       if (above > below) atomicAdd(known.cells + (kFirstBucket - number) * kGroups + group, (above - below) * pieces);
       above = below;
     }
@@ -183,7 +184,7 @@ struct Scheduler {
     return take_none(work);  // so far
   }
 
-  // Of the requests of all lanes.
+  // The totals of the requests that the lanes hold.
   template <typename Call>
   PD_MEMBER Totals own_totals() const {
     Totals totals = {__reduce_max_sync(~0u, max(own.most, 1)), 0, 0};
@@ -194,20 +195,20 @@ struct Scheduler {
     return totals;
   }
 
-  // Decides how keys are cut.
+  // Decides how keys are cut: work.split_rate, and known.longest for the buckets.
   template <typename Call, typename Known>
   PD_MEMBER void decide_cuts(const Problem& p, const Call& plan, Known& known, const Totals& totals, Work& work) {
-    int longest = totals.longest;  // tiles of keys of what is dealt
+    int longest = totals.longest;  // tiles of keys: of a tile of rows, or of a split where lengths decide
     float rate = Work::kWhole;
     if constexpr (Call::kCutsKeys) {
-      if (longest >= plan.part_tiles) {
-        if (plan.parts > 1) rate = -parts_alike(plan, longest);
-        if (totals.tiles != kEven && plan.parts_wanted > 0.f) cut_by_length(p, plan, known, totals, longest, rate);
+      if (longest >= plan.cut_from_tiles) {
+        if (plan.splits > 1) rate = -splits_alike(plan, longest);
+        if (totals.tiles != kEven && plan.splits_wanted > 0.f) cut_by_length(p, plan, known, totals, longest, rate);
       }
     }
     if (threadIdx.x % kWarp == 0) {
       known.longest = longest;
-      work.part_rate = rate;
+      work.split_rate = rate;
     }
     __syncwarp();
   }
@@ -235,117 +236,119 @@ struct Scheduler {
     return false;
   }
 
-  // Where lengths differ much: about as many parts as the host says, all of about the same length. `part`: tiles of
-  // keys of the longest. `rate`: as in a Work.
+  // Where lengths differ much: about as many splits as the host says, all of about the same length. `split_tiles`:
+  // tiles of keys of the longest one. `rate`: as Work::split_rate.
   template <typename Call, typename Known>
-  PD_MEMBER void cut_by_length(const Problem& p, const Call& plan, const Known& known, const Totals& totals, int& part,
-                               float& rate) {
+  PD_MEMBER void cut_by_length(const Problem& p, const Call& plan, const Known& known, const Totals& totals,
+                               int& split_tiles, float& rate) {
     const float all = static_cast<float>(totals.tiles), rows = static_cast<float>(totals.rows);
     const float longest = static_cast<float>(totals.longest), heads = static_cast<float>(p.kv_heads);
     const float grid = static_cast<float>(plan.blocks_in_grid), tiles_of_rows = heads * rows;
-    if (all >= 0.875f * longest * rows) return;
+    if (all >= 0.875f * longest * rows) return;  // lengths hardly differ
     // With several rounds of tiles short ones even out what a long one takes.
     if (kEvensOut * longest * rows * grid * grid <= all * tiles_of_rows * tiles_of_rows) return;
+    // For each tile of keys, less half a split for each tile of rows, which rounding up adds.
     float more =
-        fminf(__fdividef(fmaxf(plan.parts_wanted - 0.5f * tiles_of_rows, 0.f), heads * all), plan.most_part_rate);
-    float parts = fminf(longest * more, static_cast<float>(plan.most_parts));  // of the longest
-    const bool alike = parts < 1.25f * static_cast<float>(plan.parts);
+        fminf(__fdividef(fmaxf(plan.splits_wanted - 0.5f * tiles_of_rows, 0.f), heads * all), plan.most_split_rate);
+    float splits = fminf(longest * more, static_cast<float>(plan.most_splits));  // of the longest
+    const bool alike = splits < 1.25f * static_cast<float>(plan.splits);
     if (alike) {
-      parts = -rate;
-      if (parts * tiles_of_rows <= grid) return;
+      splits = -rate;
+      if (splits * tiles_of_rows <= grid) return;
     }
-    part = part_of(longest, parts);
-    const bool few = plan.parts_wanted <= kFewRounds * grid;
+    split_tiles = tiles_of_split(longest, splits);
+    const bool few = plan.splits_wanted <= kFewRounds * grid;
     if (few) {
-      // A few parts more than whole rounds of them would take a round of their own. Longer ones are fewer.
-      const float rounds = __fdividef(all_parts(p, plan, known, part_rate(part)), grid), over = rounds - floorf(rounds);
-      if (rounds > 1 && over > 0 && over <= kMostOver) ++part;
+      // A few splits more than whole rounds of them would take a round of their own. Longer ones are fewer.
+      const float rounds = __fdividef(all_splits(p, plan, known, split_rate(split_tiles)), grid),
+                  over = rounds - floorf(rounds);
+      if (rounds > 1 && over > 0 && over <= kMostOver) ++split_tiles;
     }
-    rate = few || alike ? part_rate(part) : more;
+    rate = few || alike ? split_rate(split_tiles) : more;
   }
 
-  // Tiles of keys of a part, if the longest tile of rows has so many parts.
-  PD_MEMBER static int part_of(float longest, float parts) {
-    return static_cast<int>(ceilf(__fdividef(longest, parts) - 0.001f));
+  // Tiles of keys of a split, if the longest tile of rows has so many splits.
+  PD_MEMBER static int tiles_of_split(float longest, float splits) {
+    return static_cast<int>(ceilf(__fdividef(longest, splits) - 0.001f));
   }
 
-  // Parts of a tile of keys, if no part has more than so many; whole parts stay so where this is rounded.
-  PD_MEMBER static float part_rate(int tiles) { return __fdividef(0.99999f, static_cast<float>(tiles)); }
+  // Splits for each tile of keys, if a split has so many of them. A little less, so that rounding adds no split.
+  PD_MEMBER static float split_rate(int tiles) { return __fdividef(0.99999f, static_cast<float>(tiles)); }
 
-  // Parts of all tiles of rows, as far as requests are remembered.
+  // Splits of all tiles of rows, as far as requests are remembered.
   template <typename Call, typename Known>
-  PD_MEMBER float all_parts(const Problem& p, const Call& plan, const Known& known, float rate) const {
-    int parts = 0;
+  PD_MEMBER float all_splits(const Problem& p, const Call& plan, const Known& known, float rate) const {
+    int splits = 0;
     if (p.batch <= kWarp) {
-      parts = own.rows * parts_of(plan, own.most, rate);
+      splits = own.rows * splits_of(plan, own.most, rate);
     } else {
 #pragma unroll 1
       for (int b = threadIdx.x % kWarp; b < min(static_cast<int>(p.batch), Known::kMost); b += kWarp) {
         int rows, most;
-        if (known.find(b, rows, most)) parts += rows * parts_of(plan, most, rate);
+        if (known.find(b, rows, most)) splits += rows * splits_of(plan, most, rate);
       }
     }
-    return static_cast<float>(__reduce_add_sync(~0u, parts)) * static_cast<float>(p.kv_heads);
+    return static_cast<float>(__reduce_add_sync(~0u, splits)) * static_cast<float>(p.kv_heads);
   }
 
-  // Into how many parts every tile of rows is cut, if the longest one sees so many tiles of keys.
+  // Splits of every tile of rows where all have the same number, if the longest one sees so many tiles of keys.
   template <typename Call>
-  PD_MEMBER static float parts_alike(const Call& plan, int longest) {
-    const float worth = floorf(static_cast<float>(longest) * plan.parts_of_tile);
-    return fminf(fmaxf(worth, 1.f), static_cast<float>(plan.parts));
+  PD_MEMBER static float splits_alike(const Call& plan, int longest) {
+    const float worth = floorf(static_cast<float>(longest) * plan.splits_per_tile);
+    return fminf(fmaxf(worth, 1.f), static_cast<float>(plan.splits));
   }
 
-  // Into how many parts so many tiles of keys are cut.
+  // Splits of so many tiles of keys.
   template <typename Call>
-  PD_MEMBER static int parts_of(const Call& plan, int tiles, float rate) {
-    return max(1, min(static_cast<int>(ceilf(static_cast<float>(tiles) * rate)), plan.most_parts));
+  PD_MEMBER static int splits_of(const Call& plan, int tiles, float rate) {
+    return max(1, min(static_cast<int>(ceilf(static_cast<float>(tiles) * rate)), plan.most_splits));
   }
 
-  // Into how many parts lengths cut the keys of this lane's tiles; 1 where they do not decide.
+  // Splits of each of this lane's tiles of rows where lengths decide; 1 where they do not.
   template <typename Call>
-  PD_MEMBER int parts_by_length(const Call& plan, const Work& work) const {
+  PD_MEMBER int splits_by_length(const Call& plan, const Work& work) const {
     if constexpr (Call::kCutsKeys) {
-      return parts_of(plan, own.most, work.part_rate);
+      return splits_of(plan, own.most, work.split_rate);
     } else {
       return 1;
     }
   }
 
-  // Into how many parts they are cut.
+  // Splits of each of this lane's tiles of rows.
   template <typename Call>
-  PD_MEMBER int parts(const Call& plan, const Work& work) const {
+  PD_MEMBER int splits(const Call& plan, const Work& work) const {
     if constexpr (Call::kCutsKeys) {
-      if (work.part_rate < 0.f) return static_cast<int>(-work.part_rate);
+      if (work.split_rate < 0.f) return static_cast<int>(-work.split_rate);
     }
-    return parts_by_length(plan, work);
+    return splits_by_length(plan, work);
   }
 
-  // Once it is known how keys are cut.
+  // After decide_cuts().
   template <typename Call>
   PD_MEMBER void count_pieces(const Problem& p, const Call& plan, const Work& work) {
-    pieces = static_cast<int>(p.kv_heads) * parts(plan, work);
+    pieces = static_cast<int>(p.kv_heads) * splits(plan, work);
   }
 
-  // Of a tile of rows: one of its kv_heads and parts.
+  // Takes one kv_head and split of a tile of rows.
   template <typename Call>
   PD_MEMBER void take_piece(const Call& plan, int piece, Work& work) const {
     work.exists = true;
     work.head = piece;
-    work.part = 0;
+    work.split = 0;
     work.cut = false;
-    if (!Call::kCutsKeys || work.part_rate == Work::kWhole) return;
-    work.parts = parts(plan, work);
-    work.cut = work.parts > 1;
-    work.head = piece / work.parts;
-    work.part = piece - work.head * work.parts;
-    take_part(work.item, work.part, work.parts);
+    if (!Call::kCutsKeys || work.split_rate == Work::kWhole) return;
+    work.splits = splits(plan, work);
+    work.cut = work.splits > 1;
+    work.head = piece / work.splits;
+    work.split = piece - work.head * work.splits;
+    take_split(work.item, work.split, work.splits);
   }
 
-  // A section is what is walked through from the longest tiles to the shortest: all requests. But where a kv_head has
-  // few tiles of rows, every round of tiles would read all keys from memory. Then a section is as many requests from
-  // this one on as have their keys in L2, if each of them has tiles for half of the blocks. They may fill it, twice
-  // what l2_keys says: with smaller ones blocks wait for each other's keys. This forgets the requests that belong to
-  // later ones.
+  // A section is what is walked through from the longest tiles to the shortest: as a rule, all requests. But where a
+  // kv_head has few tiles of rows, every round of tiles would read all keys from memory. Then a section is as many
+  // requests from the first one on as have their keys in L2, if each of them has tiles for half of the blocks. They may
+  // fill L2, twice what l2_keys says: with smaller sections blocks wait for each other's keys. end_section() forgets
+  // the requests of later sections.
   template <typename Call>
   PD_MEMBER void end_section(const Problem& p, const Call& plan) {
     const int lane = threadIdx.x % kWarp;
@@ -389,24 +392,24 @@ struct Scheduler {
     first = request;
   }
 
-  // Tiles of keys from which on a row tile is in a bucket.
+  // From how many tiles of keys on a row tile is in a bucket.
   PD_MEMBER static int bucket_bound(int longest, int number) {
     return (longest * number + (1 << kBucketBits) - 1) >> kBucketBits;
   }
 
   // The bucket of a row tile of so many tiles of keys.
-  PD_MEMBER static int bucket_of(int longest, int tiles, int parts) {
-    int number = min(static_cast<int>(__fdividef(tiles << kBucketBits, longest * parts)), kFirstBucket);
+  PD_MEMBER static int bucket_of(int longest, int tiles, int splits) {
+    int number = min(static_cast<int>(__fdividef(tiles << kBucketBits, longest * splits)), kFirstBucket);
 #pragma unroll 1
-    while (number < kFirstBucket && tiles >= bucket_bound(longest, number + 1) * parts) ++number;
+    while (number < kFirstBucket && tiles >= bucket_bound(longest, number + 1) * splits) ++number;
     return number;
   }
 
   // Row tiles of this lane's request that lie in buckets below this one.
   template <typename Known>
-  PD_MEMBER int tiles_below(const Problem& p, const Known& known, int parts, int number) const {
+  PD_MEMBER int tiles_below(const Problem& p, const Known& known, int splits, int number) const {
     if (number > kFirstBucket) return own.rows;
-    const int bound = bucket_bound(known.longest, number) * parts;
+    const int bound = bucket_bound(known.longest, number) * splits;
     if (own.most < bound) return own.rows;
     if (own.rows <= 1 || number == 0 || p.window_right < 0 || p.window_left >= 0 || p.attention_chunk > 0) return 0;
     // Causal: the number of keys falls by kRows / group from one row tile to the one before.
@@ -419,7 +422,7 @@ struct Scheduler {
   template <typename Call, typename Known>
   PD_MEMBER void count(const Problem& p, const Call& plan, const Known& known, const Work& work, int before) {
     const int above = own.below;
-    own.below = tiles_below(p, known, parts_by_length(plan, work), bucket);
+    own.below = tiles_below(p, known, splits_by_length(plan, work), bucket);
     own.in_bucket = above - own.below;
     left = __any_sync(~0u, own.below > 0);
     ends = before;
@@ -461,7 +464,7 @@ struct Scheduler {
       if (request >= 0) {
         hold(p, plan, known, request);
         count_pieces(p, plan, work);
-        own.below = tiles_below(p, known, parts_by_length(plan, work), bucket + 1);
+        own.below = tiles_below(p, known, splits_by_length(plan, work), bucket + 1);
       }
       if constexpr (Call::kHasSections) {
         if (bucket == kFirstBucket) end_section(p, plan);
@@ -479,7 +482,7 @@ struct Scheduler {
     work.item = request_item(p, plan, first + threadIdx.x % kWarp);
     int tile = 0, piece = index - (ends - own.in_bucket * pieces);
     if (own.rows > 1) {
-      const int together = max(1, plan.l2_keys / max(work.item.kv_len, 1)) * parts(plan, work);
+      const int together = max(1, plan.l2_keys / max(work.item.kv_len, 1)) * splits(plan, work);
       int section_pieces = pieces, section_begin = 0;
       if (together < pieces) {
         const int section = piece / (together * own.in_bucket);

@@ -1,4 +1,4 @@
-// Scores that a warp computes once more, by itself.
+// Scores that a warp computes once more, by itself (mma), where a guess gave too large weights: see weights.cuh.
 #pragma once
 
 #include "../matrices.cuh"

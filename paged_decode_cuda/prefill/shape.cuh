@@ -12,16 +12,19 @@ namespace paged_attn {
 template <typename Type_, typename Sizes>
 struct PrefillShape : Sizes {
   using Type = Type_;
-  // bf16 holds weights as large as float32 does. So once all rows of a warp have a reference, nobody looks for the
-  // largest score: the sums of the weights tell afterwards when it is to be moved. See PrefillRows.
+  // bf16 holds weights as large as float32 does. So once all rows of a warp have a reference score, tiles are no longer
+  // searched for their largest score: the sum of a tile's weights tells afterwards whether the reference score must
+  // move. See PrefillRows::move_base_late().
   static constexpr bool kMovesLate = IsBf16<Type>::value && requires { requires Sizes::kSkipsSearch; };
   static constexpr bool kShortTiles = requires { requires Sizes::kShortTiles; };  // not all sizes say so
-  // Where queries do not come in boxes the consumers copy those of a block's first work, which they would wait for: one
-  // warp takes long, and four have nothing else to do. With short tiles the director has registers to be fast enough.
+  // Where queries do not come in boxes, the consumers themselves copy those of a block's first work: they would wait
+  // for them anyway, and one warp takes long. With short tiles the director has registers enough to be as fast.
   static constexpr bool kGathersFirst = Sizes::kTransposedStages == 0 && !Sizes::kNarrow && !kShortTiles;
-  // Of two consumers that do not take turns the second one begins behind the first scores of the first. If both began
-  // at once, some would go on at once, and nothing would run beside their weights.
+  // Of two consumers that do not take turns, the second begins when the first has its first scores. If both began at
+  // once they would stay in step, and no product would run while they compute weights (docs/cuda.md).
   static constexpr bool kStaggers = Sizes::kConsumers == 2 && requires { requires !Sizes::kTurns; };
+  // Warps that copy values in pieces, at the edges of what is seen.
+  static constexpr int kEdgeCopiers = Sizes::kOwnDirector && Sizes::kColumns > 1 ? 2 : 1;
   // Instructions between the director's code and that of the loaders. With them the loops of the loaders lie where the
   // loop of the consumers leaves the instruction cache free (docs/cuda.md). Measured at head_dim 128 and 192.
   static constexpr int kCodeGap = !Sizes::kOwnDirector ? 0 : Sizes::kDim == 192 ? 218 : 184;
@@ -32,42 +35,41 @@ struct PrefillCall : Plan {
   static constexpr bool kHasSections = true, kCutsKeys = true;
   CUtensorMap keys, values;  // of the cache: [page, kv_head, slot, dim] from the slowest to the fastest
   CUtensorMap queries;       // [batch, token, kv_head, head of its group, dim]
-  int32_t query_box_rows;    // so many rows of a tile or more come as a box of queries
+  int32_t query_box_rows;    // tiles of so many rows or more get their queries in a box
   uint64_t copy_policy;      // of L2, for keys and values
   int32_t box_rows;          // slots of a box; 0: no bulk copies
   int32_t blocks_in_grid;
-  bool one_round;               // no block has a second tile of rows, or part of one
-  int32_t l2_keys;              // of one head, that L2 keeps
-  unsigned long long* tickets;  // one word
-  // The keys of a tile of rows are cut into so many parts, if the longest tile of rows has part_tiles tiles of keys or
-  // more, but not into more than parts_of_tile for each of them. Where lengths differ, long ones are cut into more and
-  // short ones into fewer: about parts_wanted of all tiles of rows, most_parts of one at most, and most_part_rate of
-  // each tile of keys. Then the sums of every row of each wait for the combine kernel: [most_parts, tokens, q_heads,
-  // head_dim_v], and [most_parts, tokens, q_heads] references and weights.
-  int32_t parts, most_parts, part_tiles;
-  float parts_of_tile, parts_wanted, most_part_rate;
-  unsigned long long* cut;  // whether keys were cut: 0, 1, or kNotYetKnown
+  bool one_round;               // no block has a second tile of rows, or split of one
+  int32_t l2_keys;              // of one head, that L2 keeps with their values
+  unsigned long long* tickets;  // one word, which counts the tiles of rows that were taken: see schedule.cuh
+  // Split-KV. Keys are cut where the longest tile of rows sees cut_from_tiles tiles of keys or more: those of each tile
+  // of rows into `splits`, but no more than splits_per_tile for each tile of keys. Where lengths differ, long requests
+  // have more splits and short ones fewer: about splits_wanted in all, most_splits of a tile of rows at most, and
+  // most_split_rate for each tile of keys. The partials of cut rows wait in `sums` and `ml` for the combine kernel.
+  int32_t splits, most_splits, cut_from_tiles;
+  float splits_per_tile, splits_wanted, most_split_rate;
+  unsigned long long* cut;  // whether any keys were cut: 0, 1, or kNotYetKnown
   static constexpr unsigned long long kNotYetKnown = 2;
-  int2* row_parts;        // [tokens, q_heads]: into how many parts, if so, and of which request the row is
-  bool looks_early;       // whether the blocks of that kernel ask if keys were cut before they wait for this one
-  int32_t combine_warps;  // of that kernel, for each row: 1, 2 or 4
-  float* sums;
-  float2* ml;
+  int2* row_splits;       // [tokens, q_heads], where any were cut: how many splits the row has, and its request
+  bool looks_early;       // whether blocks of the combine kernel read `cut` before they wait for the end of this kernel
+  int32_t combine_warps;  // of the combine kernel, for each row: 1, 2 or 4
+  float* sums;            // [most_splits, tokens, q_heads, head_dim_v]
+  float2* ml;             // [most_splits, tokens, q_heads]: reference scores and sums of weights
 };
 
-// What a block works on: a tile of rows of one request and kv_head, and a part of its keys.
+// What a block works on: a tile of rows of one request and kv_head, and all of its keys or one split of them.
 struct Work {
   static constexpr float kWhole = 0.f;  // no keys are cut
   Item item;
-  int head, part, parts;
-  float part_rate;  // parts for each tile of keys; kWhole; or below 0: every tile of rows has -part_rate parts
-  bool cut;         // its sums are those of a part
+  int head, split, splits;
+  float split_rate;  // splits for each tile of keys; kWhole; or below 0: every tile of rows has -split_rate splits
+  bool cut;          // it has one of several splits: its sums are a partial
   bool exists;
   bool gathers;  // the consumers copy their queries themselves
-  bool careful;  // done once more, since some weights were too large: the largest score is looked for in every tile
+  bool careful;  // every tile is searched for its largest score: keys are cut, or weights were too large the first time
 
   // It has all of its keys, where those of others are cut. The combine kernel has to be told.
-  PD_MEMBER bool says_whole() const { return !cut && part_rate != kWhole; }
+  PD_MEMBER bool says_whole() const { return !cut && split_rate != kWhole; }
 };
 
 // The tiles of rows of a request.
@@ -95,7 +97,7 @@ struct KnownRequests {
   static constexpr int kMost = kRemembered;
   static constexpr int kKeyBits = 20;  // of a word, for tiles of keys; those of rows have the rest
   static constexpr uint32_t kUnknown = ~0u;
-  int longest;  // tiles of keys of the longest row tile or part of one
+  int longest;  // tiles of keys of the longest tile of rows or split of one
   // With more than 32 requests: the tiles up to the end of each cell (see schedule.cuh), and requests of a group.
   int cells[kWarp], group_size;
   Totals totals[4];  // of those that each warp has looked at
@@ -136,7 +138,8 @@ struct TransposedBarriers {
 template <>
 struct TransposedBarriers<0> {};
 
-// Named barriers; 0 is that of the whole block. Behind kTurn, whose turn it is to issue, lie those of the consumers.
+// Named barriers; 0 is __syncthreads(). kTurn + i: it is the turn of consumer i to issue; or, where consumers stagger,
+// the first scores of the work in slot i are done. kTurn + kConsumers + i: the threads of consumer i meet.
 constexpr int kSurvey = 1, kTurn = 2, kCutUnknown = 15;
 
 // Barriers and messages, outside of the dynamic part.
@@ -146,8 +149,8 @@ struct PrefillControl : TransposedBarriers<Shape::kTransposedStages> {
   uint64_t values_full[Shape::kValueStages], values_empty[Shape::kValueStages];
   uint64_t queries_full[Shape::kQueryStages], queries_empty[Shape::kQueryStages];
   uint64_t work_full[2], work_empty[2];
-  Work work[2], next;        // the next one waits for a place
-  bool again[2];             // a consumer asks for this work once more
+  Work work[2], next;        // next: found by the director, and not yet in its slot
+  bool again[2];             // some consumer asks that the work of this slot be done once more
   KnownRequests<352> known;  // no block has room for more than 360
 };
 

@@ -5,8 +5,8 @@
 // order: place 16 h + 4 t + 2 a + e is key 16 h + 8 a + 2 t + e. That is also how a transposing load leaves keys with
 // the lanes, so weights and values meet without any shuffle.
 //
-// Nor is the order of dimensions theirs: of 16, the even ones are rows 0 to 7 and the odd ones rows 8 to 15. So a
-// thread has sums of four neighbours, and stores meet no bank twice.
+// The order of dimensions is another one too: of 16, the even ones are rows 0 to 7 and the odd ones rows 8 to 15. So a
+// thread has sums of four neighbours, and stores have no bank conflicts.
 #pragma once
 
 #include "../matrices.cuh"

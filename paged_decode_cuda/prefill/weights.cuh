@@ -1,4 +1,8 @@
 // Rows of a consumer warpgroup: from their scores of a tile of keys to weights, from sums to what is stored.
+//
+// This is online softmax, but for the running maximum. In its place a row has a reference score near its largest one,
+// and weights are exp2(score - reference). It moves only where a later score is far above it, so sums are hardly ever
+// multiplied (docs/cuda.md).
 #pragma once
 
 #include "../rows.cuh"
@@ -6,7 +10,7 @@
 
 namespace paged_attn {
 
-// What takes scores of a row back, where its queries were divided by a power of two.
+// The factor of a row's scores where its queries were divided by a power of two: that, and without kFull the scale too.
 template <bool kDivided>
 struct RowFactors {};
 template <>
@@ -25,7 +29,7 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
   // 8-bit weights have few small values: the largest of a row is 16 to 256, of 448 that there are. float16 is short of
   // bits below 2^-14, and the keys with such weights may be very many: the largest is 2^7 to 2^15.
   static constexpr bool k8Bit = __is_same(typename Shape::Type, E4m3), kBf16 = IsBf16<typename Shape::Type>::value;
-  // Log2 units: so far below the largest score is its reference, and a score so far above its reference moves it.
+  // In log2 units: how far a new reference is below the largest score, and how far above it a score must be to move it.
   static constexpr float kBelow = k8Bit ? 4.f : kBf16 ? 0.f : PD_HALF_BELOW;
   static constexpr float kFar = k8Bit ? 8.f : kBelow + 8.f;
 
@@ -41,7 +45,7 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
   PD_MEMBER void start(const Problem& p, const Call& plan, const Work& work, int first_row) {
     const Item& item = work.item;
     natural_scale = score_scale(p, item.b, work.head);
-    // Otherwise the largest score is not that of the largest q.k; see score().
+    // Where scores are no positive multiples of q.k, score() computes them, and log2 e is left.
     scale = !kFull && natural_scale > 0.f ? natural_scale * PD_LOG2E : PD_LOG2E;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -56,12 +60,12 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
     find_ranges(p, plan, item, first_row);
   }
 
-  // A row that exists; 0 where none does.
+  // Row r of this thread, or the last one that exists; 0 where none does.
   static PD_MEMBER int row_of(const Item& item, int first_row, int r) {
     return min(first_row + r * 8, max(item.rows - 1, 0));
   }
 
-  // Again where there are no registers to keep them.
+  // The keys that each row sees. Called again where there are no registers to keep them.
   template <typename Call>
   PD_MEMBER void find_ranges(const Problem& p, const Call& plan, const Item& item, int first_row) {
 #pragma unroll
@@ -72,7 +76,7 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
     }
   }
 
-  // Divided queries give smaller scores.
+  // factor[r]: what the queries of row r were divided by.
   PD_MEMBER void scale_rows(const float (&factor)[2]) {
     for (int r = 0; r < 2; ++r) this->factor[r] = kFull ? factor[r] : factor[r] * scale;
   }
@@ -83,6 +87,7 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
     return scale;
   }
 
+  // -inf where a row does not see a key.
   PD_MEMBER void mask(float (&s)[kKeys / 2], int first_key) const {
     const int column = first_key + threadIdx.x % 4 * 2;
 #pragma unroll
@@ -140,8 +145,8 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
     }
   }
 
-  // The reference of a row moves only when a score of the tile is far above it, so weights may exceed 1. True when that
-  // of a row of this warp has moved; then `factor` takes earlier sums to the new one.
+  // Moves references where a score of the tile is far above one, so weights may exceed 1. True when that of a row of
+  // this warp has moved; then `factor` takes earlier sums to the new one.
   PD_MEMBER bool move_base(const float (&s)[kKeys / 2], float (&factor)[2], float far_above = kFar) {
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
@@ -162,8 +167,8 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
     return moved;
   }
 
-  // The same once all rows have a reference, from the sums of the weights of the tile before: these may be as large as
-  // they like, as long as sums of their products with values stay finite. True in `lost` when that is not sure.
+  // The same once all rows have a reference, by the sums of the weights of the tile before. They may be as large as
+  // they like, as long as sums of their products with values stay finite. `lost` becomes true when that is not sure.
   PD_MEMBER bool move_base_late(const float (&sum)[2], float (&factor)[2], bool& lost) {
     constexpr float kMost = 0x1p20f, kSure = 0x1p40f;
     const bool moved = __any_sync(~0u, fmaxf(sum[0], sum[1]) > kMost);
@@ -188,7 +193,8 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
   // Whether every row of this warp has a reference.
   PD_MEMBER bool have_bases() const { return !__any_sync(~0u, base[0] == -INFINITY || base[1] == -INFINITY); }
 
-  // Whether weights of some row of this warp are too large for their type, or no numbers.
+  // Whether weights of some row of this warp may be too large for their type (e4m3 ends at 448, float16 at 2^16), or
+  // are no numbers.
   static PD_MEMBER bool too_large(const float (&sum)[2]) {
     constexpr float kMost = k8Bit ? 448.f : 32768.f;
     return __any_sync(~0u, !(sum[0] <= kMost && sum[1] <= kMost));
@@ -206,7 +212,8 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
     l[1] += sum[1];
   }
 
-  // The same from q.k at once, where may_guess() says so.
+  // From q.k to weights at once, by the references that there are, where may_guess() says so. too_large() has to be
+  // asked before `sum` is added.
   PD_MEMBER void guess(float (&s)[kKeys / 2], float (&sum)[2]) const {
     sum[0] = sum[1] = 0.f;
 #pragma unroll
@@ -216,7 +223,7 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
     }
   }
 
-  // `sum`: of this thread's weights, not yet added.
+  // From scores to weights. `sum`: of this thread's weights, not yet added.
   PD_MEMBER void weigh(float (&s)[kKeys / 2], float (&sum)[2]) const {
     float shift[2];
     sum[0] = sum[1] = 0.f;
@@ -230,7 +237,7 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
   }
 };
 
-// Of the four lanes of a row.
+// The sum over the four lanes of a row.
 PD_DEVICE float row_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);

@@ -1,6 +1,6 @@
 // The producer warps of an 8-bit cache whose products are of 16 bits. Each copies pieces of keys and values as they are
-// into slots of its own, and takes them up one unit of rows later: as float16, which holds every e4m3 and e5m2 value
-// exactly. Queries become float16 as well.
+// into slots of its own. One unit of 32 rows later it widens them, from its slots to the tile: to float16, which holds
+// every e4m3 and e5m2 value exactly. Queries become float16 as well.
 //
 // Every page size is as fast as another: a lane looks up a key of its own, two units ahead. What nobody sees becomes
 // zero.
@@ -17,7 +17,7 @@ constexpr int kWidenLanes = kColumn / kPieceValues;  // of a row of a column
 constexpr int kRunRows = kWarp / kWidenLanes;        // that a warp widens at a time
 static_assert(kRunRows == 8, "a block of the swizzle");
 
-// 16 values become two pieces of a row, at the two places of a pair.
+// Stores 16 values as float16: two pieces of a row, the lower 8 values at `target`.
 template <typename Stored>
 PD_DEVICE void store_widened(uint32_t target, uint32_t other, const uint32_t (&words)[4]) {
   uint32_t pairs[8];
@@ -46,7 +46,7 @@ struct Widener {
                     kWarps < kOfTile,
                 "see widen_work()");
 
-  // Of this warp, the same for all its lanes.
+  // The number of this warp among the wideners, the same for all its lanes.
   static PD_MEMBER unsigned widener() {
     const unsigned warp = __shfl_sync(~0u, static_cast<unsigned>(this_thread()) / kWarp, 0);
     return warp < Shape::kFirstWideners ? warp : warp - Shape::kConsumerWarps - 1;
@@ -92,7 +92,8 @@ struct Widener {
     commit_pieces();
   }
 
-  // Takes up the oldest run that was asked for. Its first row is to stand at `target`.
+  // Widens the oldest run that was asked for. `target`, `other`: where the two pieces of this lane belong in a unit's
+  // first run.
   static PD_MEMBER void widen(bool values, int run, uint32_t slots, uint32_t target, uint32_t other) {
     await_batches<kStagedRuns - 1>();
     uint32_t words[kColumns][4];
@@ -109,9 +110,10 @@ struct Widener {
     }
   }
 
-  // Of one work. `unit`: the first one for this warp, then that of the next work. `before`: tiles of the works before.
-  // A wait tells two rounds of a stage apart, not more. So no warp may come to a stage two rounds early: here its unit
-  // before, which is kWarps units back also across works, has waited for the consumers to be near enough.
+  // Widens the units of this warp in one work. `unit`: the first of them, then the first of the next work. `before`:
+  // tiles of the works before. A wait tells two rounds of a stage apart (parity), not more. So no warp may come to a
+  // stage two rounds early. None does: its unit before, which is kWarps units back also across works, has waited for
+  // the consumers to be near enough.
   static PD_MEMBER void widen_work(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control,
                                    uint32_t shared, const Work& work, unsigned before, unsigned& unit) {
     const unsigned lane = static_cast<unsigned>(this_thread()) % kWarp;

@@ -148,26 +148,26 @@ PD_DEVICE void weigh(const float (&s)[Shape::kRowTiles][Shape::kKeys / 2], LaneR
   }
 }
 
-// Weights of a tile that all rows see whole, by the references that they have. Those of some keys are computed between
-// the products of the next ones. False where a weight is too large: then nothing has happened.
+// Weights of a tile that all rows see whole, by the references that they have. Those of one group of keys are computed
+// between the products of the next group. False where a weight is too large: then no sum has changed.
 template <typename Shape>
 PD_DEVICE bool guess_weights(uint32_t shared, uint32_t stage, const Queries<Shape>& queries, LaneRows<Shape>& rows,
                              Weights<Shape>& weights) {
   constexpr int kGroup = Shape::kGroup, kGroups = Shape::kKeys / kGroup, kTiles = Shape::kRowTiles;
   constexpr int kSlots = Shape::kDim / 16 * (kGroup / 16);
-  constexpr int kParts = kGroup / 4 * kTiles;  // pairs of weights of a group
-  constexpr int kMost = kParts / kSlots + 1;
+  constexpr int kWeightPairs = kGroup / 4 * kTiles;  // pairs of weights of a group
+  constexpr int kMost = kWeightPairs / kSlots + 1;
   float s[2][kTiles][kGroup / 2], sum[kTiles][2], pairs[kMost][2];
   clear(s[0]);
   clear(sum);
-  auto raise = [&](int group, int part, float (&pair)[2]) {
-    const int i = part % kTiles, j = part / kTiles;
+  auto exponentiate = [&](int group, int index, float (&pair)[2]) {
+    const int i = index % kTiles, j = index / kTiles;
 #pragma unroll
     for (int e = 0; e < 2; ++e)
       pair[e] = fast_exp2(fmaf(s[group % 2][i][2 * j + e], rows[i].scale, -rows[i].base[j % 2]));
   };
-  auto add = [&](int group, int part, const float (&pair)[2]) {
-    const int i = part % kTiles, j = part / kTiles;
+  auto add = [&](int group, int index, const float (&pair)[2]) {
+    const int i = index % kTiles, j = index / kTiles;
     sum[i][j % 2] += pair[0] + pair[1];
     weights[group * (kGroup / 16) + j / 4][i][j % 4] = pack_pair<IsBf16<typename Shape::Type>::value>(pair[0], pair[1]);
   };
@@ -176,20 +176,20 @@ PD_DEVICE bool guess_weights(uint32_t shared, uint32_t stage, const Queries<Shap
       [&](int group, int slot, bool after) {
         if (slot == 0 && !after && group > 0) clear(s[group % 2]);
         if (group == 0) return;
-        const int begin = slot * kParts / kSlots, end = (slot + 1) * kParts / kSlots;
+        const int begin = slot * kWeightPairs / kSlots, end = (slot + 1) * kWeightPairs / kSlots;
 #pragma unroll
-        for (int part = begin; part < end; ++part) {
+        for (int index = begin; index < end; ++index) {
           if (after) {
-            add(group - 1, part, pairs[part - begin]);
+            add(group - 1, index, pairs[index - begin]);
           } else {
-            raise(group - 1, part, pairs[part - begin]);
+            exponentiate(group - 1, index, pairs[index - begin]);
           }
         }
       });
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    raise(kGroups - 1, part, pairs[0]);
-    add(kGroups - 1, part, pairs[0]);
+  for (int index = 0; index < kWeightPairs; ++index) {
+    exponentiate(kGroups - 1, index, pairs[0]);
+    add(kGroups - 1, index, pairs[0]);
   }
   bool large = false;
 #pragma unroll

@@ -15,18 +15,19 @@ struct PrefillCase {
   int64_t batch, kv_heads, group, head_dim, head_dim_v, q_bytes, kv_bytes, total_q, max_q_len;
   int64_t page_size, paged, packed, qv;
   int64_t window_left, window_right, chunk, softcap, num_splits, deterministic;
-  int64_t l2_keys, parts, most_parts, parts_wanted, part_tiles, least_part_keys, least_long_part_keys, one_round;
+  int64_t l2_keys, splits, most_splits, splits_wanted, cut_from_tiles, least_split_keys, least_long_split_keys,
+      one_round;
   int64_t cu_seqlens_q, cache_seqlens, leftpad;
 };
 
 struct PrefillNumbers {
   int64_t rows, keys, threads, shared_bytes, all_scores, box_rows, items, blocks, l2_keys;
-  int64_t parts, most_parts, parts_wanted, part_keys, least_part_keys, least_long_part_keys, one_round;
+  int64_t splits, most_splits, splits_wanted, cut_from_keys, least_split_keys, least_long_split_keys, one_round;
   int64_t combine_warps, combine_blocks, combine_bytes;
 };
 
 struct Tile {
-  int64_t b, head, first_row, rows, key_begin, key_end, part, first_tile, tiles;
+  int64_t b, head, first_row, rows, key_begin, key_end, split, first_tile, tiles;
 };
 
 // Of so many bytes; -1: the other one of 8 bits.
@@ -100,12 +101,12 @@ void prefill_numbers(const PrefillCase* call, PrefillNumbers* numbers) {
               plan.items,
               plan.blocks,
               plan.l2_keys,
-              plan.parts,
-              plan.most_parts,
-              plan.parts_wanted,
-              plan.part_keys,
-              plan.least_part_keys,
-              plan.least_long_part_keys,
+              plan.splits,
+              plan.most_splits,
+              plan.splits_wanted,
+              plan.cut_from_keys,
+              plan.least_split_keys,
+              plan.least_long_split_keys,
               plan.one_round,
               plan.combine_warps,
               plan.combine_blocks,
@@ -137,13 +138,13 @@ int64_t prefill_order(const PrefillCase* call, Tile* tiles, int64_t most) {
   PrefillCall plan = {};
   plan_tables(p, 0, plan);
   plan.l2_keys = static_cast<int32_t>(call->l2_keys);
-  plan.parts = static_cast<int32_t>(call->parts);
-  plan.most_parts = static_cast<int32_t>(pd_max(call->most_parts, call->parts));
-  plan.parts_wanted = static_cast<float>(call->parts_wanted);
-  plan.parts_of_tile = static_cast<float>(Shape::kKeys) / static_cast<float>(pd_max(call->least_part_keys, 1));
-  const int64_t least_long = call->least_long_part_keys > 0 ? call->least_long_part_keys : kPartKeys;
-  plan.most_part_rate = static_cast<float>(Shape::kKeys) / static_cast<float>(least_long);
-  plan.part_tiles = static_cast<int32_t>(call->part_tiles);
+  plan.splits = static_cast<int32_t>(call->splits);
+  plan.most_splits = static_cast<int32_t>(pd_max(call->most_splits, call->splits));
+  plan.splits_wanted = static_cast<float>(call->splits_wanted);
+  plan.splits_per_tile = static_cast<float>(Shape::kKeys) / static_cast<float>(pd_max(call->least_split_keys, 1));
+  const int64_t least_long = call->least_long_split_keys > 0 ? call->least_long_split_keys : kSplitKeys;
+  plan.most_split_rate = static_cast<float>(Shape::kKeys) / static_cast<float>(least_long);
+  plan.cut_from_tiles = static_cast<int32_t>(call->cut_from_tiles);
   plan.blocks_in_grid = static_cast<int32_t>(call->processors);
   plan.one_round = call->one_round != 0;
   int64_t count = 0;
@@ -166,8 +167,8 @@ int64_t prefill_order(const PrefillCase* call, Tile* tiles, int64_t most) {
       if (threadIdx.x != 0) continue;
       const Item& item = work.item;
       if (count < most) {
-        tiles[count] = {item.b,       work.head, item.first_row,  item.rows, item.key_begin,
-                        item.key_end, work.part, item.first_tile, item.tiles};
+        tiles[count] = {item.b,       work.head,  item.first_row,  item.rows, item.key_begin,
+                        item.key_end, work.split, item.first_tile, item.tiles};
       }
       ++count;
     }

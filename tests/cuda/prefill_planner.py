@@ -18,20 +18,20 @@ CALL = [
     *("batch", "kv_heads", "group", "head_dim", "head_dim_v", "q_bytes", "kv_bytes", "total_q", "max_q_len"),
     *("page_size", "paged", "packed", "qv"),
     *("window_left", "window_right", "chunk", "softcap", "num_splits", "deterministic"),
-    *("l2_keys", "parts", "most_parts", "parts_wanted", "part_tiles"),
-    *("least_part_keys", "least_long_part_keys", "one_round"),
+    *("l2_keys", "splits", "most_splits", "splits_wanted", "cut_from_tiles"),
+    *("least_split_keys", "least_long_split_keys", "one_round"),
     *("cu_seqlens_q", "cache_seqlens", "leftpad"),
 ]
 NUMBERS = [
     *("rows", "keys", "threads", "shared_bytes", "all_scores", "box_rows"),
-    *("items", "blocks", "l2_keys", "parts", "most_parts", "parts_wanted", "part_keys"),
-    *("least_part_keys", "least_long_part_keys", "one_round", "combine_warps", "combine_blocks", "combine_bytes"),
+    *("items", "blocks", "l2_keys", "splits", "most_splits", "splits_wanted", "cut_from_keys"),
+    *("least_split_keys", "least_long_split_keys", "one_round", "combine_warps", "combine_blocks", "combine_bytes"),
 ]
 MMA_NUMBERS = [
     *("head_dim", "keys", "widens", "rows", "threads", "shared_bytes"),
     *("items", "blocks", "blocks_per_processor", "l2_keys"),
 ]
-TILE = ["b", "head", "first_row", "rows", "key_begin", "key_end", "part", "first_tile", "tiles"]
+TILE = ["b", "head", "first_row", "rows", "key_begin", "key_end", "split", "first_tile", "tiles"]
 Call, Numbers, MmaNumbers, Tile = map(structure, (CALL, NUMBERS, MMA_NUMBERS, TILE))
 
 
@@ -85,7 +85,7 @@ def call_of(lens, q_lens=None, leftpads=None, **options):
         "capability": 90, "processors": 132, "shared_per_block": 232448, "shared_per_processor": 233472,
         "read_rate": 3352,
         "kv_heads": 4, "group": 4, "head_dim": 128, "q_bytes": 2, "kv_bytes": 2, "page_size": 16, "paged": 1,
-        "window_left": -1, "l2_keys": 1 << 20, "parts": 1, "batch": len(lens),
+        "window_left": -1, "l2_keys": 1 << 20, "splits": 1, "batch": len(lens),
     }  # fmt: skip
     options = defaults | options
     options.setdefault("head_dim_v", options["head_dim"])

@@ -8,7 +8,7 @@ using namespace paged_attn;
 extern "C" {
 
 struct PlanNumbers {
-  int64_t clusters, cluster, cut, parts, box_rows, balanced, splits, items, rows;
+  int64_t clusters, cluster, cut, partial_count, box_rows, balanced, splits, items, rows;
 };
 
 // "" or why the route does not serve the call. Without `out` it is only planned.
@@ -21,7 +21,7 @@ const char* attend(const Call* call, PlanNumbers* numbers) {
   *numbers = {plan.clusters,
               plan.cluster,
               plan.cut,
-              plan.parts,
+              plan.partial_count,
               plan.box_rows,
               plan.work.balanced,
               plan.work.max_splits.divisor,

@@ -49,7 +49,7 @@ using namespace paged_attn;
 extern "C" {
 
 struct PlanNumbers {
-  int64_t blocks, box_rows, parts, most_parts, rows;
+  int64_t blocks, box_rows, splits, most_splits, rows;
 };
 
 const char* attend(const Call* call, PlanNumbers* numbers) {
@@ -57,11 +57,11 @@ const char* attend(const Call* call, PlanNumbers* numbers) {
   const int processors = static_cast<int>(call->processors);
   Launches launches({processors, 232448, 233472, 90, processors * 3352 / 132});  // so much of an H100
   const PrefillPlan plan = plan_prefill(p, launches.limits());
-  *numbers = {plan.blocks, plan.box_rows, plan.parts, plan.most_parts, plan.instance.rows};
+  *numbers = {plan.blocks, plan.box_rows, plan.splits, plan.most_splits, plan.instance.rows};
   machine.dice.seed(static_cast<unsigned>(call->seed));
   add_prefill(p, plan, launches);
   machine.when_released = nullptr;
-  if (plan.most_parts > 1 && !plan.few_tiles) {
+  if (plan.most_splits > 1 && !plan.few_tiles) {
     // The next kernel may then read the word behind the tickets, where an earlier call has left something.
     const auto* const cut = static_cast<const unsigned long long*>(launches.workspace()) + 1;
     machine.when_released = [cut] {

@@ -1,4 +1,4 @@
-// The sums of rows whose keys were cut into parts, on their way from the kernel to the combine kernel.
+// The partials of rows whose keys were cut, on their way from the prefill kernel to the combine kernel.
 #pragma once
 
 #include "shape.cuh"
@@ -11,31 +11,32 @@ PD_DEVICE int first_token(const Problem& p, const Item& item) {
   return p.cu_seqlens_q ? item.q_begin : item.b * static_cast<int>(p.max_q_len);
 }
 
-// Where the sums of a row of a part wait for the combine kernel.
-PD_DEVICE int64_t part_row(const Problem& p, int part, int token, int q_head) {
-  return (part * p.total_q + token) * p.q_heads + q_head;
+// Where the partial of a row waits for the combine kernel: its number in PrefillCall::sums and ml.
+PD_DEVICE int64_t partial_index(const Problem& p, int split, int token, int q_head) {
+  return (split * p.total_q + token) * p.q_heads + q_head;
 }
 
-// Reference and sum of weights of a row. The first part also says how many there are, and of which request it is.
-PD_DEVICE void store_weight(const PrefillCall& plan, const Work& work, int64_t place, float base, float l) {
+// Stores reference and sum of weights of a row. Its first split also says how many there are, and whose row it is.
+PD_DEVICE void store_ml(const PrefillCall& plan, const Work& work, int64_t place, float base, float l) {
   plan.ml[place] = make_float2(base, l);
-  if (work.part == 0) plan.row_parts[place] = make_int2(work.parts, work.item.b);
+  if (work.split == 0) plan.row_splits[place] = make_int2(work.splits, work.item.b);
 }
 
-// The combine kernel has nothing to do with the rows of a warp.
+// Says that the keys of a warp's rows were not cut: the combine kernel leaves them as they are.
 PD_DEVICE void leave_out(const Problem& p, const PrefillCall& plan, const Work& work, int first_row) {
 #pragma unroll 1
   for (int row = first_row; row < min(work.item.rows, first_row + 16); row += 8) {
     if (threadIdx.x % 4 > 0) continue;
     const QueryRow query = query_row(p, plan, work.item, work.head, row);
-    plan.row_parts[part_row(p, 0, first_token(p, work.item) + query.token, query.q_head)] = make_int2(1, 0);
+    plan.row_splits[partial_index(p, 0, first_token(p, work.item) + query.token, query.q_head)] = make_int2(1, 0);
   }
 }
 
-// Leaves the rows of a warp for the combine kernel.
+// Leaves partials of the rows of a warp for the combine kernel.
 template <typename Shape, bool kFull>
-PD_DEVICE void store_part(const Problem& p, const PrefillCall& plan, const Work& work,
-                          const float (&acc)[Shape::kDimV / 2], const PrefillRows<Shape, kFull>& rows, int first_row) {
+PD_DEVICE void store_partial(const Problem& p, const PrefillCall& plan, const Work& work,
+                             const float (&acc)[Shape::kDimV / 2], const PrefillRows<Shape, kFull>& rows,
+                             int first_row) {
   const Item& item = work.item;
   const int t = threadIdx.x % 4;
   const int first = first_token(p, item);
@@ -45,8 +46,8 @@ PD_DEVICE void store_part(const Problem& p, const PrefillCall& plan, const Work&
     const float l = row_sum(rows.l[r]);
     if (row >= item.rows) continue;
     const QueryRow query = query_row(p, plan, item, work.head, row);
-    const int64_t place = part_row(p, work.part, first + query.token, query.q_head);
-    if (t == 0) store_weight(plan, work, place, rows.base[r], l);
+    const int64_t place = partial_index(p, work.split, first + query.token, query.q_head);
+    if (t == 0) store_ml(plan, work, place, rows.base[r], l);
     float* const sums = plan.sums + place * p.head_dim_v;
 #pragma unroll
     for (int j = 0; j < Shape::kDimV / 8; ++j) {
