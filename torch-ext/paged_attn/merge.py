@@ -76,8 +76,8 @@ def _written(target, result):
 
 def _scaled(out, lse, share):
     """The values of a part times its share; 0 where it has none (a part without keys), whatever the values are."""
-    share, none = (x.transpose(-1, -2).unsqueeze(-1) for x in (share, (share == 0) | (lse == -torch.inf)))
-    return (out.float() * share).masked_fill_(none, 0.0)
+    share, empty = (x.transpose(-1, -2).unsqueeze(-1) for x in (share, (share == 0) | (lse == -torch.inf)))
+    return (out.float() * share).masked_fill_(empty, 0.0)
 
 
 def check_all(names, parts, targets):
