@@ -59,7 +59,8 @@ def compile_kernels(root, sources, in_shared_memory):
 
 
 class Case:
-    """A call and its result. A key is a row of `dims` values, some of which meet q (KEYS) and some are its value."""
+    """A call and its result. A key is a row of `dims` values, some of which meet q (KEYS) and some are its value; the
+    others are NaN. `spare`: tokens behind those of the packed requests."""
 
     DIMS, KEYS, VALUES = 576, slice(0, 576), slice(0, 512)
     NUMBERS = ("clusters", "cluster", "cut", "partial_count", "box_rows", "balanced", "splits", "items", "rows")
@@ -73,7 +74,7 @@ class Case:
         self.packed = isinstance(q_lens, (list, tuple))
         self.q_lens = list(q_lens) if self.packed else [q_lens] * self.batch
         random = lambda *shape, times=1.0: (torch.randn(*shape, generator=generator) * times).to(dtype)  # noqa: E731
-        self.total_q = sum(self.q_lens)
+        self.total_q = sum(self.q_lens) + options.get("spare", 0)
         self.q = random(self.total_q, q_heads, self.KEYS.stop - self.KEYS.start, times=options.get("q_times", 1.0))
         self.max_pages = max(1, -(-max(lens) // page_size))
         self.num_pages = self.batch * self.max_pages + 2
@@ -89,6 +90,9 @@ class Case:
         unseen = torch.full((), torch.nan).to(self.kv_dtype)  # nobody may see them
         bits = torch.uint8 if self.kv_dtype.itemsize == 1 else torch.int16
         self.cache.view(bits)[~seen] = unseen.view(bits)
+        between = torch.ones(self.DIMS, dtype=torch.bool)
+        between[self.KEYS] = between[self.VALUES] = False
+        self.cache.view(bits)[..., between] = unseen.view(bits)
         self.slopes = torch.rand(q_heads, generator=generator) * 0.05 if options.get("alibi") else None
         self.sinks = torch.randn(q_heads, generator=generator) if options.get("sinks") else None
         self.scale = options.get("scale", 192**-0.5)
@@ -100,6 +104,8 @@ class Case:
         q = self.q[..., 512:].contiguous() if self.apart else self.q
         qv = self.q[..., :512].contiguous() if self.apart else None
         k, v = rope if self.apart else self.cache[..., self.KEYS], self.cache[..., self.VALUES]
+        if o.get("values_apart"):  # in a tensor of their own, with other strides
+            v = v.contiguous()
         dims, dims_v = k.shape[-1], v.shape[-1]
         out_dtype = torch.bfloat16 if self.dtype.itemsize == 1 else self.dtype
         self.out = torch.full((self.total_q, self.q_heads, dims_v), torch.nan, dtype=out_dtype)
@@ -175,6 +181,7 @@ class Case:
                 assert not error.isnan().any()
                 worst = max(worst, error.max().item())
             begin += self.q_lens[b]
+        assert (self.out[begin:] == 0).all() and (self.lse[:, begin:] == -torch.inf).all() if self.packed else True
         # 8-bit weights have 4 bits: half of the last one is 1/16 at most.
         bounds = {torch.float16: 4e-3, torch.bfloat16: 1e-2, torch.float8_e4m3fn: 6e-2}
         assert worst < bounds[self.dtype]

@@ -144,12 +144,14 @@ def test_descale_of_values_with_qv(paged_attn, device, v_descale):
     judge(*run(paged_attn, calls[0]), *calls)
 
 
+@pytest.mark.parametrize("scale", [0.125, -0.125])
 @pytest.mark.parametrize("size", [30.0, 3000.0])
 @pytest.mark.parametrize("q_len", [1, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_huge_scores(paged_attn, device, dtype, q_len, size):
-    """Up to 1e5 and of both signs: far beyond what exp can hold; the largest one takes the row."""
-    calls = both_calls(Case(kv_len=300, q_len=q_len, dtype=dtype), device)
+def test_huge_scores(paged_attn, device, dtype, q_len, size, scale):
+    """Up to 1e5 and of both signs: far beyond what exp can hold; the largest one takes the row. With a negative scale
+    it is that of the smallest product."""
+    calls = both_calls(Case(kv_len=300, q_len=q_len, dtype=dtype, scale=scale), device)
     for call in calls:
         call.kwargs["q"].mul_(size)
     out, lse = run(paged_attn, calls[0])
@@ -176,6 +178,40 @@ def test_scores_far_out(paged_attn, device, dtype, q_len, score):
         out, lse = paged_attn.flash_attn_func(q, keys, v, softmax_scale=scale, return_softmax_lse=True)
         torch.testing.assert_close(out, torch.full_like(out, 3), rtol=1e-6, atol=0)
         torch.testing.assert_close(lse, torch.full_like(lse, (1 + i / 64) * scale), rtol=1e-6, atol=0)
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("score", [1e5, 1e7, 1e11, 1e30])
+@pytest.mark.parametrize("q_len", [1, 3, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_far_below_0(paged_attn, device, dtype, q_len, score):
+    """All are: the key that lies highest takes the row, and its probability is 1."""
+    like = {"dtype": getattr(torch, dtype), "device": device}
+    keys, v = torch.zeros(1, 32, 1, 64, **like), torch.zeros(1, 32, 1, 64, **like)
+    q = torch.zeros(1, q_len, 1, 64, **like)
+    keys[..., 0], v[0, :, 0], q[..., 0] = 4, torch.arange(32.0, device=device)[:, None], -1
+    for i in range(50):
+        keys[0, 3, 0, 0], scale = 1 + i / 64, score * (1 + i / 333)  # a product that float32 does not hold
+        out, lse = paged_attn.flash_attn_func(q, keys, v, softmax_scale=scale, return_softmax_lse=True)
+        torch.testing.assert_close(out, torch.full_like(out, 3), rtol=1e-6, atol=0)
+        torch.testing.assert_close(lse, torch.full_like(lse, -(1 + i / 64) * scale), rtol=1e-6, atol=0)
+
+
+NAN_BYTES = {"float8_e4m3fn": (0x7F, 0xFF), "float8_e5m2": (0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF)}
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("q_len", [1, 5, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_dtype", NAN_BYTES)
+def test_every_nan_of_8_bits_is_one(paged_attn, device, kv_dtype, dtype, q_len):
+    """In a value that a row sees: its column is NaN, whichever of the bytes says so."""
+    for byte in NAN_BYTES[kv_dtype]:
+        call = cases.build(Case(batch=1, lens=(50,), q_len=q_len, dtype=dtype, kv_dtype=kv_dtype)).to(device)
+        page = int(call.kwargs["block_table"][0, 1])
+        call.caches()[1].view(torch.uint8)[page, 4, 1, 5] = byte
+        out, lse = run(paged_attn, call)
+        assert out[0, :, 2:, 5].isnan().all() and lse.isfinite().all(), hex(byte)
 
 
 @pytest.mark.every_isa
@@ -335,6 +371,14 @@ def test_infinite_values_that_some_rows_see(paged_attn, device, name, dtype, q_l
         for b, length in enumerate(case.lens)
         for before_last, dim, value in ((0, 7, "inf"), (1, 8, "nan"), (5, 9, "-inf"), (25, 10, "inf"))
     ]
+    judge_with_values(paged_attn, both_calls(case, device), places, columns_shared=device != "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_infinite_values_of_more_rows_than_a_thread_takes(paged_attn, device, dtype):
+    """Where the rows are cut, heads of one token are in two pieces."""
+    case = Case(batch=1, lens=(230,), q_len=203, q_heads=5, kv_heads=1, dtype=dtype, causal=True)
+    places = [(0, 229 - before_last, 0, dim, "inf") for before_last, dim in ((0, 7), (1, 8), (60, 9), (201, 10))]
     judge_with_values(paged_attn, both_calls(case, device), places, columns_shared=device != "cpu")
 
 
@@ -515,6 +559,17 @@ def test_tokens_past_the_last_request(paged_attn, device, dtype, spare):
     judge(call.kwargs["out"], lse, call, before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_past_the_last_request_of_a_wider_tensor(paged_attn, device, dtype):
+    """Only their own rows are cleared, not what lies between them."""
+    case = Case(batch=3, kv_len=50, q_len=5, varlen_q=True, spare=7, dtype=dtype, give_out=True)
+    call = cases.build(case).to(device)
+    out = call.kwargs["out"]
+    wide = torch.full((*out.shape[:-1], 2 * out.shape[-1]), 7.0, dtype=out.dtype, device=device)
+    run(paged_attn, call, out=wide[..., : out.shape[-1]])
+    assert (wide[-7:, :, : out.shape[-1]] == 0).all() and (wide[..., out.shape[-1] :] == 7).all()
+
+
 @pytest.mark.parametrize("leftpad", [0, 1, 7, 40])
 @pytest.mark.parametrize("chunk", [1, 8, 16, 1000])
 def test_chunks_count_from_the_first_key_that_exists(paged_attn, device, chunk, leftpad):
@@ -636,3 +691,7 @@ def test_writes_by_vectors_with_gaps(paged_attn, device):
     slots = torch.tensor([[4, 5, 6], [20, 21, 22]], device=device)
     paged_attn.kv_paged_write(k, v, *caches[2:], slot_mapping=with_gaps(slots.flatten())[None].expand(1, 6)[0])
     assert torch.equal(caches[:2], caches[2:]) and caches.any()
+    cu = with_gaps(torch.tensor([0, 3, 6], dtype=torch.int32, device=device))
+    lengths, again = torch.tensor([4, 4], dtype=torch.int32, device=device), torch.zeros_like(caches[:2])
+    paged_attn.kv_paged_write(k.flatten(0, 1), v.flatten(0, 1), *again, table, lengths, cu_seqlens_k_new=cu)
+    assert torch.equal(again, caches[:2])

@@ -348,11 +348,26 @@ VALUES = {
         r"^rotary_cos\[0\]: expected at least 21 positions for this batch entry, got 20$",
         lambda a: a.update(rotary_cos=a["rotary_cos"][:-1], rotary_sin=a["rotary_sin"][:-1]),
     ),
+    "rotary table too short for the last query": (
+        Case(batch=1, lens=(20,), q_len=5, append=1, causal=True, rotary_dim=32),
+        r"^rotary_cos\[0\]: expected at least 25 positions for this batch entry, got 24$",
+        lambda a: a.update(rotary_cos=a["rotary_cos"][:24], rotary_sin=a["rotary_sin"][:24]),
+    ),
+    "rotary table too short without a new token": (
+        Case(batch=1, lens=(20,), q_len=2, append_nothing=True, rotary_dim=32),
+        r"^rotary_cos\[0\]: expected at least 21 positions for this batch entry, got 20$",
+        lambda a: a.update(rotary_cos=a["rotary_cos"][:20], rotary_sin=a["rotary_sin"][:20]),
+    ),
     "cu_seqlens_q starts late": (VARLEN, r"^cu_seqlens_q\[0\]: expected 0, got 1$", set_entry("cu_seqlens_q", 0, 1)),
     "cu_seqlens_q falls": (
         VARLEN,
         r"^cu_seqlens_q\[2\]: expected at least the entry before it, 9, got 3$",
         set_entry("cu_seqlens_q", 1, 9),
+    ),
+    "cu_seqlens_q falls below 0": (
+        VARLEN,
+        r"^cu_seqlens_q\[1\]: expected at least the entry before it, 0, got -1$",
+        set_entry("cu_seqlens_q", 1, -1),
     ),
     "cu_seqlens_q ends too late": (
         VARLEN,

@@ -54,6 +54,10 @@ def test_strided_result_and_nothing_to_do(merge_parts, device):
     merge_parts(parts, lse, plain)
     merge_parts(parts, lse, wide[..., :32])
     assert torch.equal(wide[..., :32], plain) and wide[..., 32:].isnan().all()
+    lses = torch.empty(4, 6, device=device), torch.full((4, 9), torch.nan, device=device)
+    merge_parts(parts, lse, plain, lses[0])
+    merge_parts(parts, lse, plain, lses[1][:, :6])
+    assert torch.equal(lses[1][:, :6], lses[0]) and lses[1][:, 6:].isnan().all()
     for empty in (parts[:, :0], parts[:, :, :0]):
         merge_parts(empty, lse[:, : empty.shape[1], : empty.shape[2]], torch.empty_like(empty[0]))
 

@@ -57,6 +57,16 @@ CASES = {
     "e4m3_window": {"lens": [300, 100], "q_lens": 2, "window": (100, 0), "kv_dtype": torch.float8_e4m3fn},
     "e4m3_softcap": {"lens": [100, 70], "softcap": 2.0, "kv_dtype": torch.float8_e4m3fn},
     "e4m3_alibi": {"lens": [200, 70], "q_lens": 2, "alibi": True, "kv_dtype": torch.float8_e4m3fn},
+    "e4m3_alibi_not_causal": {
+        "lens": [200, 70],
+        "q_lens": 3,
+        "alibi": True,
+        "window": (-1, -1),
+        "kv_dtype": torch.float8_e4m3fn,
+    },
+    "alibi_not_causal": {"lens": [200, 70], "q_lens": 3, "alibi": True, "window": (-1, -1)},
+    "large_softcap": {"lens": [100, 70], "softcap": 100.0},
+    "spare_tokens": {"lens": [200, 66, 9], "q_lens": [3, 0, 5], "q_heads": 32, "spare": 4},
     "e4m3_sinks": {"lens": [200, 0], "sinks": True, "kv_dtype": torch.float8_e4m3fn},
     "e4m3_large_scores": {"lens": [400], "scale": 3.0, "kv_dtype": torch.float8_e4m3fn},
     "e4m3_negative_scale": {"lens": [100], "scale": -0.05, "kv_dtype": torch.float8_e4m3fn},
@@ -252,6 +262,7 @@ def test_why_not(library):
         ({"k_stride_slot": 577, "v_stride_slot": 577}, "stride"),
         ({"batch": 2**20, "max_q_len": 2**10, "total_q": 2**30, "num_pages": 9}, "32 bits"),
         ({"kv_heads": 2, "v_stride_head": 512}, "v_cache is not the first 512"),
+        ({"num_pages": 10**6}, "64 GiB"),
     ):
         said, _ = explained(library, **options)
         assert reason in said, (options, said)

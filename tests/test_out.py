@@ -86,13 +86,23 @@ def over_the_start(a, name, like):
     return memory[: start + 16].view(like.dtype).view(like.shape)
 
 
+def over_the_end(a, name, like):
+    """The same, whose first bytes are the last element of the argument."""
+    x = a[name]
+    begin = x.nbytes - x.element_size()
+    memory = torch.zeros(begin + math.prod(like.shape) * like.element_size(), dtype=torch.uint8, device=x.device)
+    a[name] = memory[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+    return memory[begin:].view(like.dtype).view(like.shape)
+
+
+@pytest.mark.parametrize("over", [over_the_start, over_the_end])
 @pytest.mark.parametrize("written", ["out", "k_cache", "v_cache"])
 @pytest.mark.parametrize("name", TABLES)
-def test_tables_in_the_memory_that_is_written(paged_attn, device, name, written):
+def test_tables_in_the_memory_that_is_written(paged_attn, device, name, written, over):
     call = cases.build(TABLES[name]).to(device)
     a = call.kwargs | dict(zip(("k_cache", "v_cache"), call.caches()))
     a["out"] = torch.zeros_like(a["q"])
-    a[written] = over_the_start(a, name, a[written])
+    a[written] = over(a, name, a[written])
     before = {n: x.clone() for n, x in a.items() if isinstance(x, torch.Tensor)}
     for function in (paged_attn.flash_attn_with_kvcache, paged_attn.explain):
         with pytest.raises(RuntimeError, match=f"^{written}: expected memory of its own, got memory of {name}$"):
@@ -101,9 +111,10 @@ def test_tables_in_the_memory_that_is_written(paged_attn, device, name, written)
         assert torch.equal(a[n].view(torch.uint8), x.view(torch.uint8)), n
 
 
+@pytest.mark.parametrize("over", [over_the_start, over_the_end])
 @pytest.mark.parametrize("written", ["k_cache", "v_cache"])
 @pytest.mark.parametrize("name", ["k", "v", "block_table", "cache_seqlens", "slot_mapping", "k_descale", "v_descale"])
-def test_tables_in_the_memory_of_a_write(paged_attn, device, name, written):
+def test_tables_in_the_memory_of_a_write(paged_attn, device, name, written, over):
     call = cases.build(DESCALED).to(device)
     names = ("k", "v", "k_descale", "v_descale")
     a = {n: call.kwargs[n] for n in names} | dict(zip(("k_cache", "v_cache"), call.caches()))
@@ -111,7 +122,7 @@ def test_tables_in_the_memory_of_a_write(paged_attn, device, name, written):
         a["slot_mapping"] = torch.arange(6, device=device)
     else:
         a |= {n: call.kwargs[n] for n in ("block_table", "cache_seqlens")}
-    a[written] = over_the_start(a, name, a[written])
+    a[written] = over(a, name, a[written])
     before = a[written].view(torch.uint8).clone()
     with pytest.raises(RuntimeError, match=f"^{written}: expected memory of its own, got memory of {name}$"):
         paged_attn.kv_paged_write(**a)
@@ -270,6 +281,16 @@ def test_rows_that_overlap_in_part_are_refused(paged_attn, device):
     with pytest.raises(RuntimeError, match=match):
         run(paged_attn, call, out=out.as_strided((2, 3, 4, 64), (768, 256, 63, 1)))
     assert (out == 7.0).all()
+
+
+def test_rows_of_8_bits_that_share_one_byte_are_refused(paged_attn, device):
+    k, memory = torch.ones(1, 2, 2, 16, device=device), torch.zeros(500, device=device).to(torch.float8_e4m3fn)
+    k_cache, v_cache = (memory[begin:].as_strided((1, 4, 2, 16), (62, 31, 15, 1)) for begin in (0, 250))
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    match = r"^k_cache: expected rows that share no memory, got rows of 16 bytes that begin 15 bytes apart$"
+    with pytest.raises(RuntimeError, match=match):
+        paged_attn.kv_paged_write(k, k, k_cache, v_cache, table, 1)
+    assert (memory.float() == 0).all()
 
 
 def test_rows_that_overlap_only_together_are_refused(paged_attn, device):

@@ -17,6 +17,11 @@ def library(tmp_path_factory):
     in_shared_memory = (
         ("prefill/kernel.cuh", f"__shared__ {control} control;", f"auto& control = block_control<{control}>();"),
         ("prefill/kernel.cuh", "extern __shared__ uint8_t raw[];", "uint8_t* const raw = block_raw();"),
+        (
+            "prefill/combine.cu",
+            "__shared__ SharedSums shared_sums;",
+            "SharedSums& shared_sums = *reinterpret_cast<SharedSums*>(block_raw());",
+        ),
     )
     sources = ["prefill/route.cu", "prefill/combine.cu", "prefill/plan.cpp", "decode/plan.cpp", "plan.cpp"]
     return compile_kernels(root, [*(cuda / name for name in sources), HOST / "prefill.cpp"], in_shared_memory)
@@ -49,6 +54,8 @@ CASES = {
     "sinks": {"lens": [300], "q_lens": 33, "sinks": True},
     "three_splits": {"lens": [700, 20], "q_lens": 20, "num_splits": 3},
     "splits_of_packed_requests": {"lens": [400, 0, 130], "q_lens": [33, 2, 1], "num_splits": 2, "sinks": True},
+    "splits_beside_spare_tokens": {"lens": [400, 130], "q_lens": [33, 9], "num_splits": 2, "spare": 7},
+    "values_apart": {"lens": [300, 200], "q_lens": [70, 33], "page_size": 4, "values_apart": True},
     "more_splits_than_tiles": {"lens": [200], "q_lens": 40, "num_splits": 7, "page_size": 1},
 }
 
@@ -132,6 +139,54 @@ def test_three_consumers_where_scores_grow(library, scale):
     case.judge()
 
 
+def of_head_dim(head_dim, head_dim_v):
+    """With something else behind keys and values."""
+    begin = head_dim + 16
+    end = begin + head_dim_v
+    return type("Prompt", (Prompt,), {"DIMS": end + 16, "KEYS": slice(0, head_dim), "VALUES": slice(begin, end)})
+
+
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("dtype, kv_dtype", [(torch.bfloat16, None), (torch.bfloat16, E4M3), (E4M3, None)], ids=str)
+@pytest.mark.parametrize("head_dim, head_dim_v", [(112, 80), (80, 112), (176, 256)])
+@pytest.mark.parametrize("page_size, splits", [(64, 1), (1, 1), (64, 2)])
+def test_head_dims_between_those_of_tiles(library, head_dim, head_dim_v, page_size, splits, dtype, kv_dtype):
+    """A row ends where its own dimensions do: behind it lies another one's, or what nobody may see."""
+    if max(head_dim, head_dim_v) > 128 and dtype == E4M3:
+        pytest.skip("widened as the others are")
+    options = {"lens": [300, 40], "q_lens": [40, 9], "q_heads": 4, "dtype": dtype, "kv_dtype": kv_dtype or dtype}
+    case = of_head_dim(head_dim, head_dim_v)(page_size=page_size, num_splits=splits, **options)
+    case.run(library)
+    case.judge()
+
+
+@pytest.mark.parametrize("prompt, rows", [(Prompt, 64), (Prompt, 65), (WidePrompt, 64), (WidePrompt, 65)])
+def test_rows_that_fill_some_warpgroups(library, prompt, rows):
+    """The others of a block have none, and nobody waits for them; nor does the next tile of rows."""
+    case = prompt(lens=[300] * 5, q_lens=rows, q_heads=1, page_size=16, processors=2, num_splits=1)
+    case.run(library)
+    case.judge()
+
+
+@pytest.mark.parametrize("rows", [64, 128, 129])
+def test_rows_that_fill_some_of_three_warpgroups(library, rows):
+    case = ThreeConsumers(lens=[500] * 5, q_lens=rows, q_heads=1, page_size=16, processors=2, deterministic=1)
+    case.run(library)
+    case.judge()
+
+
+@pytest.mark.parametrize("scale", [0.1, 3.0])
+@pytest.mark.parametrize("prompt", [Prompt, ThreeConsumers, WidePrompt, NarrowPrompt])
+def test_keys_of_a_tile_that_few_rows_see(library, prompt, scale):
+    """Two keys stand in the last tile, whatever its size. Of four tokens, whose rows are a warp's, the last two see
+    them; the others have their first score in the tile before."""
+    case = prompt(lens=[386], q_lens=32, q_heads=4, page_size=16, scale=scale, deterministic=1)
+    case.run(library)
+    case.judge()
+
+
 SHORT_PROMPTS = {
     "even": {"lens": [230, 230]},
     "uneven": {"lens": [200, 250, 0, 70]},
@@ -191,6 +246,13 @@ def test_attends_in_8_bits_where_scores_grow(library, scale):
     case.judge()
 
 
+def test_adds_wide_partials_together(library):
+    """Several warps add the partials of a row, which has more dimensions than they do at a time."""
+    case = WidePrompt(lens=[1100], q_lens=3, q_heads=4, page_size=16, num_splits=9, sinks=True)
+    case.run(library)
+    case.judge()
+
+
 @pytest.mark.parametrize("scale", [0.0, 0.1, 1.0])
 def test_attends_in_8_bits_with_three_consumers(library, scale):
     """head_dim 128, in tiles of 192 rows: 6 of them instead of 9."""
@@ -233,7 +295,7 @@ def test_widens_8_bit_queries(library, prompt):
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])
-@pytest.mark.parametrize("features", [{}, {"alibi": True, "softcap": 2.0}])
+@pytest.mark.parametrize("features", [{}, {"alibi": True, "softcap": 2.0}, {"softcap": 100.0, "window": (-1, -1)}])
 def test_divides_queries_that_float16_does_not_hold(library, size, features):
     case = Prompt(lens=[300], q_lens=40, q_heads=4, kv_dtype=torch.float8_e4m3fn, scale=192**-0.5 / size, **features)
     case.q *= size

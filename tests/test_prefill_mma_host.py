@@ -21,10 +21,11 @@ def library(tmp_path_factory):
 
 
 def prompt(head_dim, head_dim_v=None):
-    """Keys and values side by side in a row of the cache."""
-    end = head_dim + (head_dim_v or head_dim)
-    places = {"DIMS": end, "KEYS": slice(0, head_dim), "VALUES": slice(head_dim, end), "NUMBERS": ("blocks", "keys")}
-    return type("Prompt", (Case,), places)
+    """Keys and values in a row of the cache, with something else behind both."""
+    begin, between = head_dim + 16, 16
+    end = begin + (head_dim_v or head_dim)
+    places = {"DIMS": end + between, "KEYS": slice(0, head_dim), "VALUES": slice(begin, end)}
+    return type("Prompt", (Case,), places | {"NUMBERS": ("blocks", "keys")})
 
 
 CASES = {
@@ -43,6 +44,13 @@ CASES = {
     "sinks": {"lens": [300], "q_lens": 33, "sinks": True},
     "softcap": {"lens": [300], "q_lens": 33, "softcap": 2.0},
     "alibi": {"lens": [300], "q_lens": 33, "alibi": True},
+    "values_apart": {"lens": [300, 200], "q_lens": [70, 33], "page_size": 4, "values_apart": True},
+    "alibi_not_causal": {"lens": [300], "q_lens": 33, "alibi": True, "window": (-1, -1)},
+    "large_softcap": {"lens": [300], "q_lens": 33, "softcap": 100.0},
+    "spare_tokens": {"lens": [300, 77], "q_lens": [33, 40], "spare": 9},
+    # The last keys stand in a tile of their own, which only some rows of a warp see.
+    "few_rows_see": {"lens": [386], "q_lens": 32},
+    "few_rows_see_more": {"lens": [388], "q_lens": 32, "scale": 3.0},
     "negative_scale": {"lens": [300], "q_lens": 33, "scale": -0.05},
     # Scores far above those of the tiles before.
     "large_scale": {"lens": [600], "q_lens": 33, "scale": 2.0},
