@@ -130,6 +130,8 @@ int64_t sweep_keys(const Item& item, int64_t head_dim_v, bool cached, int64_t n)
     const int64_t bytes = rows <= 4 ? kSweepBytes : 2 * kSweepBytes;  // with more rows more sums are loaded and stored
     return pd_max(bytes / (2 * head_dim_v * Ops::kBytes), 1) * 2;
   }
+  // One kv_head has no others' values beside its own. (Only on Arm: elsewhere just several kv_heads were measured.)
+  if (Ops::kNeon && item.heads() == 1) return n;
   return rows == 1 ? kSweepKeys : n;
 }
 

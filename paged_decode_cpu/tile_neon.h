@@ -23,12 +23,17 @@ template <int kN, class Step>
   all(typename MakeIndices<kN>::type{});
 }
 
-// Calls add(d, load) for every chunk of a row; load(address) reads one, the last one of a row as far as it goes.
-template <class Ops, class Add>
+// Calls add(count, d, load) for all chunks of a row, kAtOnce of them while there are so many, then one at a time;
+// load(address) reads one, the last one of a row as far as it goes.
+template <class Ops, int kAtOnce, class Add>
 [[gnu::always_inline]] inline void each_chunk(int64_t n, Add add) {
+  constexpr std::integral_constant<int, kAtOnce> kMany;
+  constexpr std::integral_constant<int, 1> kOne;
   int64_t d = 0;
-  for (; d + Ops::kChunk <= n; d += Ops::kChunk) add(d, Ops::load_chunk);
-  if (d < n) add(d, [&](const char* row) { return Ops::load_chunk_tail(row, n - d); });
+  for (; d + kAtOnce * Ops::kChunk <= n; d += kAtOnce * Ops::kChunk) add(kMany, d, Ops::load_chunk);
+  if constexpr (kAtOnce > 1)
+    for (; d + Ops::kChunk <= n; d += Ops::kChunk) add(kOne, d, Ops::load_chunk);
+  if (d < n) add(kOne, d, [&](const char* row) { return Ops::load_chunk_tail(row, n - d); });
 }
 
 // ---- scores, few rows: scores[row][key] for kRows rows and kKeys keys ----
@@ -37,16 +42,23 @@ template <class Ops, class Add>
 template <class Ops, int kRows, int kKeys>
 [[gnu::always_inline]] inline void dot_some_keys(const typename Ops::Elem* q, int64_t q_stride, const char* const* k,
                                                  int64_t offset, int64_t depth, float* scores, const float* carry) {
+  // A chunk of a float32 cache is two registers, which one instruction loads if their address lies in a register.
+  constexpr bool kTwoLoads = Ops::kBytes == 4;
   f32v acc[kRows][kKeys] = {};
-  each_chunk<Ops>(depth, [&](int64_t d, auto load_chunk) {
-    typename Ops::Chunk query[kRows];
+  each_chunk<Ops, kTwoLoads && kRows <= 2 ? 2 : 1>(depth, [&](auto count, int64_t d, auto load_chunk) {
+    typename Ops::Chunk query[count][kRows];
+    for (int i = 0; i < count; ++i)
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) query[r] = Ops::load_elems(q + r * q_stride + d);
+      for (int r = 0; r < kRows; ++r) query[i][r] = Ops::load_elems(q + r * q_stride + d + i * Ops::kChunk);
 #pragma GCC unroll 8
     for (int c = 0; c < kKeys; ++c) {
-      const auto key = load_chunk(k[c] + offset + d * Ops::kBytes);
+      const char* row = k[c] + offset + d * Ops::kBytes;
+      if constexpr (kTwoLoads) row = one_register(row);
+      for (int i = 0; i < count; ++i) {
+        const auto key = load_chunk(row + i * Ops::kChunk * Ops::kBytes);
 #pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) acc[r][c] = Ops::dot(acc[r][c], key, query[r]);
+        for (int r = 0; r < kRows; ++r) acc[r][c] = Ops::dot(acc[r][c], key, query[i][r]);
+      }
     }
   });
 #pragma GCC unroll 4
@@ -61,7 +73,7 @@ template <class Ops, int kRows, int kKeys>
                                                       const char* const* k, int64_t offset, int64_t depth,
                                                       float* scores, const float* carry) {
   f32v acc[kRows / 2][kKeys / 2] = {};
-  each_chunk<Ops>(depth, [&](int64_t d, auto load_chunk) {
+  each_chunk<Ops, 1>(depth, [&](auto, int64_t d, auto load_chunk) {
     typename Ops::Chunk query[kRows / 2][2], key[2];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; r += 2)
@@ -146,20 +158,25 @@ template <class Ops, int kRows, int kBlock, class Load>
         for (int i = 0; i < 2; ++i) work(sum[b][r][i], acc + r * acc_stride + d + b * Ops::kChunk + i * kLanes);
   };
   each_sum([](f32v& x, const float* at) { x = load<DType::kFloat32>(at); });
-  for (int64_t j = 0; j < n; j += 4) {
+  int64_t j = 0;
+  do {  // there are keys; were there none, g++ would store the sums from other registers, and copy all of them
     next.advance(kBlock * 4);
     next.ask_again<4>(j, d * Ops::kBytes, kBlock * Ops::kChunk * Ops::kBytes);
     typename Ops::Four weights[kRows];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) weights[r] = Ops::load_four(p + r * kMaxTile + j);
+    const char* rows[4];
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) rows[c] = one_register(v[j + c] + offset + d * Ops::kBytes);
 #pragma GCC unroll 8
     for (int b = 0; b < kBlock; ++b) {
       typename Ops::Chunk value[4];
 #pragma GCC unroll 4
-      for (int c = 0; c < 4; ++c) value[c] = load_chunk(v[j + c] + offset + (d + b * Ops::kChunk) * Ops::kBytes);
+      for (int c = 0; c < 4; ++c) value[c] = load_chunk(rows[c] + b * Ops::kChunk * Ops::kBytes);
       add_four_keys<Ops, kRows>(value, weights, sum[b]);
     }
-  }
+    j += 4;
+  } while (j < n);
   each_sum([](f32v x, float* at) { store<DType::kFloat32>(at, x); });
 }
 
@@ -213,18 +230,13 @@ template <class Ops, int kRows>
 [[gnu::noinline]] void dot_values(const typename Ops::Elem* p, const char* const* v, int64_t offset, int64_t n,
                                   int64_t width, float* acc, int64_t acc_stride, Prefetcher& next) {
   constexpr int kBlock = 8 / kRows;  // 16 registers of sums
-  const auto block = [&](auto count, int64_t d, auto load_chunk) {
+  each_chunk<Ops, kBlock>(width, [&](auto count, int64_t d, auto load_chunk) {
     if constexpr (Ops::kDepth == 4 && kRows >= 4) {
       multiply_values_block<Ops, kRows, count>(p, v, offset, d, n, acc, acc_stride, next, load_chunk);
     } else {
       dot_values_block<Ops, kRows, count>(p, v, offset, d, n, acc, acc_stride, next, load_chunk);
     }
-  };
-  constexpr int64_t kBlockElems = kBlock * Ops::kChunk;
-  const int64_t blocks = width / kBlockElems * kBlockElems;
-  for (int64_t d = 0; d < blocks; d += kBlockElems) block(std::integral_constant<int, kBlock>{}, d, Ops::load_chunk);
-  each_chunk<Ops>(width - blocks,
-                  [&](int64_t d, auto load_chunk) { block(std::integral_constant<int, 1>{}, blocks + d, load_chunk); });
+  });
 }
 
 // ---- many rows: panels as in tile.h, [steps][kPanel] units of kDepth elements ----

@@ -32,12 +32,17 @@ def calls():
 
     torch.set_num_threads(1)
     paged_attn = kernels.get_kernel(conftest.KERNEL, version=1, backend="cpu", trust_remote_code=True)
-    for q_dtype, kv_dtype in DTYPES:
-        for q_len, group in SHAPES.values():
+
+    def call(q_dtype, kv_dtype, q_len, group, n):
+        q = torch.randn(1, q_len, group, 128).to(getattr(torch, q_dtype))
+        k, v = (torch.randn(1, n, 1, 128).to(getattr(torch, kv_dtype)) for _ in range(2))
+        paged_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=n, num_splits=1)
+
+    call(*DTYPES[0], 1, 1, KEYS[0])  # has what the process begins with
+    for types in DTYPES:
+        for shape in SHAPES.values():
             for n in KEYS:
-                q = torch.randn(1, q_len, group, 128).to(getattr(torch, q_dtype))
-                k, v = (torch.randn(1, n, 1, 128).to(getattr(torch, kv_dtype)) for _ in range(2))
-                paged_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=n, num_splits=1)
+                call(*types, *shape, n)
 
 
 def counts(isa):
@@ -50,7 +55,7 @@ def counts(isa):
     run = subprocess.run([sys.executable, __file__, "calls"], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     totals = [int(line.split()[1]) for line in run.stderr.splitlines() if line.startswith("instructions ")]
-    each = [b - a for a, b in zip([0, *totals], totals)]
+    each = [b - a for a, b in zip(totals, totals[1:])]
     return [(more - fewer) / (KEYS[1] - KEYS[0]) for fewer, more in zip(each[::2], each[1::2])]
 
 
