@@ -139,13 +139,6 @@ def test_three_consumers_where_scores_grow(library, scale):
     case.judge()
 
 
-def of_head_dim(head_dim, head_dim_v):
-    """With something else behind keys and values."""
-    begin = head_dim + 16
-    end = begin + head_dim_v
-    return type("Prompt", (Prompt,), {"DIMS": end + 16, "KEYS": slice(0, head_dim), "VALUES": slice(begin, end)})
-
-
 E4M3 = torch.float8_e4m3fn
 
 
@@ -157,7 +150,7 @@ def test_head_dims_between_those_of_tiles(library, head_dim, head_dim_v, page_si
     if max(head_dim, head_dim_v) > 128 and dtype == E4M3:
         pytest.skip("widened as the others are")
     options = {"lens": [300, 40], "q_lens": [40, 9], "q_heads": 4, "dtype": dtype, "kv_dtype": kv_dtype or dtype}
-    case = of_head_dim(head_dim, head_dim_v)(page_size=page_size, num_splits=splits, **options)
+    case = Prompt.of_head_dim(head_dim, head_dim_v)(page_size=page_size, num_splits=splits, **options)
     case.run(library)
     case.judge()
 

@@ -20,12 +20,12 @@ def library(tmp_path_factory):
     return compile_kernels(root, [*(cuda / name for name in sources), HOST / "prefill_mma.cpp"], in_shared_memory)
 
 
+class Prompt(Case):
+    NUMBERS = ("blocks", "keys")
+
+
 def prompt(head_dim, head_dim_v=None):
-    """Keys and values in a row of the cache, with something else behind both."""
-    begin, between = head_dim + 16, 16
-    end = begin + (head_dim_v or head_dim)
-    places = {"DIMS": end + between, "KEYS": slice(0, head_dim), "VALUES": slice(begin, end)}
-    return type("Prompt", (Case,), places | {"NUMBERS": ("blocks", "keys")})
+    return Prompt.of_head_dim(head_dim, head_dim_v or head_dim)
 
 
 CASES = {

@@ -248,6 +248,11 @@ def write_if_changed(path: Path, content: str) -> None:
         path.write_text(content)
 
 
+def binding_flags(source: str, namespace: str) -> list[str]:
+    """Only the binding needs the namespace, so the rest stays compiled when it changes."""
+    return [f"-DTORCH_EXTENSION_NAME={namespace}"] if Path(source).name == "torch_binding.cpp" else []
+
+
 def ninja_file(cxx: str, sections: list[Section], namespace: str, flags: dict[str, str], link: str) -> str:
     """`flags` by the suffix of the source, `link` for the extension."""
     lines = [NINJA_RULES, f"cxx = {cxx}"]
@@ -262,11 +267,9 @@ def ninja_file(cxx: str, sections: list[Section], namespace: str, flags: dict[st
                 continue
             output = f"objects/{source}.o"
             (shaders if suffix == ".metal" else objects).append(output)
-            # Only the binding needs the namespace, so the rest stays compiled when it changes.
-            define = [f"-DTORCH_EXTENSION_NAME={namespace}"] if Path(source).name == "torch_binding.cpp" else []
             embedded = " | extension.metallib" if suffix == ".mm" else ""
             lines.append(f"build {output}: {RULES[suffix]} {ROOT / source}{embedded}")
-            lines.append(f"  flags = {' '.join([flags[suffix], *own[suffix], *define])}")
+            lines.append(f"  flags = {' '.join([flags[suffix], *own[suffix], *binding_flags(source, namespace)])}")
     if shaders:
         lines.append(f"build extension.metallib: metallib {' '.join(shaders)}")
     # An empty library of this name satisfies the linker, for every processor and every build of torch.

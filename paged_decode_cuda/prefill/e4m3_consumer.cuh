@@ -165,9 +165,7 @@ struct E4m3Consumer {
       const float l = row_sum(rows.l[r]);
       if (row >= item.rows) continue;
       if (work.cut) {
-        const QueryRow query = query_row(p, plan, item, work.head, row);
-        const int64_t place = partial_index(p, work.split, first + query.token, query.q_head);
-        if (t == 0) store_ml(plan, work, place, rows.base[r], l);
+        const int64_t place = begin_partial(p, plan, work, first, row, rows.base[r], l);
 #pragma unroll
         for (int i = 0; i < Shape::kDimV / 16; ++i) {
           const int dim = i * 16 + t * 4;

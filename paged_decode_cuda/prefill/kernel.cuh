@@ -310,8 +310,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   static_assert(Shape::kSharedBytes + sizeof(PrefillControl<Shape>) <= 227 * 1024, "there is room");
   const uint32_t shared = (shared_address(raw) + kBlockBytes - 1) & ~(kBlockBytes - 1u);
   const bool gathers = plan.box_rows == 0;
-  constexpr int kEdgeCopiers = Shape::kEdgeCopiers;
-  const int askers = plan.box_rows < kLargeBoxRows ? kEdgeCopiers : 1;  // warps that ask for the boxes of a tile
+  const int askers = plan.box_rows < kLargeBoxRows ? Shape::kEdgeCopiers : 1;  // warps that ask for the boxes of a tile
   constexpr bool kTransposes = Shape::kTransposedStages > 0;
   if (threadIdx.x == 0) init_prefill_barriers<Shape>(plan, control, askers);
   __syncthreads();
@@ -348,8 +347,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       gatherer.run(p, plan, control, shared, warp);
     } else if (warp < askers) {
       PrefillLoader<Shape, false>::run(p, plan, control, shared, warp, askers, askers);
-    } else if (warp < askers + kEdgeCopiers) {
-      PrefillLoader<Shape, true>::run(p, plan, control, shared, warp - askers, kEdgeCopiers, askers);
+    } else if (warp < askers + Shape::kEdgeCopiers) {
+      PrefillLoader<Shape, true>::run(p, plan, control, shared, warp - askers, Shape::kEdgeCopiers, askers);
     }
   } else if (Shape::kOwnDirector && threadIdx.x >= (1 + Shape::kConsumers) * kWarpgroup) {
     give_registers<Shape::kProducerRegisters>();

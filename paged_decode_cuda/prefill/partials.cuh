@@ -16,10 +16,18 @@ PD_DEVICE int64_t partial_index(const Problem& p, int split, int token, int q_he
   return (split * p.total_q + token) * p.q_heads + q_head;
 }
 
-// Stores reference and sum of weights of a row. Its first split also says how many there are, and whose row it is.
-PD_DEVICE void store_ml(const PrefillCall& plan, const Work& work, int64_t place, float base, float l) {
-  plan.ml[place] = make_float2(base, l);
-  if (work.split == 0) plan.row_splits[place] = make_int2(work.splits, work.item.b);
+// Begins the partial of a row, by the four lanes that hold it: stores its reference score and the sum of its weights,
+// and with the first split also how many there are and whose row it is. `first`: the first token of the request.
+// Returns the number of the partial.
+PD_DEVICE int64_t begin_partial(const Problem& p, const PrefillCall& plan, const Work& work, int first, int row,
+                                float base, float l) {
+  const QueryRow query = query_row(p, plan, work.item, work.head, row);
+  const int64_t place = partial_index(p, work.split, first + query.token, query.q_head);
+  if (threadIdx.x % 4 == 0) {
+    plan.ml[place] = make_float2(base, l);
+    if (work.split == 0) plan.row_splits[place] = make_int2(work.splits, work.item.b);
+  }
+  return place;
 }
 
 // Says that the keys of a warp's rows were not cut: the combine kernel leaves them as they are.
@@ -45,10 +53,7 @@ PD_DEVICE void store_partial(const Problem& p, const PrefillCall& plan, const Wo
     const int row = first_row + r * 8;
     const float l = row_sum(rows.l[r]);
     if (row >= item.rows) continue;
-    const QueryRow query = query_row(p, plan, item, work.head, row);
-    const int64_t place = partial_index(p, work.split, first + query.token, query.q_head);
-    if (t == 0) store_ml(plan, work, place, rows.base[r], l);
-    float* const sums = plan.sums + place * p.head_dim_v;
+    float* const sums = plan.sums + begin_partial(p, plan, work, first, row, rows.base[r], l) * p.head_dim_v;
 #pragma unroll
     for (int j = 0; j < Shape::kDimV / 8; ++j) {
       const int dim = j * 8 + t * 2;

@@ -250,7 +250,7 @@ def extension(variants: list[str] = ("plain",)) -> Path:
         for source in section.sources:
             if not source.endswith((".cpp", ".mm")):
                 continue
-            define = f"-DTORCH_EXTENSION_NAME={namespace}" if Path(source).name == "torch_binding.cpp" else ""
+            define = " ".join(local_build.binding_flags(source, namespace))
             # Also the C++ files see Metal's headers.
             own = section.includes if source.endswith(".mm") else ["-x c++", *section.flags]
             objects.append(work / f"{source}.o")
