@@ -1,16 +1,13 @@
 // Multi-head latent attention with 8-bit caches, on Hopper's matrix unit.
 //
 // A product may have one operand in registers, and for it the keys are chosen: they are widened to fp16 on their way
-// from shared memory to registers, and nothing is written back. So both products are turned around.
+// from shared memory to registers, and nothing is written back (narrow_products.cuh). So both products are turned
+// around. q comes as fp16 too (narrow_queries.cuh).
 //
 //     scores^T [64 keys, 64 rows]      = keys [64, 576]        q^T [576, 64]         keys in registers
 //     sums^T   [256 latents, 64 rows] += latents^T [256, 64]   weights^T [64, 64]    latents in registers
 //
 // Requests of up to 32 rows have blocks of 32 rows: the same with 32 in place of 64, and four tiles of keys.
-//
-// fp16 holds every value of both formats exactly. q comes as fp16 too: each row is multiplied by the power of two that
-// brings its largest number to 2^14 or above, and the inverse goes into the scale of its scores. What is lost is below
-// 2^-28 of the largest number of the row.
 //
 // Producer warps are those of kernel.cuh. Consumers take turns with the scores of tiles, and each adds every tile to
 // its half of the latents. A warpgroup of its own makes weights of scores, while consumers multiply. A thread of a
@@ -43,201 +40,12 @@
 //   kPartial       128 threads of a consumer                   themselves: a partial is written, or may be read
 #pragma once
 
-#include "../matrices.cuh"
 #include "../prefill/weights.cuh"
+#include "narrow_products.cuh"
+#include "narrow_queries.cuh"
 #include "narrow_weigher.cuh"
 
 namespace paged_attn {
-
-constexpr int kNarrowConsumers = NarrowMlaSizes::kConsumers * kWarpgroup;
-
-// ---- Queries ----
-
-// 16 values each; the last are those of the rotary part.
-constexpr int kNarrowOwn = NarrowMlaSizes::kLatents / 16 / kCopyLanes + 1;
-using QueryWords = uint32_t[kNarrowOwn][8];
-
-// A row of this block, or the last one that exists in its place.
-struct NarrowRow {
-  QueryRow query;
-  bool exists;
-};
-
-template <typename Sizes>
-PD_DEVICE NarrowRow narrow_row(const Problem& p, const MlaCall& call, const Item& item, int head, int row) {
-  const int own = static_cast<int>(blockIdx.y) * Sizes::kRows + row;
-  return {query_row(p, call, item, head, min(own, item.rows - 1)), own < item.rows};
-}
-
-// This lane's part of a row of queries.
-template <typename Sizes>
-PD_DEVICE void load_narrow_query(const Problem& p, const MlaCall& call, const Item& item, int head, int row,
-                                 QueryWords& words) {
-  const int place = this_thread() % kCopyLanes;
-  const NarrowRow own = narrow_row<Sizes>(p, call, item, head, row);
-  const int64_t rope = q_offset(p, item, own.query), latents = qv_offset(p, item, own.query);
-#pragma unroll
-  for (int i = 0; i < kNarrowOwn; ++i) {
-    const bool last = i == kNarrowOwn - 1;
-    const char* const from = last ? static_cast<const char*>(p.q) + rope * 2
-                                  : static_cast<const char*>(p.qv.data) + latents * 2 + i * kCopyLanes * 32;
-    const bool has = own.exists && (!last || place < Sizes::kRope / 16);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const uint4 piece = has ? reinterpret_cast<const uint4*>(from + place * 32)[h] : make_uint4(0, 0, 0, 0);
-      words[i][4 * h] = piece.x;
-      words[i][4 * h + 1] = piece.y;
-      words[i][4 * h + 2] = piece.z;
-      words[i][4 * h + 3] = piece.w;
-    }
-  }
-}
-
-// Stores it as fp16, multiplied by 2^up; up is returned. A product takes keys in the order in which a thread has them:
-// of 16 dims these are 0, 1, 4, 5, 8, 9, 12, 13, then the others. So q is stored in that order.
-template <typename Sizes, bool kBf16>
-PD_DEVICE int store_narrow_query(const QueryWords& words, int row, uint32_t queries) {
-  constexpr int kTop = 127 + 14;  // exponent of what the largest value becomes
-  const unsigned place = this_thread() % kCopyLanes;
-  float top = 0.f;
-#pragma unroll
-  for (int i = 0; i < kNarrowOwn; ++i) {
-#pragma unroll
-    for (int w = 0; w < 8; ++w) {
-      const float2 values = pair_values<kBf16>(words[i][w]);
-      top = fmaxf(top, fmaxf(fabsf(values.x), fabsf(values.y)));
-    }
-  }
-#pragma unroll
-  for (int step = 1; step < kCopyLanes; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-  // Both 127 + up and 127 - up are exponents of a normal number: up is at least 141 - 255.
-  const int up = min(max(kTop - static_cast<int>(__float_as_uint(top) >> 23), -126), 100);
-  const float factor = __uint_as_float(static_cast<uint32_t>(127 + up) << 23);
-  const auto scaled = [factor](uint32_t word) {
-    const float2 values = pair_values<kBf16>(word);
-    return pack_pair<false>(values.x * factor, values.y * factor);
-  };
-#pragma unroll
-  for (int i = 0; i < kNarrowOwn; ++i) {
-    if (i == kNarrowOwn - 1 && place >= Sizes::kRope / 16) continue;
-    const unsigned unit = i * kCopyLanes + place, piece = unit % 4 * 2;  // 4 of them in a column
-    const uint32_t target = queries + unit / 4 * Sizes::kRows * kRowBytes + row * kRowBytes;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      store_piece(target + ((piece + h) ^ row % 8) * 16, scaled(words[i][h]), scaled(words[i][h + 2]),
-                  scaled(words[i][h + 4]), scaled(words[i][h + 6]));
-    }
-  }
-  return up;
-}
-
-// Both consumers bring the queries of this block's rows of an item.
-template <typename Sizes, bool kBf16>
-PD_DEVICE void copy_narrow_queries(const Problem& p, const MlaCall& call, const Item& item, int head,
-                                   NarrowControl<Sizes>& control, uint32_t queries) {
-  constexpr int kAtOnce = kNarrowConsumers / kCopyLanes, kOwnRows = Sizes::kRows / kAtOnce;
-  const unsigned thread = this_thread() - kWarpgroup;
-  const float natural = score_scale(p, item.b, head);
-  QueryWords words[kOwnRows];
-#pragma unroll
-  for (int r = 0; r < kOwnRows; ++r)
-    load_narrow_query<Sizes>(p, call, item, head, thread / kCopyLanes + r * kAtOnce, words[r]);
-#pragma unroll
-  for (int r = 0; r < kOwnRows; ++r) {
-    const unsigned row = thread / kCopyLanes + r * kAtOnce;
-    const int up = store_narrow_query<Sizes, kBf16>(words[r], row, queries);
-    if (thread % kCopyLanes == 0) control.scale[row] = natural * __uint_as_float(static_cast<uint32_t>(127 - up) << 23);
-  }
-  fence_async_proxy();
-}
-
-// Tells the weigher what it has to know of the rows. Each thread describes one row.
-template <typename Sizes, bool kFull>
-PD_DEVICE void describe_rows(const Problem& p, const MlaCall& call, const MlaWork& work,
-                             NarrowControl<Sizes>& control) {
-  const int row = this_thread() - kWarpgroup;
-  if (row >= Sizes::kRows) return;
-  const Item& item = work.item;
-  const NarrowRow own = narrow_row<Sizes>(p, call, item, work.head, row);
-  const KvRange seen = row_keys(p, call, item, own.query.token);
-  control.seen[row] = make_int2(static_cast<int>(seen.begin), static_cast<int>(seen.end));
-  if constexpr (kFull) {
-    control.slope[row] = row_slope(p, item.b, own.query.q_head);
-    control.position[row] = item.kv_len - item.q_len + own.query.token;
-  }
-}
-
-// ---- Operands ----
-
-// As fp8_pair_to_fp16(), which the compiler gives the upper half shifted down: here every instruction counts.
-template <typename Kv, bool kHigh>
-PD_DEVICE uint32_t widen_half(uint32_t word) {
-#if __CUDA_ARCH__ >= 890
-  if constexpr (__is_same(Kv, E4m3)) {
-    uint32_t pair;
-    if constexpr (kHigh) {
-      asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, high;\n}\n"
-          : "=r"(pair)
-          : "r"(word));
-    } else {
-      asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}\n"
-          : "=r"(pair)
-          : "r"(word));
-    }
-    return pair;
-  }
-#endif
-  return fp8_pair_to_fp16<Kv, kHigh>(word);
-}
-
-// The left operand of a product.
-using NarrowOperand = uint32_t[4];
-
-// A word has dims 4 t to 4 t + 3 of a key: x of key g, y of key g + 8.
-template <typename Kv>
-PD_DEVICE void widen_keys(uint32_t x, uint32_t y, NarrowOperand& a) {
-  a[0] = widen_half<Kv, false>(x);
-  a[1] = widen_half<Kv, false>(y);
-  a[2] = widen_half<Kv, true>(x);
-  a[3] = widen_half<Kv, true>(y);
-}
-
-// A word has latents 2 g and 2 g + 1 of key 2 t, then of the next one; y: 8 keys further. Latents 2 g become rows g of
-// the operand, the others rows g + 8.
-template <typename Kv>
-PD_DEVICE void widen_latents(uint32_t x, uint32_t y, NarrowOperand& a) {
-  if constexpr (__is_same(Kv, E5m2)) {  // the upper byte of an fp16
-    a[0] = __byte_perm(x, 0, 0x2404);
-    a[1] = __byte_perm(x, 0, 0x3414);
-    a[2] = __byte_perm(y, 0, 0x2404);
-    a[3] = __byte_perm(y, 0, 0x3414);
-    return;
-  }
-  const uint32_t first = __byte_perm(x, 0, 0x3120), second = __byte_perm(y, 0, 0x3120);
-  a[0] = widen_half<Kv, false>(first);
-  a[1] = widen_half<Kv, true>(first);
-  a[2] = widen_half<Kv, false>(second);
-  a[3] = widen_half<Kv, true>(second);
-}
-
-// ---- Consumers ----
-
-// Where a thread stands in its consumer. Found again by each step: across them registers are scarce.
-struct NarrowPlace {
-  unsigned thread, warp, lane;
-  unsigned g, t;  // of the lane, see NarrowTiles
-
-  PD_MEMBER NarrowPlace() {
-    thread = static_cast<unsigned>(this_thread()) % kWarpgroup;
-    warp = thread / kWarp;
-    lane = thread % kWarp;
-    g = lane / 4;
-    t = lane % 4;
-  }
-
-  PD_MEMBER int key() const { return warp * 16 + g; }       // of a tile; the other one is 8 further
-  PD_MEMBER int row(int j) const { return 8 * j + t * 2; }  // of the block, and the next one
-};
 
 template <typename Kv, typename Sizes, bool kFull>
 struct NarrowTiles {
@@ -310,35 +118,6 @@ struct NarrowTiles {
     }
   }
 
-  // `kSteps` products, one after the other. An operand is widened while two products run, from words that were loaded
-  // two to four products before; load(words, i) brings those of products 2 i and 2 i + 1. The fence of a product stands
-  // before the wait for an earlier one: else the compiler moves all that is to be widened behind that wait. The last
-  // products may still be on their way at the end.
-  template <int kSteps, typename Load, typename Widen, typename Multiply>
-  static PD_MEMBER void stream(NarrowOperand (&a)[kOperands], Load load, Widen widen, Multiply multiply) {
-    uint32_t words[2][4];
-    load(words[0], 0);
-    load(words[1], 1);
-    widen(words[0][0], words[0][1], a[0]);
-    settle(a[0]);
-    products_begin();
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      multiply(a[i % kOperands], i);
-      products_commit();
-      if (i + 1 < kSteps) {
-        const int next = i + 1, pair = next / 2;
-        uint32_t (&own)[4] = words[pair % 2];
-        widen(own[next % 2 * 2], own[next % 2 * 2 + 1], a[next % kOperands]);
-        settle(a[next % kOperands]);
-        products_begin();
-        if (next % 2 == 1 && pair + 2 < kSteps / 2) load(own, pair + 2);
-      }
-      products_wait<1>();
-      settle(a[(i + 2) % kOperands]);
-    }
-  }
-
   PD_MEMBER void finish_products() {
     products_wait<0>();
     settle(s);
@@ -353,7 +132,7 @@ struct NarrowTiles {
     const uint32_t from[2] = {stage + narrow_place(key, high), stage + narrow_place(key, 2 + high)};
     const uint64_t queries = matrix_descriptor(shared, kRowBytes);
     settle(s);
-    stream<Sizes::kDim / 16>(
+    stream_products<Sizes::kDim / 16>(
         a, [&](uint32_t (&words)[4], int i) { load_matrices(words, from[i % 2] + i / 2 * Sizes::kNarrowColumn); },
         [](uint32_t x, uint32_t y, NarrowOperand& own) { widen_keys<Kv>(x, y, own); },
         [&](const NarrowOperand& own, int i) {
@@ -384,7 +163,7 @@ struct NarrowTiles {
     const uint64_t weights = matrix_descriptor(weights_of(buffer), kRowBytes);
 #pragma unroll
     for (int m = 0; m < kMatrices; ++m) settle(acc[m]);
-    stream<kMatrices * 4>(
+    stream_products<kMatrices * 4>(
         a,
         [&](uint32_t (&words)[4], int i) {
           load_transposed(words, from + i / 2 * Sizes::kNarrowColumn + i % 2 * kWarp * Sizes::kNarrowRow);
