@@ -43,6 +43,7 @@ METAL_ITEM, METAL_ROUTES = "paged_decode_metal/item.h", "paged_decode_metal/rout
 ATTENTION, CALL = "torch-ext/paged_attn/attention.py", "torch-ext/paged_attn/_call.py"
 LONG_QUERIES = "paged_decode_cuda/plan.cpp"
 PREFILL_PLAN, PREFILL_ORDER = "paged_decode_cuda/prefill/plan.cpp", "paged_decode_cuda/prefill/schedule.cuh"
+PREFILL_CUTS = "paged_decode_cuda/prefill/cuts.cuh"
 FA3, MERGE = "torch-ext/paged_attn/fa3.py", "torch-ext/paged_attn/merge.py"
 PAGES, AMX = "torch-ext/paged_attn/integrations/paged_cache.py", "paged_decode_cpu/ops_amx.h"
 CUDA_PLANS, PREFILL_PLANS = "test_cuda_plans.py", "test_prefill_plans.py"
@@ -355,7 +356,7 @@ FAULTS = [
     Fault(
         "prefill: a long request has no more splits than others",
         "native",
-        PREFILL_ORDER,
+        PREFILL_CUTS,
         "splits < 1.25f * static_cast<float>(plan.splits);",
         "splits < 125.f * static_cast<float>(plan.splits);",
         PREFILL_PLANS,
@@ -363,7 +364,7 @@ FAULTS = [
     Fault(
         "prefill: short requests have as many splits as the longest",
         "native",
-        PREFILL_ORDER,
+        PREFILL_CUTS,
         "if (splits * tiles_of_rows <= grid) return;",
         "return;",
         PREFILL_PLANS,

@@ -10,6 +10,7 @@
 #include "../key_places.cuh"
 #include "pieces.cuh"
 #include "schedule.cuh"
+#include "tickets.cuh"
 #include "widener.cuh"
 
 namespace paged_attn {

@@ -16,74 +16,14 @@
 //      ...
 #pragma once
 
-#include "shape.cuh"
+#include "cuts.cuh"
 
 namespace paged_attn {
 
 constexpr int kBucketBits = 3;                        // with more buckets a block takes longer to find its first tile
 constexpr int kFirstBucket = (1 << kBucketBits) - 1;  // of the longest tiles
 constexpr int kGroups = kWarp >> kBucketBits;         // of many requests: every lane has a cell
-constexpr float kFewRounds = 3;        // of splits: with more rounds it matters little whether the last one is full
-constexpr float kMostOver = 0.125f;    // of a round: rather than take so little of one more, splits are longer
-constexpr float kEvensOut = 4;         // n rounds of tiles even out one that is n * n / kEvensOut times the average
-constexpr int kSectionTiles = 32;      // of rows: with as many a kv_head has several in every bucket
-constexpr int kMostCounted = 1 << 20;  // tiles of keys: sums of them fit into 32 bits
-constexpr int kEven = -1;              // in place of Totals::tiles: nothing is to be cut by length
-
-// The word that is counted up must be zero before, and nobody clears it before a launch: the first block writes it
-// together with a number of this launch, the one that takes the last ticket clears it.
-PD_DEVICE unsigned ticket_tag() { return static_cast<unsigned>(launch_number() >> 32) | 1u; }
-
-PD_DEVICE void open_tickets(unsigned long long* tickets) {
-  const unsigned long long word = static_cast<unsigned long long>(ticket_tag()) << 32;
-  store_relaxed(tickets, word);
-}
-
-PD_DEVICE void await_tickets(const unsigned long long* tickets) {
-  unsigned long long word;
-  do {
-    word = load_relaxed(tickets);
-  } while (static_cast<unsigned>(word >> 32) != ticket_tag());
-}
-
-// Takes a ticket, after await_tickets().
-PD_DEVICE unsigned next_ticket(unsigned long long* tickets) { return static_cast<unsigned>(atomicAdd(tickets, 1ull)); }
-
-PD_DEVICE void close_tickets(unsigned long long* tickets) { store_relaxed(tickets, 0); }
-
-// Keys of a request, new ones included.
-PD_DEVICE int key_count(const Problem& p, const Plan& plan, int b) {
-  return min(max(cached_length(p, b) + new_length(p, b), 0), plan.max_keys);
-}
-
-// A request: its lengths. take_rows() says which of its rows.
-PD_DEVICE Item request_item(const Problem& p, const Plan& plan, int b) {
-  Item item = {};
-  item.b = b;
-  item.q_begin = query_begin(p, b);
-  item.q_len = query_length(p, b);
-  item.kv_len = key_count(p, plan, b);
-  item.leftpad = bounded_leftpad(p, plan, b);
-  return item;
-}
-
-// Rows [tile * Shape::kRows, ...) of the item's request.
-template <typename Shape>
-PD_DEVICE void take_rows(const Problem& p, const Plan& plan, int tile, Item& item) {
-  item.first_row = tile * Shape::kRows;
-  item.rows = max(0, min(Shape::kRows, item.q_len * static_cast<int>(p.group) - item.first_row));
-  find_keys(p, plan, item);
-  item.first_tile = item.key_begin / Shape::kKeys;
-  const int end_tile = (item.key_end + Shape::kKeys - 1) / Shape::kKeys;
-  item.tiles = item.rows == 0 ? 0 : max(0, end_tile - item.first_tile);
-}
-
-// Of the item's tiles of keys only those of one split remain. They may be none.
-PD_DEVICE void take_split(Item& item, int split, int splits) {
-  const int each = (item.tiles + splits - 1) / splits, first = min(split * each, item.tiles);
-  item.first_tile += first;
-  item.tiles = min(each, item.tiles - first);
-}
+constexpr int kSectionTiles = 32;                     // of rows: with as many a kv_head has several in every bucket
 
 // Walks through all tiles in their order. The lanes of one warp call everything together; each has a request. The lane
 // that has the request of a tile writes the work where all see it. Call: what the kernel is told. Known: KnownRequests.
@@ -122,7 +62,7 @@ struct Scheduler {
         hold(p, plan, known, request, counts);
         if (!counts) {
           known.note(request + this_thread() % kWarp, own.rows, own.most);
-          const Totals found = own_totals<Call>();
+          const Totals found = totals_of<Call>(own);
           if (lane == 0) known.totals[warp].add(found);
         } else {
           count_cells(p, plan, known, work, request);
@@ -133,7 +73,7 @@ struct Scheduler {
       if (warp == 0) {
         Totals totals = known.totals[0];
         for (int other = 1; other < warps; ++other) totals.add(known.totals[other]);
-        decide_cuts(p, plan, known, totals, work);
+        decide_cuts(p, plan, known, own, totals, work);
       }
       meet();
     }
@@ -148,7 +88,7 @@ struct Scheduler {
   template <typename Call, typename Known>
   PD_MEMBER void count_cells(const Problem& p, const Call& plan, Known& known, const Work& work, int request) {
     count_pieces(p, plan, work);
-    const int splits = splits_by_length(plan, work), group = request / known.group_size;
+    const int splits = splits_by_length(plan, own, work), group = request / known.group_size;
     int above = own.rows;
 #pragma unroll 1
     for (int number = bucket_of(known.longest, own.most, splits); above > 0; --number) {
@@ -166,11 +106,11 @@ struct Scheduler {
     if (p.batch > kWarp) return false;
     const int lane = threadIdx.x % kWarp;
     const Item item = look_at(p, plan, 0);
-    Totals totals = own_totals<Call>();
+    Totals totals = totals_of<Call>(own);
     const bool in_first = lane >= p.batch || (own.rows == 1 && own.most >= bucket_bound(totals.longest, kFirstBucket));
     const bool one_bucket = __ballot_sync(~0u, in_first) == ~0u;
     if (one_bucket) totals.tiles = kEven;
-    decide_cuts(p, plan, known, totals, work);
+    decide_cuts(p, plan, known, own, totals, work);
     count_pieces(p, plan, work);
     ends = one_bucket ? min(lane + 1, static_cast<int>(p.batch)) * pieces : inclusive_sum(own.rows * pieces);
     if (one_bucket || __shfl_sync(~0u, ends, kWarp - 1) <= plan.blocks_in_grid)
@@ -184,35 +124,6 @@ struct Scheduler {
     return take_none(work);  // so far
   }
 
-  // The totals of the requests that the lanes hold.
-  template <typename Call>
-  PD_MEMBER Totals own_totals() const {
-    Totals totals = {__reduce_max_sync(~0u, max(own.most, 1)), 0, 0};
-    if constexpr (Call::kCutsKeys) {
-      totals.rows = __reduce_add_sync(~0u, own.rows);
-      totals.tiles = __reduce_add_sync(~0u, own.rows * min(own.most, kMostCounted));
-    }
-    return totals;
-  }
-
-  // Decides how keys are cut: work.split_rate, and known.longest for the buckets.
-  template <typename Call, typename Known>
-  PD_MEMBER void decide_cuts(const Problem& p, const Call& plan, Known& known, const Totals& totals, Work& work) {
-    int longest = totals.longest;  // tiles of keys: of a tile of rows, or of a split where lengths decide
-    float rate = Work::kWhole;
-    if constexpr (Call::kCutsKeys) {
-      if (longest >= plan.cut_from_tiles) {
-        if (plan.splits > 1) rate = -splits_alike(plan, longest);
-        if (totals.tiles != kEven && plan.splits_wanted > 0.f) cut_by_length(p, plan, known, totals, longest, rate);
-      }
-    }
-    if (threadIdx.x % kWarp == 0) {
-      known.longest = longest;
-      work.split_rate = rate;
-    }
-    __syncwarp();
-  }
-
   // The work of tile `index`, those of all requests one behind the other. `item`: the last tile of this lane's request.
   template <typename Call>
   PD_MEMBER bool take_in_order(const Problem& p, const Call& plan, int index, const Item& item, Work& work) {
@@ -224,7 +135,7 @@ struct Scheduler {
       const int piece = index - (ends - own.rows * pieces), tile = own.rows > 1 ? piece / pieces : 0;
       work.item = item;
       if (tile < own.rows - 1) take_rows<Shape>(p, plan, tile, work.item);
-      take_piece(plan, piece - tile * pieces, work);
+      take_piece(plan, own, piece - tile * pieces, work);
     }
     __syncwarp();
     return true;
@@ -236,112 +147,10 @@ struct Scheduler {
     return false;
   }
 
-  // Where lengths differ much: about as many splits as the host says, all of about the same length. `split_tiles`:
-  // tiles of keys of the longest one. `rate`: as Work::split_rate.
-  template <typename Call, typename Known>
-  PD_MEMBER void cut_by_length(const Problem& p, const Call& plan, const Known& known, const Totals& totals,
-                               int& split_tiles, float& rate) {
-    const float all = static_cast<float>(totals.tiles), rows = static_cast<float>(totals.rows);
-    const float longest = static_cast<float>(totals.longest), heads = static_cast<float>(p.kv_heads);
-    const float grid = static_cast<float>(plan.blocks_in_grid), tiles_of_rows = heads * rows;
-    if (all >= 0.875f * longest * rows) return;  // lengths hardly differ
-    // With several rounds of tiles short ones even out what a long one takes.
-    if (kEvensOut * longest * rows * grid * grid <= all * tiles_of_rows * tiles_of_rows) return;
-    // For each tile of keys, less half a split for each tile of rows, which rounding up adds.
-    float more =
-        fminf(__fdividef(fmaxf(plan.splits_wanted - 0.5f * tiles_of_rows, 0.f), heads * all), plan.most_split_rate);
-    float splits = fminf(longest * more, static_cast<float>(plan.most_splits));  // of the longest
-    const bool alike = splits < 1.25f * static_cast<float>(plan.splits);
-    if (alike) {
-      splits = -rate;
-      if (splits * tiles_of_rows <= grid) return;
-    }
-    split_tiles = tiles_of_split(longest, splits);
-    const bool few = plan.splits_wanted <= kFewRounds * grid;
-    if (few) {
-      // A few splits more than whole rounds of them would take a round of their own. Longer ones are fewer.
-      const float rounds = __fdividef(all_splits(p, plan, known, split_rate(split_tiles)), grid),
-                  over = rounds - floorf(rounds);
-      if (rounds > 1 && over > 0 && over <= kMostOver) ++split_tiles;
-    }
-    rate = few || alike ? split_rate(split_tiles) : more;
-  }
-
-  // Tiles of keys of a split, if the longest tile of rows has so many splits.
-  PD_MEMBER static int tiles_of_split(float longest, float splits) {
-    return static_cast<int>(ceilf(__fdividef(longest, splits) - 0.001f));
-  }
-
-  // Splits for each tile of keys, if a split has so many of them. A little less, so that rounding adds no split.
-  PD_MEMBER static float split_rate(int tiles) { return __fdividef(0.99999f, static_cast<float>(tiles)); }
-
-  // Splits of all tiles of rows, as far as requests are remembered.
-  template <typename Call, typename Known>
-  PD_MEMBER float all_splits(const Problem& p, const Call& plan, const Known& known, float rate) const {
-    int splits = 0;
-    if (p.batch <= kWarp) {
-      splits = own.rows * splits_of(plan, own.most, rate);
-    } else {
-#pragma unroll 1
-      for (int b = threadIdx.x % kWarp; b < min(static_cast<int>(p.batch), Known::kMost); b += kWarp) {
-        int rows, most;
-        if (known.find(b, rows, most)) splits += rows * splits_of(plan, most, rate);
-      }
-    }
-    return static_cast<float>(__reduce_add_sync(~0u, splits)) * static_cast<float>(p.kv_heads);
-  }
-
-  // Splits of every tile of rows where all have the same number, if the longest one sees so many tiles of keys.
-  template <typename Call>
-  PD_MEMBER static float splits_alike(const Call& plan, int longest) {
-    const float worth = floorf(static_cast<float>(longest) * plan.splits_per_tile);
-    return fminf(fmaxf(worth, 1.f), static_cast<float>(plan.splits));
-  }
-
-  // Splits of so many tiles of keys.
-  template <typename Call>
-  PD_MEMBER static int splits_of(const Call& plan, int tiles, float rate) {
-    return max(1, min(static_cast<int>(ceilf(static_cast<float>(tiles) * rate)), plan.most_splits));
-  }
-
-  // Splits of each of this lane's tiles of rows where lengths decide; 1 where they do not.
-  template <typename Call>
-  PD_MEMBER int splits_by_length(const Call& plan, const Work& work) const {
-    if constexpr (Call::kCutsKeys) {
-      return splits_of(plan, own.most, work.split_rate);
-    } else {
-      return 1;
-    }
-  }
-
-  // Splits of each of this lane's tiles of rows.
-  template <typename Call>
-  PD_MEMBER int splits(const Call& plan, const Work& work) const {
-    if constexpr (Call::kCutsKeys) {
-      if (work.split_rate < 0.f) return static_cast<int>(-work.split_rate);
-    }
-    return splits_by_length(plan, work);
-  }
-
   // After decide_cuts().
   template <typename Call>
   PD_MEMBER void count_pieces(const Problem& p, const Call& plan, const Work& work) {
-    pieces = static_cast<int>(p.kv_heads) * splits(plan, work);
-  }
-
-  // Takes one kv_head and split of a tile of rows.
-  template <typename Call>
-  PD_MEMBER void take_piece(const Call& plan, int piece, Work& work) const {
-    work.exists = true;
-    work.head = piece;
-    work.split = 0;
-    work.cut = false;
-    if (!Call::kCutsKeys || work.split_rate == Work::kWhole) return;
-    work.splits = splits(plan, work);
-    work.cut = work.splits > 1;
-    work.head = piece / work.splits;
-    work.split = piece - work.head * work.splits;
-    take_split(work.item, work.split, work.splits);
+    pieces = static_cast<int>(p.kv_heads) * splits(plan, own, work);
   }
 
   // A section is what is walked through from the longest tiles to the shortest: as a rule, all requests. But where a
@@ -422,7 +231,7 @@ struct Scheduler {
   template <typename Call, typename Known>
   PD_MEMBER void count(const Problem& p, const Call& plan, const Known& known, const Work& work, int before) {
     const int above = own.below;
-    own.below = tiles_below(p, known, splits_by_length(plan, work), bucket);
+    own.below = tiles_below(p, known, splits_by_length(plan, own, work), bucket);
     own.in_bucket = above - own.below;
     left = __any_sync(~0u, own.below > 0);
     ends = before;
@@ -464,7 +273,7 @@ struct Scheduler {
       if (request >= 0) {
         hold(p, plan, known, request);
         count_pieces(p, plan, work);
-        own.below = tiles_below(p, known, splits_by_length(plan, work), bucket + 1);
+        own.below = tiles_below(p, known, splits_by_length(plan, own, work), bucket + 1);
       }
       if constexpr (Call::kHasSections) {
         if (bucket == kFirstBucket) end_section(p, plan);
@@ -482,7 +291,7 @@ struct Scheduler {
     work.item = request_item(p, plan, first + threadIdx.x % kWarp);
     int tile = 0, piece = index - (ends - own.in_bucket * pieces);
     if (own.rows > 1) {
-      const int together = max(1, plan.l2_keys / max(work.item.kv_len, 1)) * splits(plan, work);
+      const int together = max(1, plan.l2_keys / max(work.item.kv_len, 1)) * splits(plan, own, work);
       int section_pieces = pieces, section_begin = 0;
       if (together < pieces) {
         const int section = piece / (together * own.in_bucket);
@@ -495,7 +304,7 @@ struct Scheduler {
       piece += section_begin - up * section_pieces;
     }
     take_rows<Shape>(p, plan, tile, work.item);
-    take_piece(plan, piece, work);
+    take_piece(plan, own, piece, work);
   }
 };
 

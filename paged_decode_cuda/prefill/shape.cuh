@@ -41,7 +41,7 @@ struct PrefillCall : Plan {
   int32_t blocks_in_grid;
   bool one_round;               // no block has a second tile of rows, or split of one
   int32_t l2_keys;              // of one head, that L2 keeps with their values
-  unsigned long long* tickets;  // one word, which counts the tiles of rows that were taken: see schedule.cuh
+  unsigned long long* tickets;  // one word, which counts the tiles of rows that were taken: see tickets.cuh
   // Split-KV. Keys are cut where the longest tile of rows sees cut_from_tiles tiles of keys or more: those of each tile
   // of rows into `splits`, but no more than splits_per_tile for each tile of keys. Where lengths differ, long requests
   // have more splits and short ones fewer: about splits_wanted in all, most_splits of a tile of rows at most, and

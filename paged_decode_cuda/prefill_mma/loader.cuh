@@ -4,6 +4,7 @@
 // are pieces of 16 bytes (cp.async), so the size of a page does not matter.
 #pragma once
 
+#include "../prefill/tickets.cuh"
 #include "shape.cuh"
 
 namespace paged_attn {

@@ -44,16 +44,16 @@ def part_of(path, begin, end):
 
 
 def header():
-    """What a tile is and in which order tiles are taken, without the tickets and barriers of a GPU."""
-    schedule = "prefill/schedule.cuh"
+    """What a tile is, how its keys are cut, and in which order tiles are taken, without the barriers of a GPU."""
     return "\n".join(
         [
             '#include "items.cuh"\n#include "prefill/sizes.h"',
             "struct CUtensorMap {};\nstruct float2;\nstruct int2;",
             "namespace paged_attn {",
             part_of("prefill/shape.cuh", "// What the kernel reads beside the problem.", "// Barriers and messages"),
-            part_of(schedule, "constexpr int kBucketBits", "// The word that is counted up"),
-            part_of(schedule, "// Keys of a request, new", "}  // namespace paged_attn"),
+            part_of("prefill/row_tiles.cuh", "// Keys of a request, new", "}  // namespace paged_attn"),
+            part_of("prefill/cuts.cuh", "constexpr float kFewRounds", "}  // namespace paged_attn"),
+            part_of("prefill/schedule.cuh", "constexpr int kBucketBits", "}  // namespace paged_attn"),
             "}  // namespace paged_attn\n",
         ]
     )
