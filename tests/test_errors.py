@@ -679,6 +679,27 @@ def test_sinks_that_require_grad(paged_attn, device):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap"])
+def test_tensors_in_place_of_numbers_that_require_grad(paged_attn, device, name):
+    """A tensor of one element counts as a number. A learned one is refused in grad mode: its gradient would be missing
+    without a word."""
+    scale = torch.tensor(0.5, requires_grad=True)
+    match = f"^{name}: expected a tensor that asks for no gradient "
+    for value in (scale, 2 * scale):
+        refused(paged_attn, device, PAGED, match, lambda a, value=value: a.update({name: value}))
+    with forward_ad.dual_level():
+        value = forward_ad.make_dual(scale.detach(), torch.tensor(1.0))
+        match = f"^{name}: expected a tensor without a tangent "
+        refused(paged_attn, device, PAGED, match, lambda a: a.update({name: value}))
+    results = []
+    for value in (scale, 0.5):
+        call = cases.build(PAGED).to(device)
+        arguments = call.kwargs | dict(zip(("k_cache", "v_cache"), call.caches())) | {name: value}
+        with torch.no_grad():
+            results.append(paged_attn.flash_attn_with_kvcache(**arguments))
+    assert all(map(torch.equal, *results))
+
+
 FP8_QUERIES = {
     "rotary": (
         r"^rotary_cos: expected None with an 8-bit q \(float8_e4m3fn\), got a tensor$",

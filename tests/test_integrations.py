@@ -347,6 +347,17 @@ def test_enabling_twice_and_nesting(paged_attn, closed_gate):
     assert getattr(initialization, GATE) is closed_gate
 
 
+def test_with_blocks_that_overlap(paged_attn, closed_gate):
+    """As those of two threads do: the path stays open until the last one ends."""
+    blocks = [paged_attn.integrations.transformers_block_tables() for _ in range(2)]
+    for block in blocks:
+        block.__enter__()
+    blocks[0].__exit__(None, None, None)
+    assert getattr(initialization, GATE) is not closed_gate
+    blocks[1].__exit__(None, None, None)
+    assert getattr(initialization, GATE) is closed_gate
+
+
 def test_the_with_block_closes_after_an_error(paged_attn, closed_gate):
     with pytest.raises(ZeroDivisionError), paged_attn.integrations.transformers_block_tables():
         raise ZeroDivisionError

@@ -2,8 +2,10 @@
 function that it sets, with other caches."""
 
 import copy
+import itertools
 import logging
 import pickle
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -532,6 +534,92 @@ def test_after_an_error_elsewhere_a_pass_is_not_mixed_with_the_next(make_model, 
     again = logits(model, ids[:, start:], past_key_values=cache)
     model.set_attn_implementation("eager")
     close(again, logits(model, ids)[:, start:])
+
+
+def interrupted(line, function, *arguments):
+    """Ctrl-C before the given line, counted from the first one that runs in paged_cache.py. False: there are fewer."""
+    lines, tracer = itertools.count(1), sys.gettrace()
+
+    def trace(frame, event, _):
+        if not frame.f_code.co_filename.endswith("paged_cache.py") or "tests" in frame.f_code.co_filename:
+            return None
+        if event == "line" and next(lines) == line:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function(*arguments)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(tracer)
+    return False
+
+
+def store(cache, rows):
+    """A pass by hand: new tokens of every row, each a number."""
+    numbers = torch.tensor(rows, dtype=torch.float32)[:, None, :, None].expand(-1, 2, -1, 16)
+    for i, layer in enumerate(cache.layers):
+        cache.update(numbers.clone(), -numbers, i)
+        layer.attended()
+
+
+def stored(cache):
+    """What the rows of every layer hold."""
+    found = []
+    for layer in cache.layers:
+        keys, values = (x[torch.tensor(cache.pages.rows)].flatten(1, 2)[:, :, 0, 0] for x in (layer.keys, layer.values))
+        assert torch.equal(keys[:, : layer.length], -values[:, : layer.length])
+        found.append(keys[:, : layer.length].tolist())
+    assert found[0] == found[-1]
+    return found[0]
+
+
+# Something that an interrupt may come into, of two rows that share the numbers 0 to 5, and what they may hold then.
+STEPS = {
+    "tokens": (lambda cache: store(cache, [[6, 7, 8], [16, 17, 18]]), [[6, 7, 8], [16, 17, 18]]),
+    "rows": (lambda cache: cache.reorder_cache(torch.tensor([1, 1])), [[], []]),
+    "fewer tokens": (lambda cache: cache.crop(-3), [[], []]),
+    "nothing": (lambda cache: cache.reset(), [[], []]),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("start", [0, 6])
+def test_after_an_interrupt_anywhere_no_wrong_key_is_read(make_model, paged_cache, device, step, start):
+    """The cache holds what it held or what it was to hold, or the first call says that a pass ended early. No page has
+    two owners that do not know of each other."""
+    if device != "cpu":
+        pytest.skip("pages are dealt out on the host")
+    act, added = STEPS[step]
+    model = make_model()
+    for line in itertools.count(1):
+        cache = paged_cache(model, page_size=4)
+        before = [list(range(start))] * 2
+        if start:
+            store(cache, before[:1])
+            cache.batch_repeat_interleave(2)
+            for layer in cache.layers:  # a page that should have been copied does not hold these numbers by chance
+                layer.keys[cache.pages.free] = layer.values[cache.pages.free] = torch.nan
+        if not interrupted(line, act, cache):
+            break
+        for last_try in (False, True):
+            length = cache.get_seq_length()
+            held = [(old + new)[:length] for old, new in zip(before, added, strict=True)]
+            assert all(len(row) == length for row in held)
+            try:
+                store(cache, [[20], [30]])
+            except ValueError as error:
+                assert "expected every layer to attend once in each pass" in str(error) and not last_try
+            else:
+                break
+        assert stored(cache) == [held[0] + [20], held[1] + [30]], line
+        if step == "tokens":
+            owned = [page for row in cache.pages.rows for page in row]
+            assert [owned.count(page) for page in range(len(cache.pages.owners))] == cache.pages.owners
+            assert sorted(cache.pages.free) == sorted(set(range(len(cache.pages.owners))) - set(owned))
+    assert line > 10
 
 
 @pytest.mark.parametrize("choose", ["reorder_cache", "batch_select_indices", "batch_repeat_interleave"])

@@ -494,8 +494,8 @@ FAULTS = [
         "pages: cropped by a page too many",
         "python",
         PAGES,
-        "keep = -(-self.length // self.page_size)",
-        "keep = self.length // self.page_size",
+        "        keep = -(-length // self.page_size)\n        with",
+        "        keep = length // self.page_size\n        with",
         "test_paged_cache.py -k samples_continue",
     ),
     # The CPU

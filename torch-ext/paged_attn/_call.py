@@ -35,6 +35,7 @@ _first = [argument.name for argument in _arguments].index("cu_seqlens_q")
 FEATURES = tuple(argument.name for argument in _arguments[_first:])
 _NO_FEATURES = tuple(argument.default_value for argument in _arguments[_first:])
 _CU_SEQLENS_Q = FEATURES.index("cu_seqlens_q")
+_SOFTCAP = FEATURES.index("softcap")
 _QV_AND_DESCALES = slice(FEATURES.index("qv"), FEATURES.index("v_descale") + 1)
 
 # The floating-point tensors, which could require grad: those of every call, and those among the features (all from
@@ -86,8 +87,12 @@ def run(
                 features = (*features[: _QV_AND_DESCALES.start], qv, *scales, *features[_QV_AND_DESCALES.stop :])
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             refuse_grad(_NUMBERS, (q, k_cache, v_cache, k, v, out))
+            if isinstance(softmax_scale, torch.Tensor):  # of one element, which counts as a number
+                refuse_grad(("softmax_scale",), (softmax_scale,))
             if features is not None:
                 refuse_grad(_NUMBERS_OF_FEATURES, features[_SLOPES_AND_SINK] + features[_QV_TO_ROTARY])
+                if isinstance(features[_SOFTCAP], torch.Tensor):
+                    refuse_grad(("softcap",), (features[_SOFTCAP],))
         q_shape, v_shape = q.shape, v_cache.shape
         if len(q_shape) < 3 or len(v_shape) < 3:
             name, shape = ("q", q_shape) if len(q_shape) < 3 else ("v_cache", v_shape)

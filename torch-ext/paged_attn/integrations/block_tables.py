@@ -11,6 +11,7 @@ and XPU only. On CPU and MPS every decode step gathers the whole cache and calls
 """
 
 import inspect
+import threading
 from contextlib import contextmanager
 
 # The newest release of each of these lines was run with the path open; of 5.23 the gate was read, and is that of 5.22.
@@ -22,6 +23,10 @@ _GATE_ARGUMENTS = ["config", "cb_config", "user_requested"]
 
 # transformers' own gate while ours is in place.
 _closed_gate = None
+
+# The `with` blocks that have begun, of all threads, and whether the path was open before the first of them.
+_blocks, _was_enabled = 0, False
+_lock = threading.Lock()
 
 
 def enable_transformers_block_tables() -> None:
@@ -56,14 +61,21 @@ def disable_transformers_block_tables() -> None:
 
 @contextmanager
 def transformers_block_tables():
-    """`enable_transformers_block_tables` for the length of a `with` block."""
-    was_enabled = _closed_gate is not None
-    enable_transformers_block_tables()
+    """`enable_transformers_block_tables` for the length of a `with` block. Where blocks of several threads overlap, the
+    last one to end closes the path."""
+    global _blocks, _was_enabled
+    with _lock:
+        if _blocks == 0:
+            _was_enabled = _closed_gate is not None
+        enable_transformers_block_tables()
+        _blocks += 1
     try:
         yield
     finally:
-        if not was_enabled:
-            disable_transformers_block_tables()
+        with _lock:
+            _blocks -= 1
+            if _blocks == 0 and not _was_enabled:
+                disable_transformers_block_tables()
 
 
 def _gate_module():

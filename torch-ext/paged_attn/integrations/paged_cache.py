@@ -19,6 +19,7 @@ An error in update or attend takes the whole pass back (`undo`), so that it can 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import numbers
 from copy import deepcopy
@@ -55,8 +56,9 @@ class Pages:
     def used(self) -> int:
         return len(self.owners) - len(self.free)
 
-    def extend(self, batch: int, tokens: int) -> list[tuple[int, int]]:
-        """Room for new tokens in every row: pairs (from, to) of pages to copy before anything is written."""
+    def extend(self, batch: int, tokens: int, copies: list[tuple[int, int]]) -> None:
+        """Room for new tokens in every row. Adds to `copies`: pairs (from, to) of pages to copy before anything is
+        written."""
         if not self.rows and self.length == 0:
             self.rows = [[] for _ in range(batch)]
         if len(self.rows) != batch:
@@ -64,17 +66,15 @@ class Pages:
         needed = -(-(self.length + tokens) // self.page_size)
         first = self.length // self.page_size
         self._reserve(first, needed)
-        copies = []
         for row in self.rows:
             for index in range(first, len(row)):
                 old = row[index]
                 if self.owners[old] > 1:
-                    row[index] = self._take()
+                    copies.append((old, self._take()))  # before it is in the row, so that `undo` knows it there
+                    row[index] = copies[-1][1]
                     self.owners[old] -= 1
-                    copies.append((old, row[index]))
             row.extend(self._take() for _ in range(needed - len(row)))
         self.length += tokens
-        return copies
 
     def _reserve(self, first: int, needed: int) -> None:
         """Pages for `extend`, or an error before anything has changed."""
@@ -102,40 +102,62 @@ class Pages:
             if self.owners[page] == 0:
                 self.free.append(page)
 
+    def _count_owners(self) -> None:
+        """Makes `owners` and `free` say what `rows` do."""
+        self.owners = [0] * len(self.owners)
+        for page in (page for row in self.rows for page in row):
+            self.owners[page] += 1
+        self.free = [page for page in reversed(range(len(self.owners))) if self.owners[page] == 0]
+
+    @contextlib.contextmanager
+    def _changing_rows(self):
+        """An interrupt (Ctrl-C) may come between any two lines. So rows and length change at once, and owners are
+        counted anew where their changes did not come to an end."""
+        try:
+            yield
+        except BaseException:
+            self._count_owners()
+            raise
+
     def select(self, rows: list[int]) -> None:
         """Row i becomes what row rows[i] was. Nothing is copied."""
         before = self.rows
-        self.rows = [list(before[row]) for row in rows]
-        for page in (page for row in self.rows for page in row):
-            self.owners[page] += 1
-        for row in before:
-            self._release(row)
+        with self._changing_rows():
+            self.rows = [list(before[row]) for row in rows]
+            for page in (page for row in self.rows for page in row):
+                self.owners[page] += 1
+            for row in before:
+                self._release(row)
 
     def crop(self, tokens: int) -> None:
         """Forget the last tokens of every row."""
-        self.length -= tokens
-        keep = -(-self.length // self.page_size)
-        for row in self.rows:
-            self._release(row[keep:])
-            del row[keep:]
+        before, length = self.rows, self.length - tokens
+        keep = -(-length // self.page_size)
+        with self._changing_rows():
+            self.rows, self.length = [row[:keep] for row in before], length
+            for row in before:
+                self._release(row[keep:])
 
     def undo(self, length: int, copies: list[tuple[int, int]]) -> None:
-        """What was there before the last `extend`, which returned `copies`."""
-        self.crop(self.length - length)
+        """What was there before the last `extend`, which was given `copies` and may have ended anywhere."""
+        self.length = length
+        keep = -(-length // self.page_size)
         old_of_new = {new: old for old, new in copies}
         for row in self.rows:
+            del row[keep:]
             # Only the last page of a row was written on, so only it can have become a copy.
             if row and row[-1] in old_of_new:
-                copy, row[-1] = row[-1], old_of_new[row[-1]]
-                self.owners[row[-1]] += 1
-                self._release([copy])
+                row[-1] = old_of_new[row[-1]]
         if length == 0:
             self.rows = []
+        self._count_owners()
 
     def clear(self) -> None:
-        for row in self.rows:
-            self._release(row)
-        self.rows, self.length = [], 0
+        before = self.rows
+        with self._changing_rows():
+            self.rows, self.length = [], 0
+            for row in before:
+                self._release(row)
 
 
 class LayerOfPages:
@@ -187,13 +209,13 @@ class LayerOfPages:
             # Under torch.autocast the rotated keys are float32 and the values are not.
             new_keys, new_values = key_states.transpose(1, 2), value_states.to(key_states.dtype).transpose(1, 2)
             kv_paged_write(new_keys, new_values, self.keys, self.values, cache.table, cache.before)
+            self.length = cache.pages.length
+            cache.pending = self
+            announce(cache)
+            key_states.paged_keys = value_states.paged_values = self
         except BaseException:
             cache.undo()
             raise
-        self.length = cache.pages.length
-        cache.pending = self
-        announce(cache)
-        key_states.paged_keys = value_states.paged_values = self
         return key_states, value_states
 
     def attended(self) -> None:
@@ -261,7 +283,8 @@ class CacheOfPages:
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def check_update(self, layer, key_states):
-        """Before anything changes: whether this layer may store keys now."""
+        """Before anything changes: whether this layer may store keys now. The first layer of a pass ends the last pass:
+        `undo`, from here on, leaves that one as it is."""
         is_first = layer.length == self.pages.length
         # Once a pass, as reading an attribute of a config takes longer than all else here.
         if is_first and self.config._attn_implementation != ATTENTION:
@@ -279,6 +302,8 @@ class CacheOfPages:
             raise ValueError(
                 f"model: expected all layers on one device, got keys on {self.table.device} and {key_states.device}"
             )
+        if is_first:
+            self._finish_pass()
 
     def _ended_early(self, between_passes=True):
         """Whether a pass stopped before its last layer: by an error outside of attention, or because the model has
@@ -306,10 +331,10 @@ class CacheOfPages:
     @_usable_everywhere
     def extend(self, batch, tokens, device):
         """A pass: pages, table and lengths for the next tokens of every row."""
-        length = self._finish_pass()
+        length = self.start
         if self.max_length is not None and length + tokens > self.max_length:
             raise ValueError(f"max_length: expected at least {length + tokens}, got {self.max_length}")
-        self.copied = self.pages.extend(batch, tokens)
+        self.pages.extend(batch, tokens, self.copied)
         self.copies = torch.tensor(self.copied, device=device).T.unbind() if self.copied else None
         self._list_pages(device)
         if self.before is None or len(self.before) != batch:
@@ -317,10 +342,9 @@ class CacheOfPages:
         self.before.fill_(length)
         self.after.fill_(length + tokens)
 
-    def _finish_pass(self) -> int:
-        """The last pass can no longer be undone. Returns the tokens that the cache holds."""
+    def _finish_pass(self) -> None:
+        """The last pass can no longer be undone."""
         self.start, self.copied, self.copies = self.pages.length, [], None
-        return self.start
 
     def _list_pages(self, device):
         """Makes the block table; anew only when a row got another page."""
@@ -392,18 +416,20 @@ class CacheOfPages:
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: expected 0 or less, got {tokens_to_remove}")
         self._settle()
-        self.pages.crop(min(-tokens_to_remove, self.pages.length))
+        tokens = min(-tokens_to_remove, self.pages.length)
+        # First the layers: a layer without tokens that the pages hold is refused, should an interrupt come in between.
         for layer in self.layers:
-            layer.length = min(layer.length, self.pages.length)
+            layer.length = min(layer.length, self.pages.length - tokens)
+        self.pages.crop(tokens)
         self._finish_pass()
 
     def reset(self) -> None:
         """Frees every page; the pool stays."""
+        for layer in self.layers:
+            layer.length = 0
         self.pages.clear()
         self._finish_pass()
         self.pending = self._listed = None
-        for layer in self.layers:
-            layer.length = 0
 
 
 @functools.cache
