@@ -12,6 +12,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 HOST = REPOSITORY / "tests/cuda/block"
 CALL = [
     *("q", "qv", "k", "v", "out", "lse", "cu_seqlens_q", "cache_seqlens", "block_table", "leftpad", "alibi", "sinks"),
+    "v_descale",
     *("batch", "q_heads", "kv_heads", "head_dim", "head_dim_v", "total_q", "max_q_len", "q_dtype", "kv_dtype"),
     *("k_stride_page", "k_stride_slot", "k_stride_head", "v_stride_page", "v_stride_slot", "v_stride_head"),
     *("num_pages", "page_size", "max_pages"),
@@ -95,6 +96,7 @@ class Case:
         self.cache.view(bits)[..., between] = unseen.view(bits)
         self.slopes = torch.rand(q_heads, generator=generator) * 0.05 if options.get("alibi") else None
         self.sinks = torch.randn(q_heads, generator=generator) if options.get("sinks") else None
+        self.v_descales = torch.tensor(options["v_descales"]) if "v_descales" in options else None  # of each request
         self.scale = options.get("scale", 192**-0.5)
         self.window = options.get("window", (-1, 0))
 
@@ -118,7 +120,7 @@ class Case:
         tensors = {
             "q": q, "qv": qv, "k": k, "v": v, "out": self.out, "lse": self.lse, "cache_seqlens": seqlens,
             "cu_seqlens_q": cu if self.packed else None, "block_table": self.table, "leftpad": leftpads,
-            "alibi": self.slopes, "sinks": self.sinks,
+            "alibi": self.slopes, "sinks": self.sinks, "v_descale": self.v_descales,
         }  # fmt: skip
         for name, tensor in tensors.items():
             setattr(call, name, 0 if tensor is None else tensor.data_ptr())
@@ -142,6 +144,28 @@ class Case:
         reason = library.attend(ctypes.byref(call), ctypes.byref(self.numbers)).decode()
         assert reason == "", reason
         return self.numbers
+
+    def judge_scores_far_out(self, library, score):
+        """Key 3 scores about `score` with every query and takes all, the others 0. float32 does not hold that product
+        in log2 units. From where on this fails: docs/cuda.md."""
+        bits = {1: torch.uint8, 2: torch.int16}
+        values, top = self.VALUES.start, self.KEYS.stop - 1  # a number of the key that is no value
+        self.q.view(bits[self.dtype.itemsize]).zero_()
+        self.cache.view(bits[self.kv_dtype.itemsize]).zero_()
+
+        def put(x, place, number):
+            x.view(bits[x.itemsize])[place] = torch.tensor(number).to(x.dtype).view(bits[x.itemsize])
+
+        put(self.q, (..., top - self.KEYS.start), 1.0)
+        for table in self.table:
+            put(self.cache, (int(table[0]), 3, slice(None), top), 1.25)
+            for slot in range(16):
+                put(self.cache, (int(table[0]), slot, slice(None), values), float(slot))
+        self.scale = score * 1.003
+        self.run(library)
+        weights = torch.finfo(self.kv_dtype if self.dtype.itemsize == 1 else self.dtype).eps
+        torch.testing.assert_close(self.out[..., 0].float(), torch.full(self.out.shape[:2], 3.0), rtol=weights, atol=0)
+        torch.testing.assert_close(self.lse, torch.full_like(self.lse, 1.25 * self.scale), rtol=1e-6, atol=0)
 
     @classmethod
     def of_head_dim(cls, head_dim, head_dim_v):
@@ -180,6 +204,8 @@ class Case:
                 lse = torch.logsumexp(score, 1) if score.shape[1] else torch.full((self.q_heads,), -torch.inf)
                 weights = (score - torch.where(lse.isinf(), 0.0, lse)[:, None]).exp()[:, :n]
                 out = torch.einsum("hk,khd->hd", weights, rows[..., self.VALUES])
+                if self.v_descales is not None and n > 0:
+                    out *= self.v_descales[b]
                 own_lse = self.lse[:, begin + token] if self.packed else self.lse[b, :, token]
                 assert torch.equal(own_lse.isneginf(), lse.isneginf())
                 real = lse.isfinite()

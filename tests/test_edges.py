@@ -621,6 +621,18 @@ def test_what_an_idle_entry_has_does_not_matter(paged_attn, device, paged, posit
     assert all(torch.equal(a, b) for a, b in zip(written, written_alone))
 
 
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("q_len", [1, 40])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_descales_of_an_idle_entry_do_not_matter(paged_attn, device, bad, q_len, sink):
+    """Its rows see no key, so their result is 0: nobody may have written its scales."""
+    case = Case(batch=2, lens=(0, 50), q_len=q_len, kv_dtype="float8_e4m3fn", sink="float32" if sink else "")
+    calls = both_calls(case, device)
+    scales = torch.tensor([[bad], [1.0]]).expand(2, 2)
+    change(calls[:1], k_descale=scales, v_descale=scales)
+    judge(*run(paged_attn, calls[0]), *calls)
+
+
 EVERY_VECTOR = Case(
     batch=3, lens=(20, 0, 33), q_len=2, append=2, causal=True, alibi="heads", sink="float32", leftpad=True,
     batch_idx=True, rotary_dim=32, rotary_seqlens=True,

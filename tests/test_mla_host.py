@@ -172,6 +172,21 @@ def test_attends(library, name):
     case.judge()
 
 
+@pytest.mark.parametrize("q_heads", [16, 64])
+def test_v_descale_of_an_idle_request_does_not_matter(library, q_heads):
+    """It has no keys, so its result is 0: nobody may have written its scale."""
+    sizes = {"lens": [0, 100], "q_heads": q_heads, "kv_dtype": torch.float8_e4m3fn}
+    case = Case(v_descales=[torch.nan, 0.5], sinks=True, **sizes)
+    case.run(library)
+    case.judge()
+
+
+@pytest.mark.parametrize("score", [1e5, 5e6])
+@pytest.mark.parametrize("options", [{}, {"q_heads": 128}, {"dtype": torch.float16}, {"kv_dtype": torch.float8_e4m3fn}])
+def test_scores_far_out(library, options, score):
+    Case(lens=[100], window=(-1, -1), **options).judge_scores_far_out(library, score)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_attends_some_call(library, seed):
     """Lengths, groups, pages and processors at random."""

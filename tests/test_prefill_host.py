@@ -301,6 +301,31 @@ def test_divides_queries_that_float16_does_not_hold(library, size, features):
     case.judge()
 
 
+def test_v_descale_of_an_idle_request_does_not_matter(library):
+    """It has no keys, so its result is 0: nobody may have written its scale."""
+    case = Prompt(
+        lens=[0, 100], q_lens=40, q_heads=4, kv_dtype=torch.float8_e4m3fn, v_descales=[torch.nan, 0.5], sinks=True
+    )
+    case.run(library)
+    case.judge()
+
+
+@pytest.mark.parametrize("score", [1e5, 5e6])
+@pytest.mark.parametrize(
+    "prompt, options",
+    [
+        (Prompt, {}),
+        (WidePrompt, {}),
+        (NarrowPrompt, {"deterministic": 1}),
+        (ThreeConsumers, {"deterministic": 1}),
+        (Prompt, {"dtype": torch.float8_e4m3fn}),
+        (Prompt, {"dtype": torch.float16, "kv_dtype": torch.float8_e5m2}),
+    ],
+)
+def test_scores_far_out(library, prompt, options, score):
+    prompt(lens=[100], q_lens=40, q_heads=4, window=(-1, -1), **options).judge_scores_far_out(library, score)
+
+
 def test_keys_of_few_rows_are_cut_by_themselves(library):
     case = Prompt(lens=[1200], q_lens=20, q_heads=4, page_size=16)
     assert case.run(library).splits == 4  # 1 tile of rows for 4 multiprocessors of an H100

@@ -107,6 +107,22 @@ def test_attends_to_8_bits(library, name):
     case.judge()
 
 
+def test_v_descale_of_an_idle_request_does_not_matter(library):
+    """It has no keys, so its result is 0: nobody may have written its scale."""
+    case = prompt(128)(
+        lens=[0, 100], q_lens=40, q_heads=4, kv_dtype=torch.float8_e4m3fn, v_descales=[torch.nan, 0.5], sinks=True
+    )
+    case.run(library)
+    case.judge()
+
+
+@pytest.mark.parametrize("score", [1e5, 5e6])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_far_out(library, dtype, score):
+    case = prompt(128)(lens=[100], q_lens=40, q_heads=4, window=(-1, -1), dtype=dtype)
+    case.judge_scores_far_out(library, score)
+
+
 @pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (96, 96), (192, 128), (256, 256), (144, 208)])
 def test_head_dim_of_8_bits(library, head_dim, head_dim_v):
     case = prompt(head_dim, head_dim_v)(

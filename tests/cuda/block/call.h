@@ -7,7 +7,7 @@ namespace paged_attn {
 
 // Fields are given by name from Python. An address of 0 leaves a tensor out; strides are in elements.
 struct Call {
-  int64_t q, qv, k, v, out, lse, cu_seqlens_q, cache_seqlens, block_table, leftpad, alibi, sinks;
+  int64_t q, qv, k, v, out, lse, cu_seqlens_q, cache_seqlens, block_table, leftpad, alibi, sinks, v_descale;
   int64_t batch, q_heads, kv_heads, head_dim, head_dim_v, total_q, max_q_len, q_dtype, kv_dtype;
   int64_t k_stride_page, k_stride_slot, k_stride_head, v_stride_page, v_stride_slot, v_stride_head;
   int64_t num_pages, page_size, max_pages;
@@ -64,6 +64,8 @@ inline Problem problem_of(const Call& call) {
   c.block_table = {reinterpret_cast<const int32_t*>(call.block_table), call.block_table != 0};
   c.block_table_stride = c.max_pages = call.max_pages;
   c.table_rows = call.batch;
+  c.v_descale = {reinterpret_cast<const float*>(call.v_descale), call.v_descale != 0};  // one for all heads
+  c.v_descale_stride_batch = 1;
   p.scale = static_cast<float>(call.scale);
   p.softcap = static_cast<float>(call.softcap);
   p.window_left = call.window_left;
