@@ -161,6 +161,15 @@ def test_slot_mapping_shorter_than_k(paged_attn, device, tokens, dtype):
         assert_same_bytes("cache", a, b)
 
 
+def test_slots_of_tokens_of_no_request(paged_attn, device):
+    """Tokens past cu_seqlens_k_new are not written, whatever their slots."""
+    new, caches = torch.ones(5, 1, 8, device=device), [torch.zeros(4, 4, 1, 8, device=device) for _ in range(2)]
+    slots, cu = torch.tensor([9, 1, 5, 3, 12], device=device), torch.tensor([0, 2, 3]).int().to(device)
+    paged_attn.kv_paged_write(new, new, *caches, slot_mapping=slots, cu_seqlens_k_new=cu)
+    for cache in caches:
+        assert cache.flatten(0, 1)[:, 0, 0].nonzero().flatten().tolist() == [1, 5, 9]
+
+
 @pytest.mark.every_isa
 @pytest.mark.parametrize("with_descale", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -375,10 +384,11 @@ def test_no_memory_for_threads(paged_attn, device, tmp_path):
     subprocess.run([sys.executable, "-c", REFUSE], env=environment, check=True)
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), (3, 1), (1, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 2), (3, 1), (1, 1), (3, 2)], ids=str)
 @pytest.mark.parametrize("q_dtype", ["bfloat16", "float8_e4m3fn"])
 def test_descales_of_size_one(paged_attn, device, q_dtype, sizes):
-    """They serve every request, or every kv_head, as if they were written out."""
+    """They serve every request, or every kv_head, as if they were written out. That of the values is of its own sizes:
+    (3, 2) stands beside one number for all keys."""
     torch.manual_seed(0)
 
     def random(*shape, dtype="float8_e4m3fn"):
@@ -393,8 +403,9 @@ def test_descales_of_size_one(paged_attn, device, q_dtype, sizes):
     # With NaN behind them, which shows if it is read.
     scales = {name: torch.full((12,), torch.nan, device=device) for name in ("q_descale", "k_descale", "v_descale")}
     for name, scale in scales.items():
-        scales[name] = scale[: sizes[0] * sizes[1]].view(sizes)
-        scales[name].copy_(torch.rand(sizes) + 0.5)
+        own = (1, 1) if sizes == (3, 2) and name != "v_descale" else sizes
+        scales[name] = scale[: own[0] * own[1]].view(own)
+        scales[name].copy_(torch.rand(own) + 0.5)
     results = []
     for given in (scales, {name: scale.expand(3, 2).contiguous() for name, scale in scales.items()}):
         written = [cache.clone() for cache in caches]

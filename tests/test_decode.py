@@ -149,6 +149,15 @@ def test_lengths_default_to_the_whole_cache(paged_attn, device):
     judge(out, lse, call, cases.build(case))
 
 
+@pytest.mark.parametrize("length", [24, 7])
+def test_one_length_for_packed_requests(paged_attn, device, length):
+    """An int is the length of every request, not of every token."""
+    case = Case(batch=3, lens=(length,) * 3, q_len=4, varlen_q=True, causal=True)
+    call = cases.build(case).to(device)
+    out, lse = run(paged_attn, call, cache_seqlens=length)
+    judge(out, lse, call, cases.build(case))
+
+
 def test_without_lse_only_out_is_returned(paged_attn, device):
     call = cases.build(Case()).to(device)
     with_lse = run(paged_attn, call)

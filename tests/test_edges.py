@@ -506,7 +506,10 @@ def test_queries_are_rotated_without_new_tokens(paged_attn, device, varlen, caus
 VARLEN = Case(batch=4, kv_len=90, q_len=40, varlen_q=True, spare=5, causal=True, give_out=True)
 
 
-@pytest.mark.parametrize("max_seqlen_q", [40, 45, 46, 4000, 2**31 - 1, 2**40, None, torch.tensor(40)], ids=str)
+ON_META = torch.empty((), dtype=torch.int32, device="meta")  # as on a GPU, nobody can read it without waiting
+
+
+@pytest.mark.parametrize("max_seqlen_q", [40, 45, 46, 4000, 2**31 - 1, 2**40, None, torch.tensor(40), ON_META], ids=str)
 def test_max_seqlen_q_is_a_hint(paged_attn, device, max_seqlen_q):
     """Exact, larger than all tokens, far too large, missing; with tokens that belong to no request."""
     check(paged_attn, VARLEN, device, max_seqlen_q=max_seqlen_q)

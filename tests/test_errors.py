@@ -655,6 +655,18 @@ def test_tangents(paged_attn, device, name):
             refused(paged_attn, device, NUMBERS[name], f"^{name}: expected a tensor without a tangent ", bad)
 
 
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", ["k", "v", "k_cache", "v_cache"])
+def test_tangents_of_a_write(paged_attn, device, name, grad):
+    a = {n: torch.zeros(1, 1, 2, 8, device=device) for n in ("k", "v")}
+    a |= {n: torch.zeros(1, 4, 2, 8, device=device) for n in ("k_cache", "v_cache")}
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    with forward_ad.dual_level(), torch.set_grad_enabled(grad):
+        a[name] = forward_ad.make_dual(a[name], torch.ones_like(a[name]))
+        with pytest.raises(ValueError, match=f"^{name}: expected a tensor without a tangent "):
+            paged_attn.kv_paged_write(**a, block_table=table, cache_seqlens=0)
+
+
 def test_no_derivative_is_silently_zero(paged_attn, device):
     q, k, v = (torch.randn(1, n, 2, 8, device=device) for n in (3, 5, 5))
     functions = {
@@ -1222,6 +1234,11 @@ def test_views_that_negate(paged_attn, device, name):
     match = f"^{name}: expected a tensor to write into, got a view that negates its memory; use resolve_neg\\(\\)$"
     with pytest.raises(ValueError, match=match):
         paged_attn.flash_attn_with_kvcache(**(a | {name: view}))
+    if name != "out":
+        where = {"block_table": torch.zeros(1, 1, dtype=torch.int32, device=device), "cache_seqlens": 2}
+        caches = {n: a[n] for n in ("k_cache", "v_cache")} | {name: view}
+        with pytest.raises(ValueError, match=match):
+            paged_attn.kv_paged_write(a["k"], a["v"], **caches, **where)
     assert not a[name].any()
     negative = paged_attn.flash_attn_func(torch._neg_view(q), a["k"], a["v"])
     assert torch.equal(negative, paged_attn.flash_attn_func(-q, a["k"], a["v"]))

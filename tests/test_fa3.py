@@ -290,6 +290,25 @@ def test_arguments_that_do_not_fit(paged_attn, device, arguments, message):
         paged_attn.fa3.flash_attn_with_kvcache(q, q, q, **arguments)
 
 
+def test_new_keys_beside_values_alone(paged_attn, device):
+    """There is no k_cache that they could be appended to."""
+    latents, empty = torch.zeros(1, 2, 1, 8, device=device), torch.zeros(1, 1, 1, 0, device=device)
+    words = r"^k: expected None with a q of head_dim 0: append with kv_paged_write first$"
+    with pytest.raises(ValueError, match=words):
+        paged_attn.fa3.flash_attn_with_kvcache(
+            None, None, latents, empty, latents[:, :1], latents, cache_seqlens=1, only_qv=True
+        )
+
+
+@pytest.mark.parametrize("missing, given", [("k", "q"), ("q", "k")])
+def test_cu_seqlens_of_one_of_both(paged_attn, device, missing, given):
+    tokens, cu_seqlens = torch.zeros(4, 2, 8, device=device), torch.tensor([0, 2, 4]).int().to(device)
+    both = {"cu_seqlens_q": None, "cu_seqlens_k": None} | {f"cu_seqlens_{given}": cu_seqlens}
+    words = rf"^cu_seqlens_{missing}: expected int32 \[batch \+ 1\] beside cu_seqlens_{given}, got None$"
+    with pytest.raises(ValueError, match=words):
+        paged_attn.fa3.flash_attn_varlen_func(tokens, tokens, tokens, **both)
+
+
 @pytest.mark.parametrize("given", ["cu_seqlens_k", "seqused_k"])
 def test_lengths_are_named_as_they_were_given(paged_attn, device, given):
     q, pages = torch.zeros(2, 2, 8, device=device), torch.zeros(1, 4, 2, 8, device=device)

@@ -254,6 +254,17 @@ def test_descales_of_a_cache_of_more_than_8_bits_are_not_written(paged_attn, dev
         assert_same_bytes("cache", a, b.cpu())
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_descales_of_more_than_8_bits_may_ask_for_gradients(paged_attn, device, dtype):
+    """They are parameters of a checkpoint, and nobody looks at them."""
+    call = cases.build(Case(append=3, dtype=dtype)).to(device)
+    scales = {name: torch.ones(1, 1, device=device, requires_grad=True) for name in ("k_descale", "v_descale")}
+    with torch.enable_grad():
+        run(paged_attn, call, **scales)
+        k, v, *where = (call.kwargs[name] for name in ("k", "v", "block_table", "cache_seqlens"))
+        paged_attn.kv_paged_write(k, v, *call.caches(), *where, **scales)
+
+
 def test_features_stand_in_the_order_of_the_operators(paged_attn):
     """Every tuple `features` of the package: an element is the argument of its place, another name of it, or off."""
     call = sys.modules[paged_attn.__name__ + "._call"]

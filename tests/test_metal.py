@@ -43,8 +43,8 @@ def test_pipelines_are_made_once(paged_attn):
     assert (after["libraries"], after["pipelines"]) == (before["libraries"], before["pipelines"])
 
 
-@pytest.mark.parametrize("limit", [32, 64, 512])
-@pytest.mark.parametrize("kv_len", [40, 3000])
+@pytest.mark.parametrize("limit", [32, 64, 200, 512])
+@pytest.mark.parametrize("kv_len", [40, 500, 3000])
 def test_limit_of_a_pipeline(paged_attn, limit, kv_len):
     """A device may allow a kernel fewer threads than 1024: fewer are used. The merge of splits needs its 128."""
     fake_mps.limit_threads("", limit)
@@ -53,8 +53,11 @@ def test_limit_of_a_pipeline(paged_attn, limit, kv_len):
             with pytest.raises(RuntimeError, match=f"merge: expected .* threadgroups of at least 128 .*, got {limit}"):
                 call(paged_attn, kv_len)
         else:
+            fake_mps.dispatched()
             out, expected = call(paged_attn, kv_len)
             torch.testing.assert_close(out.cpu().double(), expected, atol=1e-5, rtol=0)
+            threads = [int(line.split()[6]) for line in fake_mps.dispatched()]
+            assert all(count <= limit and count % 32 == 0 for count in threads), "whole simdgroups"
     finally:
         fake_mps.limit_threads("", 0)
 
@@ -89,6 +92,14 @@ def test_sizes_that_32_bits_do_not_count(paged_attn):
     with pytest.raises(RuntimeError, match=words):
         paged_attn.kv_paged_write(token, token, large, large, wide, torch.full_like(one, 2**30))
     assert not large.cpu().any()
+    tables = (one[None] - 1).expand(2**31, 1)
+    with pytest.raises(RuntimeError, match=words):
+        paged_attn.flash_attn_with_kvcache(
+            token, large, large, cache_seqlens=one, block_table=tables, cache_batch_idx=one - 1
+        )
+    queries = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16, device="mps").expand(1, 2**27, 16, 1)
+    with pytest.raises(RuntimeError, match=words):  # rows of one kv_head
+        paged_attn.flash_attn_with_kvcache(queries, *[queries[:, :1, :1]] * 2)
 
 
 @pytest.mark.parametrize("seed", range(1, 6))
@@ -192,3 +203,53 @@ def test_grid_does_not_grow_with_requests_times_tokens(paged_attn, dtype, max_se
                               max_seqlen_q=max_seqlen_q).plan  # fmt: skip
     tiles = len(q) * group // 8 + 2 * batch
     assert plan["threadgroups"] <= plan["splits"] * 4 * kv_heads * tiles
+
+
+# ---- Places that 32 bits do not count, and what a wrong length may not reach
+
+
+@pytest.mark.parametrize("far", ["k_cache", "v_cache"])
+def test_pages_far_apart(paged_attn, far):
+    """More than 2^32 elements, in memory that nobody touches. The other cache is small."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, heads, 64, device="mps") for heads in (8, 2, 2))
+    near = {name: torch.randn(3, 16, 2, 64, device="mps").to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+    pages, stride = near[far], 2**31 + 64
+    memory = torch.empty(2 * stride + pages[0].numel(), dtype=pages.dtype, device="mps")
+    apart = memory.as_strided(pages.shape, (stride, *pages.stride()[1:]))
+    apart.copy_(pages)
+    table = torch.tensor([[1, 0, 2]], dtype=torch.int32, device="mps")
+    options = {"k": k, "v": v, "cache_seqlens": 40, "block_table": table, "causal": True}
+    out = paged_attn.flash_attn_with_kvcache(q, **(near | {far: apart}), **options)
+    assert torch.equal(out, paged_attn.flash_attn_with_kvcache(q, **near, **options))
+    assert torch.equal(apart.view(torch.uint8), pages.view(torch.uint8))
+
+
+def test_slots_beyond_31_bits(paged_attn):
+    caches = [torch.empty(2, 2**30 + 8, 1, 1, dtype=torch.float8_e4m3fn, device="mps") for _ in range(2)]
+    slots = torch.tensor([2**31 + 5, 3], device="mps")
+    new = torch.tensor([1.5, -2.0], device="mps").view(2, 1, 1)
+    paged_attn.kv_paged_write(new, -new, *caches, slot_mapping=slots)
+    for cache, expected in zip(caches, (new, -new), strict=True):
+        assert torch.equal(cache.flatten()[slots].float(), expected.flatten())
+
+
+def test_positions_past_the_rotary_tables(paged_attn):
+    """The device sees them alone: nothing is read there, and nothing turns."""
+    tables = torch.full((2, 24, 8), torch.nan, device="mps")
+    tables[:, :20] = torch.rand(2, 20, 8)
+    cos, sin = tables[:, :20]
+    new, cache = torch.randn(1, 2, 1, 16, device="mps"), torch.zeros(1, 32, 1, 16, device="mps")
+    paged_attn.flash_attn_with_kvcache(
+        new, cache, cache.clone(), new, new, cos, sin, cache_seqlens=20, causal=True
+    )  # fmt: skip
+    assert torch.equal(cache[:, 20:22], new)
+
+
+def test_new_tokens_before_the_first_request(paged_attn):
+    """A cu_seqlens_k_new that begins late: the token before it belongs to nobody, and older keys stay."""
+    new, caches = torch.ones(3, 1, 8, device="mps"), [torch.zeros(4, 4, 1, 8, device="mps") for _ in range(2)]
+    table, cu = (torch.tensor(x, dtype=torch.int32, device="mps") for x in ([[2, 0, 1, 3]], [1, 3]))
+    paged_attn.kv_paged_write(new, new, *caches, table, 6, cu_seqlens_k_new=cu)
+    for cache in caches:
+        assert cache[:, :, 0, 0].nonzero().tolist() == [[0, 2], [0, 3]]

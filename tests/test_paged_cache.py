@@ -115,6 +115,32 @@ def test_samples_continue_one_prompt_without_copying_it(make_model, paged_cache)
     assert cache.pages.used == 0 and cache.get_seq_length() == 0
 
 
+def test_the_pool_grows_by_a_quarter(make_model, paged_cache):
+    """So that long texts do not copy it for every page."""
+    pages = paged_cache(make_model(), page_size=1).pages
+    sizes = [0]
+    for _ in range(200):
+        pages.extend(1, 1, [])
+        sizes += [len(pages.owners)] if len(pages.owners) > sizes[-1] else []
+    assert all(larger - size >= size // 4 for size, larger in zip(sizes, sizes[1:]))
+
+
+@pytest.mark.parametrize("max_length, told", [(None, -1), (40, 40)])
+def test_transformers_is_told_the_longest_text(make_model, paged_cache, max_length, told):
+    cache = paged_cache(make_model(), max_length=max_length)
+    assert cache.get_max_length() == told
+
+
+def test_a_first_pass_taken_back_leaves_no_rows(make_model, paged_cache):
+    """The next one may have another batch."""
+    pages = paged_cache(make_model(), page_size=4).pages
+    pages.extend(2, 9, [])
+    pages.undo(0, [])
+    assert pages.used == 0
+    pages.extend(3, 1, [])
+    assert len(pages.rows) == 3
+
+
 def test_a_fork_does_not_see_what_the_other_writes(make_model, paged_cache):
     model = make_model()
     ids = text(model, [21])["input_ids"]
@@ -360,8 +386,10 @@ def test_a_dtype_that_does_not_fit(make_model, paged_cache):
     with pytest.raises(ValueError, match=r"dtype: expected None, torch\.float32 or an 8-bit float, got torch\.float16"):
         generate(model, text(model, [5]), cache)
     assert cache.pages.used == 0 and cache.get_seq_length() == 0
-    generate(model, text(model, [5]), paged_cache(model, dtype=torch.float8_e4m3fn))
-    generate(model, text(model, [5]), paged_cache(model, dtype=torch.float32))
+    for dtype in (torch.float8_e4m3fn, torch.float32):
+        cache = paged_cache(model, dtype=dtype)
+        generate(model, text(model, [5]), cache)
+        assert all(x.dtype == dtype for layer in cache.layers for x in (layer.keys, layer.values))
 
 
 def test_more_tokens_than_there_are_are_taken_back(make_model, paged_cache):
@@ -1131,6 +1159,51 @@ def test_an_encoder_that_limits_keys_otherwise(device, paged_attn):
     for sequence_id in (chains, between):
         with pytest.raises(ValueError, match="mask_function: expected tokens that see all keys or a window of them"):
             encoded(model, ids, sequence_id=sequence_id)
+
+
+# Of 12 tokens: what each sees of the others, by query and key. One row of each is unlike its neighbours.
+NOT_WINDOWS = {
+    "a gap in the middle": lambda q, k: (q != 6) | (k != 3),
+    "one row sees less on the left": lambda q, k: (k >= q - 4 + 1 * (q == 9)) & (k <= q + 4),
+    "one row sees more on the left": lambda q, k: (k >= q - 4 - 1 * (q == 9)) & (k <= q + 4),
+    "one row sees less on the right": lambda q, k: (k >= q - 4) & (k <= q + 4 - 1 * (q == 2)),
+    "one row sees more on the right": lambda q, k: (k >= q - 4) & (k <= q + 4 + 1 * (q == 2)),
+}
+
+
+def mask_of(paged_attn, seen, queries, keys):
+    """What the mask function of this package makes of a mask of positions alone, as of an encoder."""
+    make_mask = sys.modules[f"{paged_attn.__name__}.integrations.transformers_attention"].make_mask
+    return make_mask(
+        1, queries, keys, mask_function=lambda row, head, q, k: seen(q, k), use_vmap=True,
+        allow_is_bidirectional_skip=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_WINDOWS)
+def test_masks_with_a_row_of_its_own(paged_attn, name):
+    assert mask_of(paged_attn, lambda q, k: (k >= q - 4) & (k <= q + 4), 12, 12).paged_window == (4, 4)
+    with pytest.raises(ValueError, match="mask_function: expected tokens that see all keys or a window of them"):
+        mask_of(paged_attn, NOT_WINDOWS[name], 12, 12)
+
+
+def test_windows_that_the_kernel_counts_from_elsewhere(paged_attn):
+    """The kernel has the last query at the last key. Without a limit that does not matter."""
+    with pytest.raises(ValueError, match="mask_function: expected tokens that see all keys or a window of them"):
+        mask_of(paged_attn, lambda q, k: (k >= q - 4) & (k <= q + 4), 12, 16)
+    mask = mask_of(paged_attn, lambda q, k: (k >= 0) & (q >= 0), 12, 16)
+    assert mask is None or mask.paged_window == (-1, -1)
+
+
+def test_a_causal_mask_with_tokens_that_see_later_ones(paged_attn):
+    """The first three are of an image. Who makes such a mask says that it may not be skipped."""
+    make_mask = sys.modules[f"{paged_attn.__name__}.integrations.transformers_attention"].make_mask
+
+    def seen(row, head, q, k):
+        return (k <= q) | ((q < 3) & (k < 3))
+
+    with pytest.raises(ValueError, match="mask_function: expected tokens that see all keys or a window of them"):
+        make_mask(1, 12, 12, mask_function=seen, allow_is_causal_skip=False)
 
 
 # ---- Masks, packed sequences, and what models pass beside

@@ -44,6 +44,8 @@ CASES = {
     "sinks": {"lens": [300], "q_lens": 33, "sinks": True},
     "softcap": {"lens": [300], "q_lens": 33, "softcap": 2.0},
     "alibi": {"lens": [300], "q_lens": 33, "alibi": True},
+    # Products of q and k so small that weights without slopes would not be too large.
+    "alibi_of_small_products": {"lens": [300], "q_lens": 33, "alibi": True, "q_times": 0.01},
     "values_apart": {"lens": [300, 200], "q_lens": [70, 33], "page_size": 4, "values_apart": True},
     "alibi_not_causal": {"lens": [300], "q_lens": 33, "alibi": True, "window": (-1, -1)},
     "large_softcap": {"lens": [300], "q_lens": 33, "softcap": 100.0},
