@@ -57,6 +57,8 @@ const char* attend(const Call* call, PlanNumbers* numbers) {
   const int processors = static_cast<int>(call->processors);
   Launches launches({processors, 232448, 233472, 90, processors * 3352 / 132});  // so much of an H100
   const PrefillPlan plan = plan_prefill(p, launches.limits());
+  if (plan.all_scores && !(plan.widens && plan.instance.head_dim == 128))
+    return "no kernel with softcap and ALiBi here";
   *numbers = {plan.blocks, plan.box_rows, plan.splits, plan.most_splits, plan.instance.rows};
   machine.dice.seed(static_cast<unsigned>(call->seed));
   add_prefill(p, plan, launches);
