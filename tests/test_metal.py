@@ -240,9 +240,7 @@ def test_positions_past_the_rotary_tables(paged_attn):
     tables[:, :20] = torch.rand(2, 20, 8)
     cos, sin = tables[:, :20]
     new, cache = torch.randn(1, 2, 1, 16, device="mps"), torch.zeros(1, 32, 1, 16, device="mps")
-    paged_attn.flash_attn_with_kvcache(
-        new, cache, cache.clone(), new, new, cos, sin, cache_seqlens=20, causal=True
-    )  # fmt: skip
+    paged_attn.flash_attn_with_kvcache(new, cache, cache.clone(), new, new, cos, sin, cache_seqlens=20, causal=True)
     assert torch.equal(cache[:, 20:22], new)
 
 

@@ -35,15 +35,15 @@ _first = [argument.name for argument in _arguments].index("cu_seqlens_q")
 FEATURES = tuple(argument.name for argument in _arguments[_first:])
 _NO_FEATURES = tuple(argument.default_value for argument in _arguments[_first:])
 _CU_SEQLENS_Q = FEATURES.index("cu_seqlens_q")
-_SOFTCAP = FEATURES.index("softcap")
 _QV_AND_DESCALES = slice(FEATURES.index("qv"), FEATURES.index("v_descale") + 1)
 
-# The floating-point tensors, which could require grad: those of every call, and those among the features (all from
-# alibi_slopes to rotary_sin but the int attention_chunk).
-_NUMBERS = ("q", "k_cache", "v_cache", "k", "v", "out")
+# What could require grad, floating-point tensors and numbers that may be tensors of one element: those of every call,
+# and those among the features (softcap, and all from alibi_slopes to rotary_sin but the int attention_chunk).
+_NUMBERS = ("q", "k_cache", "v_cache", "k", "v", "out", "softmax_scale")
+_SOFTCAP = slice(FEATURES.index("softcap"), FEATURES.index("softcap") + 1)
 _SLOPES_AND_SINK = slice(FEATURES.index("alibi_slopes"), FEATURES.index("s_aux") + 1)
 _QV_TO_ROTARY = slice(FEATURES.index("qv"), FEATURES.index("rotary_sin") + 1)
-_NUMBERS_OF_FEATURES = FEATURES[_SLOPES_AND_SINK] + FEATURES[_QV_TO_ROTARY]
+_NUMBERS_OF_FEATURES = FEATURES[_SOFTCAP] + FEATURES[_SLOPES_AND_SINK] + FEATURES[_QV_TO_ROTARY]
 
 # What a wrong argument makes Python or torch raise, before this package has looked at it or after.
 FAILURES = (AttributeError, IndexError, OverflowError, TypeError, ValueError, RuntimeError)
@@ -86,13 +86,10 @@ def run(
                 scales = (scale_of(q_descale, q), scale_of(k_descale, k_cache), scale_of(v_descale, v_cache))
                 features = (*features[: _QV_AND_DESCALES.start], qv, *scales, *features[_QV_AND_DESCALES.stop :])
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-            refuse_grad(_NUMBERS, (q, k_cache, v_cache, k, v, out))
-            if isinstance(softmax_scale, torch.Tensor):  # of one element, which counts as a number
-                refuse_grad(("softmax_scale",), (softmax_scale,))
+            refuse_grad(_NUMBERS, (q, k_cache, v_cache, k, v, out, softmax_scale))
             if features is not None:
-                refuse_grad(_NUMBERS_OF_FEATURES, features[_SLOPES_AND_SINK] + features[_QV_TO_ROTARY])
-                if isinstance(features[_SOFTCAP], torch.Tensor):
-                    refuse_grad(("softcap",), (features[_SOFTCAP],))
+                given = features[_SOFTCAP] + features[_SLOPES_AND_SINK] + features[_QV_TO_ROTARY]
+                refuse_grad(_NUMBERS_OF_FEATURES, given)
         q_shape, v_shape = q.shape, v_cache.shape
         if len(q_shape) < 3 or len(v_shape) < 3:
             name, shape = ("q", q_shape) if len(q_shape) < 3 else ("v_cache", v_shape)
@@ -267,13 +264,14 @@ def either(return_attn_probs, return_softmax_lse):
         raise clearer(error, (), {"return_attn_probs": return_attn_probs}) from None
 
 
-def refuse_grad(names, tensors):
-    """Refuses gradients and forward-mode tangents: operators have neither, and results would silently be constants."""
+def refuse_grad(names, values):
+    """Refuses gradients and forward-mode tangents: operators have neither, and results would silently be constants.
+    Values that are no tensors have none."""
     forward = forward_ad._current_level >= 0
-    for tensor in tensors:
-        if tensor is None or not (forward or tensor.requires_grad):
+    for tensor in values:
+        if tensor is None or not isinstance(tensor, torch.Tensor) or not (forward or tensor.requires_grad):
             continue
-        name = names[[other is tensor for other in tensors].index(True)]
+        name = names[[other is tensor for other in values].index(True)]
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{name}: expected a tensor that asks for no gradient (forward only, for inference), "
