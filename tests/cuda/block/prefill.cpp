@@ -14,7 +14,8 @@ const void* bf16_kernel() {
   return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<Bf16, Sizes>, false>);
 }
 
-const void* prefill_kernel_bf16(const PrefillInstance& instance, bool) {
+const void* prefill_kernel_bf16(const PrefillInstance& instance, bool all_scores) {
+  if (all_scores) fail("no instance of bf16 with softcap and ALiBi");
   if (instance.head_dim == 64 && instance.rows == 256) return bf16_kernel<TallPrefillSizes64>();
   if (instance.head_dim == 96 && instance.rows == 192) return bf16_kernel<TallPrefillSizes96>();
   if (instance.head_dim == 128 && instance.rows == 192) return bf16_kernel<TallPrefillSizes128>();
@@ -27,7 +28,8 @@ const void* e4m3_kernel() {
   return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<E4m3, Sizes>, false>);
 }
 
-const void* prefill_kernel_e4m3(const PrefillInstance& instance, bool) {
+const void* prefill_kernel_e4m3(const PrefillInstance& instance, bool all_scores) {
+  if (all_scores) fail("no instance of e4m3 with softcap and ALiBi");
   if (instance.head_dim == 64 && instance.rows == 256) return e4m3_kernel<TallPrefillE4m3Sizes64>();
   if (instance.head_dim == 128 && instance.rows == 192) return e4m3_kernel<TallPrefillE4m3Sizes128>();
   if (instance.head_dim == 128) return e4m3_kernel<PrefillE4m3Sizes128>();
@@ -36,6 +38,7 @@ const void* prefill_kernel_e4m3(const PrefillInstance& instance, bool) {
 const void* prefill_kernel_narrow(const PrefillInstance& instance, bool all_scores) {
   using Wide = PrefillShape<Fp16, PrefillNarrowSizes<PrefillSizes256>>;
   using Shape = PrefillShape<Fp16, PrefillNarrowSizes<PrefillSizes128>>;
+  if (instance.head_dim == 256 && all_scores) fail("no instance of 256 with softcap and ALiBi");
   if (instance.head_dim == 256) return reinterpret_cast<const void*>(&prefill_kernel<Wide, false>);
   return all_scores ? reinterpret_cast<const void*>(&prefill_kernel<Shape, true>)
                     : reinterpret_cast<const void*>(&prefill_kernel<Shape, false>);
@@ -57,11 +60,10 @@ const char* attend(const Call* call, PlanNumbers* numbers) {
   const int processors = static_cast<int>(call->processors);
   Launches launches({processors, 232448, 233472, 90, processors * 3352 / 132});  // so much of an H100
   const PrefillPlan plan = plan_prefill(p, launches.limits());
-  if (plan.all_scores && !(plan.widens && plan.instance.head_dim == 128))
-    return "no kernel with softcap and ALiBi here";
   *numbers = {plan.blocks, plan.box_rows, plan.splits, plan.most_splits, plan.instance.rows};
   machine.dice.seed(static_cast<unsigned>(call->seed));
-  add_prefill(p, plan, launches);
+  const char* const failure = failure_of([&] { add_prefill(p, plan, launches); });
+  if (*failure != '\0') return failure;
   machine.when_released = nullptr;
   if (plan.most_splits > 1 && !plan.few_tiles) {
     // The next kernel may then read the word behind the tickets, where an earlier call has left something.

@@ -20,6 +20,19 @@ struct Grid {
   int cluster = 1;
 };
 
+// "" or what `function` did that cannot be done here.
+template <typename Function>
+const char* failure_of(Function function) {
+  static std::string failure;
+  try {
+    function();
+    return "";
+  } catch (const std::runtime_error& error) {
+    failure = error.what();
+    return failure.c_str();
+  }
+}
+
 class Launches {
  public:
   explicit Launches(const DeviceLimits& limits) : limits_(limits) {}
@@ -44,14 +57,9 @@ class Launches {
 
   // "" or what a kernel did that a GPU would not do.
   const char* run() {
-    static std::string failure;
-    try {
+    return failure_of([this] {
       for (const auto& kernel : kernels_) kernel();
-      return "";
-    } catch (const std::runtime_error& error) {
-      failure = error.what();
-      return failure.c_str();
-    }
+    });
   }
 
  private:
