@@ -71,9 +71,7 @@ PD_DEVICE float finish_row(const Problem& p, const RowTarget& target, int b, int
   float factor = 1.f;
   if (p.sinks) pd_add_sink(load_float(p.sinks, p.sinks_dtype, target.q_head), &m, &l, &factor);
   if (write_lse && p.lse) p.lse[target.lse] = pd_lse(m, l);
-  // A row that saw nothing has a result of 0, whatever v_descale is: that of an idle entry may be no number.
-  const float share = factor * pd_normalizer(l);
-  return share == 0.f ? 0.f : share * v_descale_of(p.cache, b, head);
+  return pd_with_v_descale(factor * pd_normalizer(l), v_descale_of(p.cache, b, head));
 }
 
 // The factor of q: softmax scale and the scale of quantised q.

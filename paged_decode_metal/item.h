@@ -207,9 +207,8 @@ PD_FN float finish_row(constant Arguments& a, Output output, Item item, Row row,
     const long index = item.b * a.lse_stride_batch + row.q_head * a.lse_stride_head + item.request.q_begin + row.token;
     output.lse[index] = sink_bits == kInfinity ? kInfinity : l == 0.f ? kMinusInfinity : as_type<uint>(pd_lse(m, l));
   }
-  // A row that saw nothing has a result of 0, whatever v_descale is: that of an idle entry may be no number.
-  const float share = sink_bits == kInfinity ? 0.f : factor * pd_normalizer(l);
-  return share == 0.f ? 0.f : share * v_descale_of(a, output, item);
+  const float normalizer = sink_bits == kInfinity ? 0.f : factor * pd_normalizer(l);
+  return pd_with_v_descale(normalizer, v_descale_of(a, output, item));
 }
 
 // One element of the sum of a row over one split.

@@ -146,26 +146,29 @@ class Case:
         return self.numbers
 
     def judge_scores_far_out(self, library, score):
-        """Key 3 scores about `score` with every query and takes all, the others 0. float32 does not hold that product
-        in log2 units. From where on this fails: docs/cuda.md."""
+        """One key scores about `score` with every query and takes all. The others score 0, or, where `score` is below
+        0, twice as much. float32 does not hold that product in log2 units."""
         bits = {1: torch.uint8, 2: torch.int16}
         values, top = self.VALUES.start, self.KEYS.stop - 1  # a number of the key that is no value
-        self.q.view(bits[self.dtype.itemsize]).zero_()
-        self.cache.view(bits[self.kv_dtype.itemsize]).zero_()
 
         def put(x, place, number):
             x.view(bits[x.itemsize])[place] = torch.tensor(number).to(x.dtype).view(bits[x.itemsize])
 
-        put(self.q, (..., top - self.KEYS.start), 1.0)
-        for table in self.table:
-            put(self.cache, (int(table[0]), 3, slice(None), top), 1.25)
-            for slot in range(16):
-                put(self.cache, (int(table[0]), slot, slice(None), values), float(slot))
-        self.scale = score * 1.003
-        self.run(library)
+        self.scale = abs(score) * 1.003
         weights = torch.finfo(self.kv_dtype if self.dtype.itemsize == 1 else self.dtype).eps
-        torch.testing.assert_close(self.out[..., 0].float(), torch.full(self.out.shape[:2], 3.0), rtol=weights, atol=0)
-        torch.testing.assert_close(self.lse, torch.full_like(self.lse, 1.25 * self.scale), rtol=1e-6, atol=0)
+        for key in (3, self.lens[0] - 10):  # in the first tile of keys, and in the last
+            self.q.view(bits[self.dtype.itemsize]).zero_()
+            self.cache.view(bits[self.kv_dtype.itemsize]).zero_()
+            put(self.q, (..., top - self.KEYS.start), 1.0 if score > 0 else -1.0)
+            if score < 0:
+                put(self.cache, (..., top), 2.5)
+            for table in self.table:
+                put(self.cache, (int(table[key // self.page_size]), key % self.page_size, slice(None), top), 1.25)
+                put(self.cache, (int(table[key // self.page_size]), key % self.page_size, slice(None), values), 3.0)
+            self.run(library)
+            expected = torch.full(self.out.shape[:2], 3.0)
+            torch.testing.assert_close(self.out[..., 0].float(), expected, rtol=weights, atol=0)
+            torch.testing.assert_close(self.lse, torch.full_like(self.lse, 1.25 * score * 1.003), rtol=1e-6, atol=0)
 
     @classmethod
     def of_head_dim(cls, head_dim, head_dim_v):

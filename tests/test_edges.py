@@ -161,11 +161,13 @@ def test_huge_scores(paged_attn, device, dtype, q_len, size, scale):
 
 @pytest.mark.every_isa
 @pytest.mark.parametrize("score", [1e5, 1e6, 1e7, 2e9, 1e11, 1e30])
-@pytest.mark.parametrize("q_len", [1, 3, 40])
+@pytest.mark.parametrize("q_len, deterministic", [(1, False), (3, False), (40, False), (40, True)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scores_far_out(paged_attn, device, dtype, q_len, score):
+def test_scores_far_out(paged_attn, device, dtype, q_len, deterministic, score):
     """One key scores so much that all others count for nothing, also where float32 rounds such scores by many powers of
-    two. float16 is short of them: the scale makes them. Its probability is 1."""
+    two. float16 is short of them: the scale makes them. Its probability is 1. deterministic: where a kernel for long
+    queries would not be taken for so few. Its weights are rounded to `dtype`."""
+    rtol = max(1e-6, torch.finfo(getattr(torch, dtype)).eps) if deterministic else 1e-6
     like = {"dtype": getattr(torch, dtype), "device": device}
     keys, v, q = (
         torch.zeros(1, 32, 1, 64, **like),
@@ -175,26 +177,70 @@ def test_scores_far_out(paged_attn, device, dtype, q_len, score):
     v[0, :, 0], q[..., 0] = torch.arange(32.0, device=device)[:, None], 1
     for i in range(50):
         keys[0, 3, 0, 0], scale = 1 + i / 64, score * (1 + i / 333)  # a product that float32 does not hold
-        out, lse = paged_attn.flash_attn_func(q, keys, v, softmax_scale=scale, return_softmax_lse=True)
-        torch.testing.assert_close(out, torch.full_like(out, 3), rtol=1e-6, atol=0)
+        out, lse = paged_attn.flash_attn_func(
+            q, keys, v, softmax_scale=scale, deterministic=deterministic, return_softmax_lse=True
+        )
+        torch.testing.assert_close(out, torch.full_like(out, 3), rtol=rtol, atol=0)
         torch.testing.assert_close(lse, torch.full_like(lse, (1 + i / 64) * scale), rtol=1e-6, atol=0)
 
 
 @pytest.mark.every_isa
 @pytest.mark.parametrize("score", [1e5, 1e7, 1e11, 1e30])
-@pytest.mark.parametrize("q_len", [1, 3, 40])
+@pytest.mark.parametrize("q_len, deterministic", [(1, False), (3, False), (40, False), (40, True)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scores_far_below_0(paged_attn, device, dtype, q_len, score):
+def test_scores_far_below_0(paged_attn, device, dtype, q_len, deterministic, score):
     """All are: the key that lies highest takes the row, and its probability is 1."""
+    rtol = max(1e-6, torch.finfo(getattr(torch, dtype)).eps) if deterministic else 1e-6
     like = {"dtype": getattr(torch, dtype), "device": device}
     keys, v = torch.zeros(1, 32, 1, 64, **like), torch.zeros(1, 32, 1, 64, **like)
     q = torch.zeros(1, q_len, 1, 64, **like)
     keys[..., 0], v[0, :, 0], q[..., 0] = 4, torch.arange(32.0, device=device)[:, None], -1
     for i in range(50):
         keys[0, 3, 0, 0], scale = 1 + i / 64, score * (1 + i / 333)  # a product that float32 does not hold
-        out, lse = paged_attn.flash_attn_func(q, keys, v, softmax_scale=scale, return_softmax_lse=True)
-        torch.testing.assert_close(out, torch.full_like(out, 3), rtol=1e-6, atol=0)
+        out, lse = paged_attn.flash_attn_func(
+            q, keys, v, softmax_scale=scale, deterministic=deterministic, return_softmax_lse=True
+        )
+        torch.testing.assert_close(out, torch.full_like(out, 3), rtol=rtol, atol=0)
         torch.testing.assert_close(lse, torch.full_like(lse, -(1 + i / 64) * scale), rtol=1e-6, atol=0)
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("score", [1e5, 1e8, 1e11, 1e30, -1e5, -1e8, -1e11, -1e30])
+@pytest.mark.parametrize(
+    "dtype, kv_dtype, q_len, q_heads, head_dim, head_dim_v",
+    [
+        ("bfloat16", "bfloat16", 2, 16, 576, 512),
+        ("bfloat16", "float8_e4m3fn", 2, 16, 576, 512),
+        ("bfloat16", "bfloat16", 70, 4, 128, 128),
+        ("bfloat16", "float8_e4m3fn", 70, 4, 128, 128),
+        ("float8_e4m3fn", "float8_e4m3fn", 70, 4, 128, 128),
+    ],
+)
+def test_scores_far_out_in_a_cache(paged_attn, device, dtype, kv_dtype, q_len, q_heads, head_dim, head_dim_v, score):
+    """The same of latents and of 8 bits. All other keys are 0, or twice as far below 0. The key is among the first and
+    among the last, as kernels begin at either end."""
+    dtype, kv_dtype = getattr(torch, dtype), getattr(torch, kv_dtype)
+    for key in (3, 450):
+        rows = torch.zeros(8, 64, 1, head_dim)
+        q = torch.zeros(1, q_len, q_heads, head_dim)
+        q[..., -1] = math.copysign(1, score)
+        rows[..., -1] = 2.5 if score < 0 else 0
+        rows.view(512, head_dim)[key, -1] = 1.25
+        rows.view(512, head_dim)[key, 0] = 3
+        cache = rows.to(kv_dtype).to(device)
+        out, lse = paged_attn.flash_attn_with_kvcache(
+            q.to(dtype).to(device),
+            cache,
+            cache[..., :head_dim_v],
+            cache_seqlens=torch.tensor([500], dtype=torch.int32, device=device),
+            block_table=torch.arange(8, dtype=torch.int32, device=device)[None],
+            softmax_scale=abs(score) * 1.003,
+            deterministic=True,
+            return_softmax_lse=True,
+        )
+        eps = torch.finfo(kv_dtype if dtype.itemsize == 1 else torch.bfloat16).eps
+        torch.testing.assert_close(out[..., 0].float(), torch.full_like(lse.mT, 3), rtol=eps, atol=0)
+        torch.testing.assert_close(lse, torch.full_like(lse, 1.25 * score * 1.003), rtol=1e-6, atol=0)
 
 
 NAN_BYTES = {"float8_e4m3fn": (0x7F, 0xFF), "float8_e5m2": (0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF)}

@@ -310,7 +310,7 @@ def test_v_descale_of_an_idle_request_does_not_matter(library):
     case.judge()
 
 
-@pytest.mark.parametrize("score", [1e5, 5e6])
+@pytest.mark.parametrize("score", [1e5, 5e6, 1e8, 1e11, 1e30, -1e5, -1e8, -1e11, -1e30])
 @pytest.mark.parametrize(
     "prompt, options",
     [
@@ -323,7 +323,7 @@ def test_v_descale_of_an_idle_request_does_not_matter(library):
     ],
 )
 def test_scores_far_out(library, prompt, options, score):
-    prompt(lens=[100], q_lens=40, q_heads=4, window=(-1, -1), **options).judge_scores_far_out(library, score)
+    prompt(lens=[400], q_lens=40, q_heads=4, window=(-1, -1), **options).judge_scores_far_out(library, score)
 
 
 def test_keys_of_few_rows_are_cut_by_themselves(library):

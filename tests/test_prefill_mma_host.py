@@ -118,10 +118,10 @@ def test_v_descale_of_an_idle_request_does_not_matter(library):
     case.judge()
 
 
-@pytest.mark.parametrize("score", [1e5, 5e6])
+@pytest.mark.parametrize("score", [1e5, 5e6, 1e8, 1e11, 1e30, -1e5, -1e8, -1e11, -1e30])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scores_far_out(library, dtype, score):
-    case = prompt(128)(lens=[100], q_lens=40, q_heads=4, window=(-1, -1), dtype=dtype)
+    case = prompt(128)(lens=[400], q_lens=40, q_heads=4, window=(-1, -1), dtype=dtype)
     case.judge_scores_far_out(library, score)
 
 

@@ -85,6 +85,7 @@ def test_state(spec):
         assert spec.lse(m, sum_) == pytest.approx(math.log(with_sink) if with_sink else -math.inf, rel=1e-5, abs=1e-4)
         assert factor == (1.0 if m == top else pytest.approx(2.0 ** (top - m), rel=1e-5))
     assert spec.lse(-math.inf, 0.0) == -math.inf and spec.normalizer(0.0) == 0.0 and spec.normalizer(4.0) == 0.25
+    assert spec.with_v_descale(0.0, math.nan) == 0.0 and spec.with_v_descale(0.25, 8.0) == 2.0
     assert spec.rescale(-math.inf, -math.inf) == 1.0 and spec.rescale(math.inf, math.inf) == 1.0
     assert spec.add_sink(math.inf, 3.0, 2.0)[2] == 0.0  # an infinite sink takes everything
 

@@ -301,6 +301,7 @@ struct MlaTiles {
         rows.l[r] *= fast_rescale(rows.base[r], base);
         rows.base[r] = base;
       }
+      rows.starts_to_multiply();
     }
   }
 
@@ -311,6 +312,7 @@ struct MlaTiles {
     rows.score(p, s, first_key);
     if (first_key + Shape::kKeys > inner_end || first_key < inner_begin) rows.mask(s, first_key);
     const bool moved = rows.move_base(s, factor);
+    if (moved && rows.starts_to_multiply()) rows.multiply(s);
     rows.weigh(s);
     pack_weights<kBf16>(s, weights);
     store_weights(buffer(), weights);

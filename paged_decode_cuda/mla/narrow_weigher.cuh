@@ -33,7 +33,7 @@ struct NarrowWeigher {
   uint32_t count, works;  // tiles and works before this one; a Ring of works would take a register more, and spill
   // Of the rows
   float base[kOwnRows], l[kOwnRows];  // reference score in log2 units, and this thread's part of the sum of weights
-  float scale[kOwnRows];              // from what is compared to log2 units
+  float scale[kOwnRows];              // from what finish_scores() gives to log2 units, see PrefillRows
 
   // Bits 0 and 1 of the lane, and 3 with 64 rows, say which rows, the others which keys: so no two meet in a bank.
   static PD_MEMBER unsigned thread() { return static_cast<unsigned>(this_thread()) % kWarpgroup; }
@@ -46,8 +46,8 @@ struct NarrowWeigher {
   static PD_MEMBER unsigned pair() { return thread() % 4; }  // in the group
   static PD_MEMBER unsigned row() { return group() * 8 + pair() * 2; }
 
-  // Scores are positive multiples of q.k, and these may be compared in their place.
-  PD_MEMBER bool multiples() const { return !kFull && control.scale[row()] > 0.f; }
+  // Whether finish_scores() multiplies q.k.
+  PD_MEMBER bool multiplies() const { return kFull || scale[0] == 1.f || scale[1] == 1.f; }
 
   PD_MEMBER void start(uint32_t address) {
     shared = address;
@@ -62,8 +62,7 @@ struct NarrowWeigher {
     return from + score_place<Sizes>(h * kOther * kPiece + k, 0);
   }
 
-  // From q.k to scores, or to what is compared, where these are no positive multiples of it; -inf for keys that a row
-  // does not see.
+  // From q.k to what `scale` takes to scores; -inf for keys that a row does not see.
   PD_MEMBER void finish_scores(int first_key) const {
 #pragma unroll 1
     for (int i = 0; i < kPieces * kPiece; ++i) {
@@ -77,9 +76,9 @@ struct NarrowWeigher {
         const unsigned own = row() + r;
         if constexpr (kFull) {
           const float distance = fabsf(static_cast<float>(control.position[own] - key));
-          s[r] = pd_score(s[r], control.scale[own], p.softcap, control.slope[own], distance);
-        } else if (!multiples()) {
-          s[r] *= control.scale[own];
+          s[r] = pd_score(s[r], control.scale[own], p.softcap, control.slope[own], distance) * PD_LOG2E;
+        } else if (scale[r] == 1.f) {
+          s[r] *= control.scale[own] * PD_LOG2E;
         }
         const int2 seen = control.seen[own];
         if (key < seen.x || key >= seen.y) s[r] = -INFINITY;
@@ -128,6 +127,19 @@ struct NarrowWeigher {
     return x;
   }
 
+  // Multiplies the scores of a tile, and those to come: where references are far out, see PrefillRows.
+  PD_MEMBER void start_to_multiply() {
+#pragma unroll 1
+    for (int i = 0; i < kPieces * kPiece; ++i) {
+      const uint32_t place = scores_of(scores(), i / kPiece, i % kPiece);
+      float s[kOwnRows];
+      load_shared_floats(place, s[0], s[1]);
+      store_shared_floats(place, s[0] * scale[0], s[1] * scale[1]);
+    }
+#pragma unroll
+    for (int r = 0; r < kOwnRows; ++r) scale[r] = 1.f;
+  }
+
   // References of rows follow their largest scores so far, and their sums with them.
   PD_MEMBER void move_base() {
     float top[kOwnRows];
@@ -149,13 +161,15 @@ struct NarrowWeigher {
       l[r] *= factor;
       if (piece() == 0) control.factor[count % Sizes::kWeightBuffers][row() + r] = factor;
     }
+    const auto is_far_out = [&](int r) { return fabsf(base[r]) > kFarOut && base[r] > kNoBase; };
+    if (!kFull && (is_far_out(0) || is_far_out(1))) start_to_multiply();
   }
 
   // References move only when weights are so large that their sums say it. Then they are made again.
   PD_MEMBER void weigh_tile(int first_key, bool edge) {
     const uint32_t buffer = count % Sizes::kWeightBuffers, round = count / Sizes::kWeightBuffers;
     barrier_wait(shared_address(&control.weights_empty[buffer]), round % 2 ^ 1);
-    const bool special = edge || !multiples();
+    const bool special = edge || multiplies();
     barrier_wait(shared_address(&control.scores_full), count % 2);
     if (special) finish_scores(first_key);
     float sum[kOwnRows];
@@ -179,7 +193,7 @@ struct NarrowWeigher {
     barrier_meet(shared_address(&control.meet), 0);
 #pragma unroll
     for (int r = 0; r < kOwnRows; ++r) {
-      scale[r] = multiples() ? control.scale[row() + r] * PD_LOG2E : PD_LOG2E;
+      scale[r] = !kFull && control.scale[row() + r] > 0.f ? control.scale[row() + r] * PD_LOG2E : 1.f;
       base[r] = kNoBase;
       l[r] = 0.f;
     }

@@ -106,10 +106,10 @@ struct E4m3Consumer {
 
   // ---- One product at a time ----
 
-  // From queries and keys to weights. Once all rows have a reference from keys that they see, nobody looks for the
-  // largest score first: the sums of the weights tell when some are too large. Then this warp computes its scores
-  // again.
-  PD_MEMBER void find_weights(const Problem& p, const PrefillCall& plan, const Item& item, const MatrixPlaces& places,
+  // From queries and keys to weights; true where references move far out. Once all rows have a reference from keys that
+  // they see, nobody looks for the largest score first: the sums of the weights tell when some are too large. Then this
+  // warp computes its scores again.
+  PD_MEMBER bool find_weights(const Problem& p, const PrefillCall& plan, const Item& item, const MatrixPlaces& places,
                               int queries_at, int keys_at, int first_row, int first_key, Weights& weights) {
     Scores s;
     issue_scores(s, places.descriptor(queries_at), places.descriptor(keys_at));
@@ -120,7 +120,10 @@ struct E4m3Consumer {
       float sum[2];
       rows.guess(s, sum);
       pack(s, weights);
-      if (!rows.too_large(sum)) return rows.add(sum);
+      if (!rows.too_large(sum)) {
+        rows.add(sum);
+        return false;
+      }
       const int warp_at = threadIdx.x / kWarp % 4 * 16 * kRowBytes;
       score_again<Shape>(s, places.address(queries_at + warp_at), places.address(keys_at));
     }
@@ -130,10 +133,12 @@ struct E4m3Consumer {
       rows.mask(s, first_key);
     }
     float factor[2];
-    if (rows.move_base(s, factor, guess ? rows.kBelow : rows.kFar)) rescale(acc, factor);
+    const bool moved = rows.move_base(s, factor, guess ? rows.kBelow : rows.kFar);
+    if (moved) rescale(acc, factor);
     have_bases = whole && rows.may_guess();
     rows.weigh(s);
     pack(s, weights);
+    return moved && rows.is_far_out();
   }
 
   // Adds weights v, from part kPart on.
@@ -247,7 +252,7 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
     }
     auto queries_at = [&]() { return queries.stage * Shape::kQueryBytes + consumer * 64 * kRowBytes; };
     const uint64_t own_queries = places.descriptor(queries_at());
-    own.rows.start(p, plan, work, first_row);
+    own.rows.start(p, plan, work, first_row, work.care == Work::kRepeated);
 #pragma unroll
     for (int i = 0; i < Shape::kDimV / 2; ++i) own.acc[i] = 0.f;
     auto keys_at = [&](int step) {
@@ -261,6 +266,9 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
       products_wait<0>();
       settle(part);
     };
+    auto ask_again = [&]() {
+      if (work.care != Work::kRepeated) control.again[slot.stage] = true;
+    };
     // Where a reference moves, rescale() does the sums later.
     float factor[2];
     bool moved = false;
@@ -269,6 +277,7 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
       own.rows.score(p, s, first_key);
       if (!own.sees_all(work.item, first_key)) own.rows.mask(s, first_key);
       moved = own.rows.move_base(s, factor);
+      if (moved && own.rows.is_far_out()) ask_again();
     };
     // From step kFrom of a tile, whose weights are there, to the one before it: kTo of this tile or of the next one.
     auto step = [&]<int kFrom, int kTo>() {
@@ -307,8 +316,9 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
 #pragma unroll 1
         for (; at >= 0; --at) {
           typename Consumer::Weights of_step;
-          own.find_weights(p, plan, work.item, places, queries_at(), keys_at(at), first_row,
-                           tile * Shape::kKeys + at * kStepKeys, of_step);
+          const int first_key = tile * Shape::kKeys + at * kStepKeys;
+          if (own.find_weights(p, plan, work.item, places, queries_at(), keys_at(at), first_row, first_key, of_step))
+            ask_again();
           await(control.transposed_full[values.stage], values.phase);
           own.template add_values<0>(of_step, values_of(at));
         }

@@ -85,11 +85,9 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
         named_barrier_sync(kTurn + Shape::kConsumers + consumer, kWarpgroup);
       }
     }
-    rows.start(p, plan, work, first_row);
+    rows.start(p, plan, work, first_row, work.care == Work::kRepeated);
     if constexpr (Shape::kNarrow) {
-      float factor[2];
-      narrow_queries<Shape>(p, shared + queries.stage * Shape::kQueryBytes, consumer * 64 + warp * 16, factor);
-      rows.scale_rows(factor);
+      narrow_queries<Shape>(p, shared + queries.stage * Shape::kQueryBytes, consumer * 64 + warp * 16, rows.divisor);
       fence_async_proxy();
       named_barrier_sync(kTurn + Shape::kConsumers + consumer, kWarpgroup);
     }
@@ -99,8 +97,12 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
     int tile = last_tile + work.item.tiles - 1;
 
     float factor[2], sum[2] = {0.f, 0.f};
-    // lost: sums may not be finite, so that this work is to be done once more.
+    // lost: sums may not be what they should, so that this work is to be done once more.
     bool moved = false, have_bases = false, lost = false;
+    auto move_base = [&]() {
+      moved = rows.move_base(s, factor);
+      if (moved) lost |= rows.is_far_out();
+    };
     auto finish_scores = [&]() {
       const int first_key = tile * Shape::kKeys;
       rows.score(p, s, first_key);
@@ -111,8 +113,8 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
       if (Shape::kMovesLate && have_bases) {
         moved = rows.move_base_late(sum, factor, lost);
       } else {
-        moved = rows.move_base(s, factor);
-        if (Shape::kMovesLate) have_bases = !work.careful && rows.have_bases();
+        move_base();
+        if (Shape::kMovesLate) have_bases = work.care == Work::kQuick && rows.have_bases();
       }
     };
     auto weigh = [&]() {
@@ -164,7 +166,8 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
         score();
         finish_scores();
         const bool guess = have_bases;
-        moved = !guess && rows.move_base(s, factor);
+        moved = false;
+        if (!guess) move_base();
         if (moved) have_bases = rows.have_bases();
         weigh_and_pack();
         if (guess && rows.too_large(sum)) {
@@ -172,7 +175,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
           score_again<Shape>(s, shared + queries.stage * Shape::kQueryBytes + warp_row * kRowBytes,
                              shared + Shape::kKeysAt + keys.stage * Shape::kKeyBytes);
           finish_scores();
-          moved = rows.move_base(s, factor);
+          move_base();
           weigh_and_pack();
         }
         rows.add(sum);
@@ -256,7 +259,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
       store_rows<Shape, kFull, kBf16>(p, plan, work, acc, rows, first_row);
     }
     if (work.says_whole()) leave_out(p, plan, work, first_row);
-    if (Shape::kMovesLate && lost) control.again[slot.stage] = true;
+    if (lost && work.care != Work::kRepeated) control.again[slot.stage] = true;
     barrier_arrive(shared_address(&control.work_empty[slot.stage]));
     slot.advance();
   }

@@ -365,12 +365,13 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
   while (true) {
     if (!found && !plan.one_round) found = scheduler.find(p, plan, control.known, ticket, control.next);
     barrier_wait(shared_address(&control.work_empty[slot.stage]), slot.phase ^ 1);
-    const int repeated = Shape::kMovesLate ? slot_to_repeat<Shape>(control, slot, !found) : -1;
+    const int repeated = slot_to_repeat<Shape>(control, slot, !found);
     __syncwarp();
     if (lane == 0) {
       Work& work = control.work[slot.stage];
       work = repeated < 0 ? control.next : control.work[repeated];
-      work.careful = repeated >= 0 || work.cut;  // with cut keys the search takes no time: it fills waits
+      // With cut keys the search takes no time: it fills waits.
+      work.care = repeated >= 0 ? Work::kRepeated : work.cut ? Work::kCareful : Work::kQuick;
       const bool in_boxes = work.item.rows >= plan.query_box_rows;
       work.gathers = Shape::kGathersFirst && repeated < 0 && ticket < plan.blocks_in_grid && !in_boxes;
       if (repeated >= 0) control.again[repeated] = false;

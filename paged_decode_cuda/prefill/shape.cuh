@@ -66,7 +66,9 @@ struct Work {
   bool cut;          // it has one of several splits: its sums are a partial
   bool exists;
   bool gathers;  // the consumers copy their queries themselves
-  bool careful;  // every tile is searched for its largest score: keys are cut, or weights were too large the first time
+  // kCareful: every tile is searched for its largest score, as keys are cut. kRepeated: also that, and scores are
+  // multiplied first, as weights were too large or references far out the first time.
+  enum Care : uint8_t { kQuick, kCareful, kRepeated } care;
 
   // It has all of its keys, where those of others are cut. The combine kernel has to be told.
   PD_MEMBER bool says_whole() const { return !cut && split_rate != kWhole; }

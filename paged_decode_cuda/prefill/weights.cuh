@@ -10,12 +10,16 @@
 
 namespace paged_attn {
 
-// The factor of a row's scores where its queries were divided by a power of two: that, and without kFull the scale too.
+// Of references: so large that their rounding counts. A product that one FMA takes a reference from is not rounded, so
+// all weights of a row are off by the same factor, from there on by more than 2^(1/16), at last by infinity or 0.
+constexpr float kFarOut = 0x1p20f;
+
+// What the queries of a row were divided by, a power of two.
 template <bool kDivided>
-struct RowFactors {};
+struct RowDivisors {};
 template <>
-struct RowFactors<true> {
-  float factor[2];
+struct RowDivisors<true> {
+  float divisor[2];
 };
 
 template <typename Shape>
@@ -24,7 +28,7 @@ constexpr bool kDividesQueries = requires { requires Shape::kNarrow; };
 // The rows of one consumer thread: two of them, g and g + 8 of its warp's 16, and in each the columns 8 j + 2 t and
 // the next, where g = lane / 4 and t = lane % 4. Entry 4 j + 2 r + e of sums is row r, column 8 j + 2 t + e.
 template <typename Shape, bool kFull>
-struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
+struct PrefillRows : RowDivisors<kDividesQueries<Shape>> {
   static constexpr int kKeys = Shape::kKeys;
   // 8-bit weights have few small values: the largest of a row is 16 to 256, of 448 that there are. float16 is short of
   // bits below 2^-14, and the keys with such weights may be very many: the largest is 2^7 to 2^15.
@@ -32,21 +36,25 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
   // In log2 units: how far a new reference is below the largest score, and how far above it a score must be to move it.
   static constexpr float kBelow = k8Bit ? 4.f : kBf16 ? 0.f : PD_HALF_BELOW;
   static constexpr float kFar = k8Bit ? 8.f : kBelow + 8.f;
+  static constexpr uint32_t kByScore = 1;
 
   float base[2], l[2];   // reference score in log2 units, and this thread's part of the sum of weights
   int begin[2], end[2];  // keys that the row sees
-  float scale;           // from what q.k gives to log2 units
-  // kFull: the score is no multiple of q.k
-  float natural_scale, slope[2];
+  // From q.k to a score in log2 units, but for softcap and ALiBi, which kFull has. Its last bit, kByScore, tells who
+  // multiplies: score(), or the FMA that takes a reference away. A number of its own for that would stay in a register
+  // from tile to tile.
+  float multiplier;
+  float slope[2];  // kFull, in log2 units
   int q_pos[2];
 
-  // Call, Work: of the kernel.
+  // Call, Work: of the kernel. by_score: score() multiplies, also where the FMA could.
   template <typename Call, typename Work>
-  PD_MEMBER void start(const Problem& p, const Call& plan, const Work& work, int first_row) {
+  PD_MEMBER void start(const Problem& p, const Call& plan, const Work& work, int first_row, bool by_score = false) {
     const Item& item = work.item;
-    natural_scale = score_scale(p, item.b, work.head);
-    // Where scores are no positive multiples of q.k, score() computes them, and log2 e is left.
-    scale = !kFull && natural_scale > 0.f ? natural_scale * PD_LOG2E : PD_LOG2E;
+    // Others than positive ones change the order of scores, by which references are found.
+    const float factor = score_scale(p, item.b, work.head) * PD_LOG2E;
+    const uint32_t bits = __float_as_uint(factor) & ~kByScore;
+    multiplier = __uint_as_float(!by_score && factor > 0.f ? bits : bits | kByScore);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       base[r] = -INFINITY;
@@ -54,7 +62,7 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
       if constexpr (kFull) {
         const QueryRow query = query_row(p, plan, item, work.head, row_of(item, first_row, r));
         q_pos[r] = item.kv_len - item.q_len + query.token;
-        slope[r] = row_slope(p, item.b, query.q_head);
+        slope[r] = row_slope(p, item.b, query.q_head) * PD_LOG2E;
       }
     }
     find_ranges(p, plan, item, first_row);
@@ -76,15 +84,35 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
     }
   }
 
-  // factor[r]: what the queries of row r were divided by.
-  PD_MEMBER void scale_rows(const float (&factor)[2]) {
-    for (int r = 0; r < 2; ++r) this->factor[r] = kFull ? factor[r] : factor[r] * scale;
+  // Whether score() multiplies.
+  PD_MEMBER bool multiplies() const { return kFull || (__float_as_uint(multiplier) & kByScore) != 0; }
+
+  PD_MEMBER void multiply_by_score() { multiplier = __uint_as_float(__float_as_uint(multiplier) | kByScore); }
+
+  // From what score() gives to log2 units.
+  PD_MEMBER float row_scale(int r) const {
+    const float scale = multiplies() ? 1.f : multiplier;
+    if constexpr (kDividesQueries<Shape> && !kFull) return this->divisor[r] * scale;
+    return scale;
   }
 
-  // From what is compared to log2 units.
-  PD_MEMBER float row_scale(int r) const {
-    if constexpr (kDividesQueries<Shape> && !kFull) return this->factor[r];
-    return scale;
+  // Whether a reference is far out.
+  PD_MEMBER bool is_far_out() const {
+    return (fabsf(base[0]) > kFarOut && base[0] > -INFINITY) || (fabsf(base[1]) > kFarOut && base[1] > -INFINITY);
+  }
+
+  // Where that is so score() multiplies from now on, for all rows of this warp. True when that begins.
+  PD_MEMBER bool starts_to_multiply() {
+    if (!__any_sync(~0u, !multiplies() && is_far_out())) return false;
+    multiply_by_score();
+    return true;
+  }
+
+  // By what the FMA would: references found before stay true.
+  PD_MEMBER void multiply(float (&s)[kKeys / 2]) const {
+    const float factor = __uint_as_float(__float_as_uint(multiplier) & ~kByScore);
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; ++i) s[i] *= factor;
   }
 
   // -inf where a row does not see a key.
@@ -104,8 +132,8 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
     }
   }
 
-  // From q.k to scores, where these are no positive multiples of it: the steps of pd_score(), of some at a time. With
-  // one at a time each would wait for the one before, with all of them registers spill.
+  // From q.k to what row_scale() takes to scores. kFull: by the steps of pd_score(), of some at a time. With one at a
+  // time each would wait for the one before, with all of them registers spill.
   PD_MEMBER void score(const Problem& p, float (&s)[kKeys / 2], int first_key) const {
     if constexpr (kFull) {
       constexpr int kAtOnce = kKeys / 2 % 16 == 0 ? 16 : 8;
@@ -115,21 +143,22 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
 #pragma unroll
       for (int r = 0; r < 2; ++r) distance[r] = static_cast<float>(q_pos[r] - column);
       const bool capped = p.softcap != 0.f;
-      float factor = natural_scale;
-      if (capped) factor *= (p.softcap <= kMostFastCap ? kFastCapScale : 1.f) / p.softcap;
+      const float cap = p.softcap * PD_LOG2E;
+      float factor = multiplier;
+      if (capped) factor *= (p.softcap <= kMostFastCap ? kFastCapScale : 1.f) / cap;
 #pragma unroll
       for (int first = 0; first < kKeys / 2; first += kAtOnce) {
 #pragma unroll
         for (int i = first; i < first + kAtOnce; ++i) {
-          if constexpr (kDividesQueries<Shape>) s[i] *= this->factor[i / 2 % 2];
+          if constexpr (kDividesQueries<Shape>) s[i] *= this->divisor[i / 2 % 2];
           s[i] *= factor;
         }
         if (capped && p.softcap <= kMostFastCap) {
 #pragma unroll
-          for (int i = first; i < first + kAtOnce; ++i) s[i] = fast_capped(s[i], p.softcap);
+          for (int i = first; i < first + kAtOnce; ++i) s[i] = fast_capped(s[i], cap);
         } else if (capped) {
 #pragma unroll
-          for (int i = first; i < first + kAtOnce; ++i) s[i] = pd_tanh(s[i]) * p.softcap;
+          for (int i = first; i < first + kAtOnce; ++i) s[i] = pd_tanh(s[i]) * cap;
         }
         if (p.alibi_slopes) {
 #pragma unroll
@@ -139,9 +168,8 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
           }
         }
       }
-    } else if (!(natural_scale > 0.f)) {
-#pragma unroll
-      for (int i = 0; i < kKeys / 2; ++i) s[i] *= natural_scale;
+    } else if (multiplies()) {
+      multiply(s);
     }
   }
 
@@ -187,8 +215,8 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
     return moved;
   }
 
-  // Whether guess() may follow: where scores are multiples of q.k.
-  PD_MEMBER bool may_guess() const { return natural_scale > 0.f && have_bases(); }
+  // Whether guess() may follow.
+  PD_MEMBER bool may_guess() const { return !multiplies() && have_bases(); }
 
   // Whether every row of this warp has a reference.
   PD_MEMBER bool have_bases() const { return !__any_sync(~0u, base[0] == -INFINITY || base[1] == -INFINITY); }
@@ -230,9 +258,17 @@ struct PrefillRows : RowFactors<kDividesQueries<Shape>> {
 #pragma unroll
     for (int r = 0; r < 2; ++r) shift[r] = base[r] == -INFINITY ? 0.f : -base[r];
 #pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i) {
-      s[i] = fast_exp2(fmaf(s[i], row_scale(i / 2 % 2), shift[i / 2 % 2]));
-      sum[i / 2 % 2] += s[i];
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int i = 2 * r; i < kKeys / 2; i += 4) {
+        s[i] = fmaf(s[i], row_scale(r), shift[r]);
+        s[i + 1] = fmaf(s[i + 1], row_scale(r), shift[r]);
+      }
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; i += 2) {
+      s[i] = fast_exp2(s[i]);
+      s[i + 1] = fast_exp2(s[i + 1]);
+      sum[i / 2 % 2] += s[i] + s[i + 1];
     }
   }
 };

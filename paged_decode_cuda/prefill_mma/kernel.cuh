@@ -20,6 +20,12 @@ PD_DEVICE bool is_masked(const Item& item, int tile) {
   return first_key + Shape::kKeys > item.inner_end || first_key < item.inner_begin;
 }
 
+// Whether scores are multiplied before references are taken away: what is left to the FMA is then 1.
+template <typename Rows>
+PD_DEVICE bool is_multiplied(const Rows& rows) {
+  return rows[0].multiplier == 1.f;
+}
+
 // From q.k of a tile of keys to scores whose reference is known; earlier sums are moved to that. What only some calls
 // and some tiles need of a row is found again each time, as registers are scarce.
 template <typename Shape>
@@ -28,14 +34,17 @@ PD_DEVICE void refer_scores(const Problem& p, const Plan& plan, const Work& work
                             float (&s)[Shape::kRowTiles][Shape::kKeys / 2],
                             float (&acc)[Shape::kRowTiles][Shape::kDimV / 2]) {
   const int first_key = tile * Shape::kKeys;
+  bool far_out = false;
 #pragma unroll
   for (int i = 0; i < Shape::kRowTiles; ++i) {
-    if constexpr (!Shape::kAllScores) {
-      rows[i].score(p, s[i], first_key);
-    } else if (all_scores) {
+    if (all_scores) {
       PrefillRows<Shape, true> found;
       found.start(p, plan, work, first_row + i * 16);
       found.score(p, s[i], first_key);
+    } else if (is_multiplied(rows)) {
+      PrefillRows<Shape, false> found;
+      found.start(p, plan, work, first_row + i * 16);
+      found.multiply(s[i]);
     }
     if (masked) {
       PrefillRows<Shape, false> found;
@@ -44,8 +53,16 @@ PD_DEVICE void refer_scores(const Problem& p, const Plan& plan, const Work& work
     }
     float factor[2];
     if (rows[i].move_base(s[i], factor)) {
+      far_out = far_out || rows[i].is_far_out();
 #pragma unroll
       for (int j = 0; j < Shape::kDimV / 2; ++j) acc[i][j] *= factor[j / 2 % 2];
+    }
+  }
+  if (!is_multiplied(rows) && __any_sync(~0u, far_out)) {
+#pragma unroll
+    for (int i = 0; i < Shape::kRowTiles; ++i) {
+      rows[i].multiply(s[i]);
+      rows[i].multiplier = 1.f;
     }
   }
 }
@@ -83,12 +100,10 @@ PD_DEVICE void attend(const Problem& p, const PrefillMmaCall& plan, PrefillMmaCo
   clear(acc);
 #pragma unroll
   for (int i = 0; i < Shape::kRowTiles; ++i) rows[i].start(p, plan, work, first_row + i * 16);
-  // Whether scores are more than positive multiples of q.k.
-  const bool all_scores = p.softcap != 0.f || p.alibi_slopes || !(rows[0].natural_scale > 0.f);
+  const bool all_scores = Shape::kAllScores && (p.softcap != 0.f || p.alibi_slopes);
 #pragma unroll
   for (int i = 0; i < Shape::kRowTiles; ++i) {
-    rows[i].scale = Shape::kAllScores && all_scores ? PD_LOG2E : rows[0].scale;
-    rows[i].natural_scale = rows[0].natural_scale;
+    rows[i].multiplier = all_scores || rows[0].multiplies() ? 1.f : rows[0].multiplier;
   }
   const bool busy = warp * Shape::kWarpRows < work.item.rows;
 
@@ -114,7 +129,7 @@ PD_DEVICE void attend(const Problem& p, const PrefillMmaCall& plan, PrefillMmaCo
         refer_scores<Shape>(p, plan, work, rows, all_scores, masked, first_row, tile, s, acc);
         if constexpr (Shape::kGuesses) {
           weigh<Shape>(s, rows, weights);
-          guesses = !all_scores;
+          guesses = !is_multiplied(rows);
 #pragma unroll
           for (int i = 0; i < Shape::kRowTiles; ++i) guesses = guesses && rows[i].have_bases();
         }

@@ -140,8 +140,8 @@ PD_DEVICE void weigh(const float (&s)[Shape::kRowTiles][Shape::kKeys / 2], LaneR
 #pragma unroll
     for (int j = 0; j < Shape::kKeys / 4; ++j) {
       const int r = j % 2;
-      const float low = fast_exp2(fmaf(s[i][2 * j], rows[i].scale, shift[r]));
-      const float high = fast_exp2(fmaf(s[i][2 * j + 1], rows[i].scale, shift[r]));
+      const float low = fast_exp2(fmaf(s[i][2 * j], rows[i].multiplier, shift[r]));
+      const float high = fast_exp2(fmaf(s[i][2 * j + 1], rows[i].multiplier, shift[r]));
       rows[i].l[r] += low + high;
       weights[j / 4][i][j % 4] = pack_pair<IsBf16<typename Shape::Type>::value>(low, high);
     }
@@ -164,7 +164,7 @@ PD_DEVICE bool guess_weights(uint32_t shared, uint32_t stage, const Queries<Shap
     const int i = index % kTiles, j = index / kTiles;
 #pragma unroll
     for (int e = 0; e < 2; ++e)
-      pair[e] = fast_exp2(fmaf(s[group % 2][i][2 * j + e], rows[i].scale, -rows[i].base[j % 2]));
+      pair[e] = fast_exp2(fmaf(s[group % 2][i][2 * j + e], rows[i].multiplier, -rows[i].base[j % 2]));
   };
   auto add = [&](int group, int index, const float (&pair)[2]) {
     const int i = index % kTiles, j = index / kTiles;

@@ -33,6 +33,7 @@ void bind_spec(py::module_& m) {
   });
   m.def("lse", &pd_lse);
   m.def("normalizer", &pd_normalizer);
+  m.def("with_v_descale", &pd_with_v_descale);
   m.def("request", [](const py::dict& d, int64_t b) {
     Made made;
     fill(made, d);

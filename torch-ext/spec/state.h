@@ -64,4 +64,9 @@ PD_FN float pd_lse(float m, float l) { return l == 0.f ? PD_EMPTY : (m + PD_LOG2
 // Factor that turns acc into the output; 0 for a row that saw nothing.
 PD_FN float pd_normalizer(float l) { return l == 0.f ? 0.f : 1.f / l; }
 
+// The same with v_descale. For a row that saw nothing that of an idle entry may be no number.
+PD_FN float pd_with_v_descale(float normalizer, float v_descale) {
+  return normalizer == 0.f ? 0.f : normalizer * v_descale;
+}
+
 }  // namespace paged_attn
