@@ -301,7 +301,7 @@ struct MlaTiles {
         rows.l[r] *= fast_rescale(rows.base[r], base);
         rows.base[r] = base;
       }
-      rows.starts_to_multiply();
+      rows.starts_to_multiply();  // as the other consumer has
     }
   }
 
