@@ -17,10 +17,12 @@ CALL = [
     *("k_stride_page", "k_stride_slot", "k_stride_head", "v_stride_page", "v_stride_slot", "v_stride_head"),
     *("num_pages", "page_size", "max_pages"),
     *("window_left", "window_right", "chunk", "num_splits", "deterministic", "processors", "seed", "little_shared"),
+    *("q_descale", "k_descale", "cache_batch_idx", "sinks_of_q"),
 ]
 
 
-Q_DTYPES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+GUARD = 64  # tokens before and behind a result
+Q_DTYPES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32]
 KV_DTYPES = [None, torch.float8_e4m3fn, torch.float8_e5m2]  # None: that of q
 
 
@@ -33,8 +35,9 @@ def numbers_of(names):
     return type("Numbers", (ctypes.Structure,), fields)()
 
 
-def compile_kernels(root, sources, in_shared_memory):
-    """A library of kernels with blocks on the host. in_shared_memory: (file, declaration, what it is here)."""
+def compile_kernels(root, sources, in_shared_memory, function="attend"):
+    """A library of kernels with blocks on the host. in_shared_memory: (file, declaration, what it is here).
+    `function`: of the library, which says what went wrong."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
@@ -55,7 +58,7 @@ def compile_kernels(root, sources, in_shared_memory):
     target = root / "kernels.so"
     subprocess.run([compiler, *flags, *include, whole, "-o", target], check=True)
     loaded = ctypes.CDLL(str(target))
-    loaded.attend.restype = ctypes.c_char_p
+    getattr(loaded, function).restype = ctypes.c_char_p
     return loaded
 
 
@@ -89,7 +92,7 @@ class Case:
             for key in range(self.leftpads[b] if self.leftpads else 0, n):
                 seen[self.table[b, key // page_size], key % page_size] = True
         unseen = torch.full((), torch.nan).to(self.kv_dtype)  # nobody may see them
-        bits = torch.uint8 if self.kv_dtype.itemsize == 1 else torch.int16
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[self.kv_dtype.itemsize]
         self.cache.view(bits)[~seen] = unseen.view(bits)
         between = torch.ones(self.DIMS, dtype=torch.bool)
         between[self.KEYS] = between[self.VALUES] = False
@@ -97,6 +100,7 @@ class Case:
         self.slopes = torch.rand(q_heads, generator=generator) * 0.05 if options.get("alibi") else None
         self.sinks = torch.randn(q_heads, generator=generator) if options.get("sinks") else None
         self.v_descales = torch.tensor(options["v_descales"]) if "v_descales" in options else None  # of each request
+        self.factors = {n: torch.tensor(options[f"{n}s"]) for n in ("q_descale", "k_descale") if f"{n}s" in options}
         self.scale = options.get("scale", 192**-0.5)
         self.window = options.get("window", (-1, 0))
 
@@ -110,18 +114,26 @@ class Case:
             v = v.contiguous()
         dims, dims_v = k.shape[-1], v.shape[-1]
         out_dtype = torch.bfloat16 if self.dtype.itemsize == 1 else self.dtype
-        self.out = torch.full((self.total_q, self.q_heads, dims_v), torch.nan, dtype=out_dtype)
+        # Between guards, where nobody writes.
+        out = torch.full((self.total_q + 2 * GUARD, self.q_heads, dims_v), torch.nan, dtype=out_dtype)
+        self.out = out[GUARD:-GUARD]
         longest = max(self.q_lens)
         shape = (self.q_heads, self.total_q) if self.packed else (self.batch, self.q_heads, longest)
-        self.lse = torch.full(shape, torch.nan)
+        lse = torch.full((self.q_heads * self.out.shape[0] + 2 * GUARD,), torch.nan)
+        self.lse = lse[GUARD:-GUARD].view(shape)
         seqlens = torch.tensor(self.lens, dtype=torch.int32)
         cu = torch.tensor([0, *torch.tensor(self.q_lens).cumsum(0)], dtype=torch.int32)
         leftpads = torch.tensor(self.leftpads, dtype=torch.int32) if self.leftpads else None
         tensors = {
             "q": q, "qv": qv, "k": k, "v": v, "out": self.out, "lse": self.lse, "cache_seqlens": seqlens,
             "cu_seqlens_q": cu if self.packed else None, "block_table": self.table, "leftpad": leftpads,
-            "alibi": self.slopes, "sinks": self.sinks, "v_descale": self.v_descales,
+            "alibi": self.slopes, "sinks": self.sinks, "v_descale": self.v_descales, **self.factors,
         }  # fmt: skip
+        if o.get("contiguous"):  # a page for each request, in another order
+            tensors |= {"block_table": None, "cache_batch_idx": self.table[:, 0].contiguous()}
+        if o.get("sinks_of_q"):
+            tensors["sinks"] = self.sinks.to(self.dtype)
+            self.sinks = tensors["sinks"].float()
         for name, tensor in tensors.items():
             setattr(call, name, 0 if tensor is None else tensor.data_ptr())
         for name, tensor in (("k", k), ("v", v)):
@@ -137,18 +149,19 @@ class Case:
             "num_splits": o.get("num_splits", 0), "deterministic": o.get("deterministic", 0),
             "processors": o.get("processors", 4), "seed": self.seed, "little_shared": o.get("little_shared", 0),
             "scale": self.scale,
-            "softcap": o.get("softcap", 0.0),
+            "softcap": o.get("softcap", 0.0), "sinks_of_q": o.get("sinks_of_q", 0),
         }.items():  # fmt: skip
             setattr(call, name, value)
         self.numbers = numbers_of(self.NUMBERS)
         reason = library.attend(ctypes.byref(call), ctypes.byref(self.numbers)).decode()
         assert reason == "", reason
+        assert all(x[:GUARD].isnan().all() and x[-GUARD:].isnan().all() for x in (out, lse))
         return self.numbers
 
     def judge_scores_far_out(self, library, score):
         """One key scores about `score` with every query and takes all. The others score 0, or, where `score` is below
         0, twice as much. float32 does not hold that product in log2 units."""
-        bits = {1: torch.uint8, 2: torch.int16}
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
         values, top = self.VALUES.start, self.KEYS.stop - 1  # a number of the key that is no value
 
         def put(x, place, number):
@@ -189,6 +202,8 @@ class Case:
             for token in range(self.q_lens[b]):
                 q, at = self.q[begin + token].double(), n - self.q_lens[b] + token
                 score = torch.einsum("hd,khd->hk", q, rows[..., self.KEYS]) * self.scale
+                for factor in self.factors.values():
+                    score *= factor[b]
                 if self.options.get("softcap"):
                     score = self.options["softcap"] * torch.tanh(score / self.options["softcap"])
                 if self.slopes is not None:
@@ -220,6 +235,6 @@ class Case:
         if self.packed:
             assert (self.out[begin:] == 0).all() and (self.lse[:, begin:] == -torch.inf).all()
         # 8-bit weights have 4 bits: half of the last one is 1/16 at most.
-        bounds = {torch.float16: 4e-3, torch.bfloat16: 1e-2, torch.float8_e4m3fn: 6e-2}
-        assert worst < bounds[self.dtype]
+        bounds = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 1e-2}
+        assert worst < bounds.get(self.dtype, 6e-2)
         return worst

@@ -217,8 +217,8 @@ def assert_caches(case, actual, before, kwargs):
     expected = tuple(s.clone() for s in before.storage)
     k_expected, v_expected = before.caches(expected)
     if "k" in kwargs:
-        names = ("block_table", "cache_seqlens", "cu_seqlens_k_new", "cache_batch_idx", "rotary_cos", "rotary_sin",
-                 "rotary_interleaved", "rotary_seqlens", "k_descale", "v_descale")  # fmt: skip
+        names = ("block_table", "cache_seqlens", "cu_seqlens_k_new", "slot_mapping", "cache_batch_idx", "rotary_cos",
+                 "rotary_sin", "rotary_interleaved", "rotary_seqlens", "k_descale", "v_descale")  # fmt: skip
         options = {"block_table": None} | {name: kwargs[name] for name in names if name in kwargs}
         reference.append(kwargs["k"], kwargs["v"], k_expected, v_expected, **options)
     actual = tuple(s.cpu() for s in actual)

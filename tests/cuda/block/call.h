@@ -12,6 +12,7 @@ struct Call {
   int64_t k_stride_page, k_stride_slot, k_stride_head, v_stride_page, v_stride_slot, v_stride_head;
   int64_t num_pages, page_size, max_pages;
   int64_t window_left, window_right, chunk, num_splits, deterministic, processors, seed, little_shared;
+  int64_t q_descale, k_descale, cache_batch_idx, sinks_of_q;
   double scale, softcap;
 };
 
@@ -25,7 +26,8 @@ inline Problem problem_of(const Call& call) {
   p.head_dim_v = call.head_dim_v;
   p.total_q = call.total_q;
   p.max_q_len = call.max_q_len;
-  constexpr DType kQDTypes[] = {DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3};
+  constexpr DType kQDTypes[] = {DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3, DType::kFloat8E5M2,
+                                DType::kFloat32};
   p.q_dtype = kQDTypes[call.q_dtype];
   const bool packed = call.cu_seqlens_q != 0;
   p.q = reinterpret_cast<const void*>(call.q);
@@ -48,7 +50,7 @@ inline Problem problem_of(const Call& call) {
   p.cache_leftpad = {reinterpret_cast<const int32_t*>(call.leftpad), call.leftpad != 0};
   p.alibi_slopes = {reinterpret_cast<const float*>(call.alibi), call.alibi != 0};
   p.sinks = {reinterpret_cast<const void*>(call.sinks), call.sinks != 0};
-  p.sinks_dtype = DType::kFloat32;
+  p.sinks_dtype = call.sinks_of_q ? p.q_dtype : DType::kFloat32;
   Cache& c = p.cache;
   c.k = reinterpret_cast<void*>(call.k);
   c.v = reinterpret_cast<void*>(call.v);
@@ -66,6 +68,10 @@ inline Problem problem_of(const Call& call) {
   c.table_rows = call.batch;
   c.v_descale = {reinterpret_cast<const float*>(call.v_descale), call.v_descale != 0};  // one for all heads
   c.v_descale_stride_batch = 1;
+  c.k_descale = {reinterpret_cast<const float*>(call.k_descale), call.k_descale != 0};
+  p.q_descale = {reinterpret_cast<const float*>(call.q_descale), call.q_descale != 0};
+  c.k_descale_stride_batch = p.q_descale_stride_batch = 1;
+  c.cache_batch_idx = {reinterpret_cast<const int32_t*>(call.cache_batch_idx), call.cache_batch_idx != 0};
   p.scale = static_cast<float>(call.scale);
   p.softcap = static_cast<float>(call.softcap);
   p.window_left = call.window_left;

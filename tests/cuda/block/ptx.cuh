@@ -38,14 +38,26 @@ template <typename T>
 PD_DEVICE void touch(const T&) {}
 PD_DEVICE unsigned long long launch_number() { return 8 * 0x9e3779b97f4a7c15ull; }
 
+struct Fp32 {
+  static constexpr DType kDType = DType::kFloat32;
+  static constexpr int kBytes = 4;
+};
 struct Fp16 {
   static constexpr DType kDType = DType::kFloat16;
+  static constexpr int kBytes = 2;
 };
 struct Bf16 {
   static constexpr DType kDType = DType::kBFloat16;
+  static constexpr int kBytes = 2;
 };
-struct E4m3 {};
-struct E5m2 {};
+struct E4m3 {
+  static constexpr DType kDType = DType::kFloat8E4M3;
+  static constexpr int kBytes = 1;
+};
+struct E5m2 {
+  static constexpr DType kDType = DType::kFloat8E5M2;
+  static constexpr int kBytes = 1;
+};
 PD_DEVICE uint32_t __byte_perm(uint32_t a, uint32_t b, unsigned selector) {
   const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
   uint32_t word = 0;
@@ -145,24 +157,17 @@ template <bool kBf16>
 PD_DEVICE void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, const uint32_t (&b)[2]) {
   using Type = std::conditional_t<kBf16, Bf16, Fp16>;
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const uint64_t pairs[3] = {a0 | uint64_t{a1} << 32, a2 | uint64_t{a3} << 32, b[0] | uint64_t{b[1]} << 32};
+  const Operands* const all = exchange_operands({{a0, a1, a2, a3}, {b[0], b[1]}});
   float a[2][16], terms[2][16];
-  for (int i = 0; i < 3; ++i) {
-    const int64_t* const all = exchange(static_cast<int64_t>(pairs[i]));
-    for (int from = 0; from < 4; ++from) {
-      for (int e = 0; e < 4; ++e) {
-        const int term = from * 2 + e % 2;
-        const auto half = [&](int lane) {
-          const uint16_t bits = static_cast<uint16_t>(static_cast<uint64_t>(all[lane]) >> 16 * e);
-          return value_at<Type>(&bits);
-        };
-        if (i < 2) {
-          a[e / 2][i * 8 + term] = half(g * 4 + from);
-        } else {
-          for (int column = 0; column < 2; ++column)
-            terms[column][e / 2 * 8 + term] = half((2 * t + column) * 4 + from);
-        }
-      }
+  for (int i = 0; i < 2; ++i) {
+    for (int term = 0; term < 16; ++term) {
+      const int lane = term % 8 / 2, high = term / 8;
+      const auto half = [&](uint32_t word) {
+        const uint16_t bits = static_cast<uint16_t>(word >> term % 2 * 16);
+        return value_at<Type>(&bits);
+      };
+      a[i][term] = half(all[g * 4 + lane].a[high * 2 + i]);
+      terms[i][term] = half(all[(2 * t + i) * 4 + lane].b[high]);
     }
   }
   for (int i = 0; i < 4; ++i) {
@@ -172,14 +177,6 @@ PD_DEVICE void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
   }
 }
 
-PD_DEVICE float load_float(const void* base, DType dtype, int64_t index) {
-  if (dtype == DType::kFloat32) return static_cast<const float*>(base)[index];
-  const uint16_t* const place = static_cast<const uint16_t*>(base) + index;
-  return dtype == DType::kBFloat16 ? value_at<Bf16>(place) : value_at<Fp16>(place);
-}
-PD_DEVICE void store_float(void* base, DType dtype, int64_t index, float value) {
-  uint16_t* const place = static_cast<uint16_t*>(base) + index;
-  *place = dtype == DType::kBFloat16 ? narrow_bf16(value) : narrow_fp16(value);
-}
-
 }  // namespace paged_attn
+
+#include "numbers.cuh"

@@ -1,12 +1,15 @@
 // What host code needs of the CUDA runtime, with kernels that run on the host.
 #pragma once
 
+#include <setjmp.h>
+#include <signal.h>
 #include <stdint.h>
 
 #include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lanes.h"
@@ -55,11 +58,19 @@ class Launches {
   // The first one.
   const void* workspace() const { return memory_.front().get(); }
 
-  // "" or what a kernel did that a GPU would not do.
+  // "" or what a kernel did that a GPU would not do. An address that is no memory at all ends the call, too.
   const char* run() {
-    return failure_of([this] {
+    static sigjmp_buf before;
+    struct sigaction stray = {}, usual;
+    stray.sa_handler = [](int) { siglongjmp(before, 1); };
+    sigaction(SIGSEGV, &stray, &usual);
+    sigsetjmp(before, 1);
+    const char* const failure = failure_of([&] {
+      if (std::exchange(machine.current, nullptr)) fail("an address outside of all memory");
       for (const auto& kernel : kernels_) kernel();
     });
+    sigaction(SIGSEGV, &usual, nullptr);
+    return failure;
   }
 
  private:

@@ -72,9 +72,16 @@ struct Meeting {  // of a named barrier, a block, a cluster
   uint64_t generation = 0;
 };
 
-struct Warp {
+struct Team {
   int64_t left[2][kLanes];
   Meeting meeting;
+};
+struct Operands {  // of a lane, in a product of its warp
+  uint32_t a[4], b[2];
+};
+struct Warp : Team {
+  Team halves[2];
+  Operands operands[2][kLanes];
 };
 
 struct Block {
@@ -104,7 +111,8 @@ struct Machine {
   std::string failure;
   std::function<void()> kernel;
   std::function<void()> when_released;  // once the first thread of block 0 lets the next kernel start
-  uint64_t events = 0;                  // anything that might let somebody go on
+  std::function<void()> when_block_ends;
+  uint64_t events = 0;  // anything that might let somebody go on
   std::mt19937 dice{1};
 };
 inline Machine machine;
@@ -238,6 +246,7 @@ inline void run_grid(int clusters, int cluster, int threads, std::function<void(
   for (int x = 0; x < clusters; ++x) {
     start_cluster(cluster, threads, x);
     run_cluster();
+    if (machine.when_block_ends) machine.when_block_ends();
   }
 }
 
@@ -256,10 +265,26 @@ inline void meet(Meeting& meeting, int count, const char* what) {
   if (!arrive(meeting, count)) wait_until(what, [&] { return meeting.generation != generation; });
 }
 
-inline const int64_t* exchange(int64_t value) {
-  Warp& warp = own_block().warps[threadIdx.x / kLanes];
-  int64_t* const left = warp.left[warp.meeting.generation % 2];
+inline const int64_t* exchange_in(Team& team, int lanes, int64_t value) {
+  int64_t* const left = team.left[team.meeting.generation % 2];
   left[threadIdx.x % kLanes] = value;
+  meet(team.meeting, lanes, "its warp");
+  return left;
+}
+inline const int64_t* exchange(int64_t value) {
+  return exchange_in(own_block().warps[threadIdx.x / kLanes], kLanes, value);
+}
+// Among the lanes of the mask: all, or those of one half.
+inline const int64_t* exchange(unsigned mask, int64_t value) {
+  if (mask == ~0u) return exchange(value);
+  const int half = threadIdx.x % kLanes / 16;
+  if (mask != 0xffffu << half * 16) fail("a mask of other lanes than one half of its own warp");
+  return exchange_in(own_block().warps[threadIdx.x / kLanes].halves[half], 16, value);
+}
+inline const Operands* exchange_operands(const Operands& own) {
+  Warp& warp = own_block().warps[threadIdx.x / kLanes];
+  Operands* const left = warp.operands[warp.meeting.generation % 2];
+  left[threadIdx.x % kLanes] = own;
   meet(warp.meeting, kLanes, "its warp");
   return left;
 }
@@ -300,8 +325,14 @@ inline uint32_t __shfl_sync(unsigned, uint32_t value, int from, int team) {
   const int own = lane();
   return static_cast<uint32_t>(exchange(value)[own / team * team + from % team]);
 }
-// In no kernel that runs here.
-inline float __shfl_sync(unsigned, float, int, int) { fail("a shuffle in a team"); }
+inline float __shfl_sync(unsigned mask, float value, int from, int team) {
+  const int own = lane();
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  bits = static_cast<uint32_t>(exchange(mask, bits)[own / team * team + from % team]);
+  memcpy(&value, &bits, 4);
+  return value;
+}
 template <typename Combine>
 int64_t combine(int64_t value, Combine with) {
   const int64_t* all = exchange(value);
@@ -315,8 +346,11 @@ inline int __reduce_add_sync(unsigned, int value) {
 inline int __reduce_max_sync(unsigned, int value) {
   return static_cast<int>(combine(value, [](int64_t a, int64_t b) { return a > b ? a : b; }));
 }
-inline bool __any_sync(unsigned, bool value) {
-  return combine(value, [](int64_t a, int64_t b) { return a | b; }) != 0;
+inline bool __any_sync(unsigned mask, bool value) {
+  const int64_t* all = exchange(mask, value);
+  bool any = false;
+  for (int i = 0; i < kLanes; ++i) any |= (mask >> i & 1) && all[i] != 0;
+  return any;
 }
 inline unsigned __ballot_sync(unsigned, bool value) {
   const int64_t* all = exchange(value);

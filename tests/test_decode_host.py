@@ -1,0 +1,245 @@
+"""The kernels of the routes decode_basic and decode on the host; see tests/blocks.py."""
+
+import random
+
+import pytest
+import torch
+from blocks import HOST, Case, compile_kernels
+
+STORE = """asm volatile("{ .reg .b128 w; mov.b128 w, {%0, %1}; st.relaxed.gpu.global.b128 [%2], w; }" ::"l"(payload),
+               "l"(number), "l"(word)
+               : "memory");"""
+LOAD = """asm volatile("{ .reg .b128 w; ld.relaxed.gpu.global.b128 w, [%2]; mov.b128 {%0, %1}, w; }"
+               : "=l"(payload), "=l"(number)
+               : "l"(word)
+               : "memory");"""
+
+MMA = """asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    root = tmp_path_factory.mktemp("decode")
+    cuda = root / "paged_decode_cuda"
+    kernel, words, mma = "decode/kernel.cuh", "exchange.cuh", "tf32.cuh"
+    instead = (
+        (kernel, "extern __shared__ __align__(128) char queues[];", "char* const queues = own_queues();"),
+        (
+            kernel,
+            "__shared__ int free_stages[Shape::kMostWarps];",
+            "auto& free_stages = block_control<int[Shape::kMostWarps]>();",
+        ),
+        (mma, MMA, "multiply_tf32(d, a, b);"),
+        (words, STORE, "store_whole(word, payload, number);"),
+        (words, LOAD, "load_whole(word, payload, number);"),
+    )
+    dtypes = ("fp32", "bf16", "fp16", "e4m3", "e5m2")
+    sources = [*(f"decode/{name}.cu" for name in dtypes), "decode/route.cu", "decode/plan.cpp", "plan.cpp"]
+    return compile_kernels(
+        root, [HOST / "decode.cuh", *(cuda / name for name in sources), HOST / "decode.cpp"], instead
+    )
+
+
+class Decode(Case):
+    NUMBERS = (
+        *("basic", "balanced", "blocks", "warps", "splits", "items", "rows", "each", "whole_pairs", "lines"),
+        "surplus_rounds",
+    )
+
+
+def decode(head_dim, head_dim_v=None):
+    return Decode.of_head_dim(head_dim, head_dim_v or head_dim)
+
+
+def judge(library, head_dim=128, head_dim_v=None, plan=None, **options):
+    """`plan`: numbers that the plan must have, so that a case stays what it is for."""
+    sizes = {"q_heads": 8, "kv_heads": 2, "page_size": 16}
+    case = decode(head_dim, head_dim_v)(**sizes | options)
+    numbers = case.run(library)
+    case.judge()
+    for name, value in (plan or {}).items():
+        assert getattr(numbers, name) == value, name
+    return case
+
+
+E4M3, E5M2 = {"kv_dtype": torch.float8_e4m3fn}, {"kv_dtype": torch.float8_e5m2}
+FP16, FP32 = {"dtype": torch.float16}, {"dtype": torch.float32}
+DTYPES = {"bf16": {}, "fp16": FP16, "e4m3": E4M3, "e5m2": E5M2, "fp32": FP32}
+ROWS = {
+    "token": {"lens": [130, 77]},
+    "drafts": {"lens": [70, 130], "q_lens": 3},
+    "packed": {"lens": [130, 77, 20], "q_lens": [1, 0, 2]},
+    "packed_16_rows": {"lens": [70, 90], "q_lens": [4, 2]},
+    "many_rows": {"lens": [40, 33], "q_lens": 9},
+}
+HEADS = {"64": [64], "128": [128], "256": [256], "32_48": [32, 48], "112_80": [112, 80], "208_144": [208, 144]}
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
+def test_sizes(library, dtype, rows, heads):
+    judge(library, *HEADS[heads], **DTYPES[dtype], **ROWS[rows], processors=2)
+
+
+@pytest.mark.parametrize("heads", ["64", "128", "256", "112_80"])
+@pytest.mark.parametrize("rows", ["token", "many_rows"])
+@pytest.mark.parametrize("dtype", ["fp16", "e5m2", "fp32"])
+def test_some_sizes(library, dtype, rows, heads):
+    judge(library, *HEADS[heads], **DTYPES[dtype], **ROWS[rows], processors=2)
+
+
+FEATURES = {
+    "one_key": {"lens": [1]},
+    "no_keys": {"lens": [0, 70]},
+    "nobody_has_keys": {"lens": [0, 0], "leftpads": [0, 0]},
+    "longer_than_keys": {"lens": [2, 66], "q_lens": 4},
+    "longer_than_keys_full": {"lens": [2, 66], "q_lens": 4, "leftpads": [0, 0]},
+    "page_1": {"lens": [130, 77], "page_size": 1},
+    "page_3": {"lens": [130, 77], "page_size": 3, "q_lens": 2},
+    "page_24": {"lens": [130, 77], "page_size": 24},
+    "page_48": {"lens": [130, 77], "page_size": 48},
+    "page_256": {"lens": [300, 77], "page_size": 256},
+    "contiguous": {"lens": [130, 77], "page_size": 131, "contiguous": True},
+    "values_apart": {"lens": [130, 77], "values_apart": True},
+    "window": {"lens": [300, 100], "q_lens": 3, "window": (70, 0)},
+    "window_at_a_tile": {"lens": [300, 100], "q_lens": 3, "window": (73, 0)},  # the first row's begins with it
+    "window_right": {"lens": [300, 100], "q_lens": 3, "window": (-1, 1)},
+    "window_of_pages_of_1": {"lens": [300, 100], "q_lens": 3, "window": (37, 1), "page_size": 1},
+    "not_causal": {"lens": [130, 77], "q_lens": 3, "window": (-1, -1)},
+    "chunk": {"lens": [300, 129], "q_lens": 3, "chunk": 50, "leftpads": [5, 0]},
+    "leftpad": {"lens": [200, 129], "leftpads": [70, 3]},
+    "leftpad_all": {"lens": [100, 50], "leftpads": [100, 50]},
+    "sinks": {"lens": [200, 0], "sinks": True},
+    "sinks_of_q": {"lens": [200, 0], "sinks": True, "sinks_of_q": 1},
+    "softcap": {"lens": [130, 77], "softcap": 2.0},
+    "large_softcap": {"lens": [130, 77], "softcap": 100.0},
+    "alibi": {"lens": [200, 70], "q_lens": 2, "alibi": True},
+    "alibi_not_causal": {"lens": [200, 70], "q_lens": 3, "alibi": True, "window": (-1, -1)},
+    "alibi_and_softcap": {"lens": [200, 70], "q_lens": 5, "alibi": True, "softcap": 2.0},
+    "negative_scale": {"lens": [130, 77], "scale": -0.05},
+    "scale_0": {"lens": [130, 77], "scale": 0.0},
+    "large_scale": {"lens": [400, 77], "scale": 2.0},
+    "large_scale_fp16": {"lens": [400, 77], "scale": 2.0, **FP16},
+    "large_scale_e4m3": {"lens": [400, 77], "scale": 2.0, **E4M3},
+    "spare_tokens": {"lens": [130, 77, 9], "q_lens": [2, 0, 1], "spare": 3, "max_q_len": 2},
+    "group_1": {"lens": [130, 77], "q_heads": 3, "kv_heads": 3, "q_lens": 2},
+    "group_3": {"lens": [130, 77], "q_heads": 9, "kv_heads": 3, "q_lens": 4},
+    "group_12": {"lens": [130, 77], "q_heads": 12, "kv_heads": 1},
+    "group_20": {"lens": [130, 77], "q_heads": 20, "kv_heads": 1, "q_lens": [1, 2]},
+    "group_16_of_many_rows": {"lens": [70, 37], "q_heads": 16, "kv_heads": 1, "q_lens": [4, 2], "max_q_len": 1},
+    "little_shared": {"lens": [130, 77], "little_shared": 1},
+    # Schedules
+    "blocks_for_each_pair": {"lens": [300, 290], "plan": {"each": 3, "balanced": 1}, "processors": 12},
+    "line": {"lens": [70, 600, 1, 200, 90], "processors": 5, "q_heads": 4, "kv_heads": 1, "plan": {"lines": 1}},
+    "lines": {"lens": [70, 500, 1, 200, 90], "processors": 6, "plan": {"lines": 2}},
+    "lines_of_two_heads": {"lens": [70, 300, 1, 90], "processors": 6, "q_heads": 4, "kv_heads": 4},
+    "whole_pairs": {"lens": [200] * 7, "processors": 1, "leftpads": [0] * 7, "kv_heads": 4},
+    "short_pairs": {"lens": [20] * 9, "processors": 1},
+    # More than a lane counts at a time.
+    "line_of_many": {"lens": [*[20] * 20, 700, *[40] * 20, 300], "processors": 3, "kv_heads": 1, "q_heads": 2},
+    "two_levels": {"lens": [2600], "processors": 30, "q_heads": 2, "kv_heads": 1},
+    "two_levels_of_16_rows": {"lens": [1500], "processors": 20, "q_heads": 16, "kv_heads": 1},
+    "few_rows_share_partials": {"lens": [900], "processors": 20, "q_heads": 1, "kv_heads": 1},
+    "line_and_long": {"lens": [1900, 40, 700], "processors": 24, "q_heads": 16, "kv_heads": 1},
+    "more_rows_than_said": {"lens": [256, 250, 240], "q_lens": [1, 9, 1], "max_q_len": 1, "processors": 3},
+    "more_rows_uneven": {"lens": [9, 300, 66], "q_lens": [5, 0, 7], "max_q_len": 2, "processors": 4},
+    "says_nothing": {"lens": [300, 66, 200], "q_lens": [1, 0, 5], "max_q_len": 6, "processors": 2},
+    "num_splits": {"lens": [300, 64], "num_splits": 3, "plan": {"splits": 3, "balanced": 0}},
+    "num_splits_of_few_tiles": {"lens": [300, 20, 0], "num_splits": 7},
+    "num_splits_window": {"lens": [300, 64], "num_splits": 4, "window": (100, 0), "q_lens": 2},
+    "num_splits_many": {"lens": [700], "num_splits": 40, "q_heads": 16, "kv_heads": 1},
+    "num_splits_packed": {"lens": [200, 66, 150, 9], "q_lens": [3, 0, 9, 1], "num_splits": 3},
+    "deterministic": {"lens": [300, 64], "deterministic": 1, "plan": {"balanced": 0}},
+    "deterministic_long": {"lens": [4200], "deterministic": 1, "q_heads": 2, "kv_heads": 1},
+    "deterministic_packed": {"lens": [200, 66, 9], "q_lens": [3, 0, 5], "deterministic": 1},
+}
+SOME_FEATURES = (
+    *("no_keys", "page_3", "values_apart", "window", "leftpad", "softcap", "alibi", "sinks_of_q", "lines"),
+    "two_levels_of_16_rows",
+)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(library, name):
+    judge(library, **FEATURES[name])
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32", "e4m3", "e5m2"])
+@pytest.mark.parametrize("name", SOME_FEATURES)
+def test_some_features(library, name, dtype):
+    judge(library, **DTYPES[dtype], **FEATURES[name])
+
+
+@pytest.mark.parametrize("q_lens", [1, 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_factors_of_8_bits(library, dtype, q_lens):
+    """Every request has factors of its own. The result of 8-bit q is bf16, and no worse than that of 16-bit q."""
+    factors = {"k_descales": [0.5, 2.0, 1.25], "v_descales": [3.0, 0.25, 1.0], "q_descales": [1.5, 1.0, 0.5]}
+    case = judge(library, lens=[130, 77, 9], q_lens=q_lens, dtype=dtype, kv_dtype=torch.float8_e4m3fn, **factors)
+    assert case.judge() < 1e-2
+    del factors["q_descales"]  # without it bf16 takes the basic kernel
+    judge(library, lens=[130, 77, 9], dtype=dtype, kv_dtype=torch.float8_e4m3fn, **factors)
+
+
+def test_v_descale_of_an_idle_request_does_not_matter(library):
+    """It has no keys, so its result is 0: nobody may have written its scale."""
+    judge(library, lens=[0, 100], v_descales=[torch.nan, 0.5], sinks=True, sinks_of_q=1, **E4M3)
+
+
+@pytest.mark.parametrize("q_heads", [8, 16])
+@pytest.mark.parametrize("times", [1e30, 1e-30, 1e-39])
+def test_range_of_bf16_over_8_bits(library, times, q_heads):
+    """Rows of every size, one of them of zeros. fp16 would not hold them."""
+    case = decode(128)(lens=[130], q_heads=q_heads, page_size=16, scale=0.1 / times, **E4M3)
+    case.q *= times
+    for head in range(q_heads):
+        case.q[:, head] *= 2.0 ** -(head % 8)
+    case.q[:, 2] = 0
+    case.run(library)
+    case.judge()
+
+
+@pytest.mark.parametrize("score", [1e5, 1e11, 1e30, -1e5, -1e11, -1e30])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_far_out(library, dtype, score):
+    sizes = {"q_heads": 8, "kv_heads": 2, "page_size": 16}
+    decode(128)(lens=[200], window=(-1, -1), **sizes, **DTYPES[dtype]).judge_scores_far_out(library, score)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_deterministic_does_not_see_the_batch(library, packed):
+    """Not a bit of it."""
+    both = {"deterministic": 1, "num_splits": 0, "q_heads": 8, "kv_heads": 2, "page_size": 16}
+    case = decode(128)(lens=[2300, 90, 300], q_lens=[2, 9, 0] if packed else 2, **both)
+    case.run(library)
+    alone = decode(128)(lens=[2300], q_lens=[2] if packed else 2, **both)
+    alone.q, alone.cache, alone.num_pages, alone.table = case.q[:2], case.cache, case.num_pages, case.table[:1]
+    alone.run(library)
+    assert torch.equal(alone.out, case.out[:2])
+    assert torch.equal(alone.lse, case.lse[:, :2] if packed else case.lse[:1])
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_attends_some_call(library, seed):
+    """Lengths, heads, pages and processors at random."""
+    rng = random.Random(seed)
+    batch, packed, kv_heads = rng.randint(1, 5), rng.random() < 0.5, rng.choice([1, 2, 3])
+    longest = rng.choice([1, 2, 5])
+    judge(
+        library,
+        rng.choice([64, 96, 128]),
+        lens=[rng.choice([0, 1, 32, rng.randint(1, 300)]) for _ in range(batch)],
+        q_lens=[rng.randint(0, longest) for _ in range(batch - 1)] + [longest] if packed else longest,
+        max_q_len=rng.choice([1, longest]) if packed else longest,
+        q_heads=kv_heads * rng.choice([1, 4, 7]),
+        kv_heads=kv_heads,
+        page_size=rng.choice([1, 8, 16, 64]),
+        processors=rng.choice([1, 2, 5, 9]),
+        little_shared=rng.choice([0, 1]),
+        seed=seed,
+        **rng.choice([{}, {}, {"deterministic": 1}, {"num_splits": 3}, {"window": (70, 0)}, {"sinks": True}]),
+        **rng.choice(list(DTYPES.values())),
+    )
