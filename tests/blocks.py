@@ -26,6 +26,24 @@ Q_DTYPES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m
 KV_DTYPES = [None, torch.float8_e4m3fn, torch.float8_e5m2]  # None: that of q
 
 
+# Instructions within the kernels of decode and float32, and what they are here (tests/cuda/block/partials.cuh).
+STORE = """asm volatile("{ .reg .b128 w; mov.b128 w, {%0, %1}; st.relaxed.gpu.global.b128 [%2], w; }" ::"l"(payload),
+               "l"(number), "l"(word)
+               : "memory");"""
+LOAD = """asm volatile("{ .reg .b128 w; ld.relaxed.gpu.global.b128 w, [%2]; mov.b128 {%0, %1}, w; }"
+               : "=l"(payload), "=l"(number)
+               : "l"(word)
+               : "memory");"""
+MMA = """asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));"""
+PARTIALS = (
+    ("exchange.cuh", STORE, "store_whole(word, payload, number);"),
+    ("exchange.cuh", LOAD, "load_whole(word, payload, number);"),
+    ("tf32.cuh", MMA, "multiply_tf32(d, a, b);"),
+)
+
+
 class Call(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in CALL] + [("scale", ctypes.c_double), ("softcap", ctypes.c_double)]
 

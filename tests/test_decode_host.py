@@ -4,36 +4,22 @@ import random
 
 import pytest
 import torch
-from blocks import HOST, Case, compile_kernels
-
-STORE = """asm volatile("{ .reg .b128 w; mov.b128 w, {%0, %1}; st.relaxed.gpu.global.b128 [%2], w; }" ::"l"(payload),
-               "l"(number), "l"(word)
-               : "memory");"""
-LOAD = """asm volatile("{ .reg .b128 w; ld.relaxed.gpu.global.b128 w, [%2]; mov.b128 {%0, %1}, w; }"
-               : "=l"(payload), "=l"(number)
-               : "l"(word)
-               : "memory");"""
-
-MMA = """asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));"""
+from blocks import HOST, PARTIALS, Case, compile_kernels
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     root = tmp_path_factory.mktemp("decode")
     cuda = root / "paged_decode_cuda"
-    kernel, words, mma = "decode/kernel.cuh", "exchange.cuh", "tf32.cuh"
+    kernel = "decode/kernel.cuh"
     instead = (
-        (kernel, "extern __shared__ __align__(128) char queues[];", "char* const queues = own_queues();"),
+        (kernel, "extern __shared__ __align__(128) char queues[];", "char* const queues = own_shared();"),
         (
             kernel,
             "__shared__ int free_stages[Shape::kMostWarps];",
             "auto& free_stages = block_control<int[Shape::kMostWarps]>();",
         ),
-        (mma, MMA, "multiply_tf32(d, a, b);"),
-        (words, STORE, "store_whole(word, payload, number);"),
-        (words, LOAD, "load_whole(word, payload, number);"),
+        *PARTIALS,
     )
     dtypes = ("fp32", "bf16", "fp16", "e4m3", "e5m2")
     sources = [*(f"decode/{name}.cu" for name in dtypes), "decode/route.cu", "decode/plan.cpp", "plan.cpp"]

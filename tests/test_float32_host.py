@@ -4,18 +4,8 @@ import random
 
 import pytest
 import torch
-from blocks import HOST, Case, compile_kernels
+from blocks import HOST, PARTIALS, Case, compile_kernels
 
-STORE = """asm volatile("{ .reg .b128 w; mov.b128 w, {%0, %1}; st.relaxed.gpu.global.b128 [%2], w; }" ::"l"(payload),
-               "l"(number), "l"(word)
-               : "memory");"""
-LOAD = """asm volatile("{ .reg .b128 w; ld.relaxed.gpu.global.b128 w, [%2]; mov.b128 {%0, %1}, w; }"
-               : "=l"(payload), "=l"(number)
-               : "l"(word)
-               : "memory");"""
-MULTIPLY = """asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));"""  # noqa: E501
 SYNC = """asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(Shape::kGroupWarps * kWarp) : "memory");"""
 WAIT = "while (!barrier_passed(met, 0)) {\n    }"
 
@@ -24,17 +14,13 @@ WAIT = "while (!barrier_passed(met, 0)) {\n    }"
 def library(tmp_path_factory):
     root = tmp_path_factory.mktemp("float32")
     cuda = root / "paged_decode_cuda"
-    kernel, words = "float32/kernel.cuh", "exchange.cuh"
+    kernel = "float32/kernel.cuh"
     instead = (
         (kernel, "extern __shared__ __align__(128) char shared[];", "char* const shared = own_shared();"),
         (kernel, SYNC, "named_barrier_sync(group + 1, Shape::kGroupWarps * kWarp);"),
         (kernel, WAIT, "barrier_wait(met, 0);"),
         ("decode/plan.cpp", "kSplitKeys", "kDecodeSplitKeys"),  # both stand in one file
-        ("tf32.cuh", MULTIPLY, "multiply_tf32(d, a, b);"),
-        (words, STORE, "store_whole(word, payload, number);"),
-        (words, LOAD, "load_whole(word, payload, number);"),
-        (words, "__any_sync(team,", "any_of_half(team,"),
-        (words, "__shfl_sync(team,", "value_of_half(team,"),
+        *PARTIALS,
     )
     sources = ["float32/fp32.cu", "float32/route.cu", "float32/plan.cpp", "decode/plan.cpp", "plan.cpp"]
     return compile_kernels(

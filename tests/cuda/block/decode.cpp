@@ -3,10 +3,6 @@
 #include "decode/route.h"
 #include "decode/table.cuh"
 
-extern "C" void __assertfail(const char* message, const char*, unsigned, const char*, size_t) {
-  block_on_host::fail(message);
-}
-
 using namespace paged_attn;
 
 extern "C" {
@@ -40,18 +36,8 @@ const char* attend(const Call* call, PlanNumbers* numbers) {
   machine.dice.seed(static_cast<unsigned>(call->seed));
   add_decode(p, plan, launches);
 
-  const Cache& c = p.cache;
-  const auto bounds_of = [](const void* begin, int64_t bytes) {
-    const auto* const first = static_cast<const uint8_t*>(begin);
-    return Bounds{first, first + bytes};
-  };
-  const int64_t size = dtype_bytes(c.dtype);
-  keys_in_memory = bounds_of(c.k, ((c.num_pages - 1) * c.k_stride_page + (c.page_size - 1) * c.k_stride_slot +
-                                   (p.kv_heads - 1) * c.k_stride_head + p.head_dim) *
-                                      size);
-  values_in_memory = bounds_of(c.v, ((c.num_pages - 1) * c.v_stride_page + (c.page_size - 1) * c.v_stride_slot +
-                                     (p.kv_heads - 1) * c.v_stride_head + p.head_dim_v) *
-                                        size);
+  keys_in_memory = bounds_of_keys(p);
+  values_in_memory = bounds_of_values(p);
   words_in_memory = bounds_of(launches.workspace(), plan.workspace_bytes);
   own_shared_bytes = plan.shared_bytes;
   late_words.clear();
@@ -59,13 +45,7 @@ const char* attend(const Call* call, PlanNumbers* numbers) {
   machine.when_block_ends = end_block;
   const char* const failure = launches.run();
   machine.when_block_ends = nullptr;
-  if (*failure != '\0') return failure;
-  // The replay of a graph has the same number and the same memory.
-  const auto* const words = reinterpret_cast<const TaggedWord*>(words_in_memory.begin);
-  for (int64_t i = 0; i < plan.workspace_bytes / static_cast<int64_t>(sizeof(TaggedWord)); ++i) {
-    if (words[i].tag == launch_number()) return "a word of a partial has not been cleared";
-  }
-  return "";
+  return *failure == '\0' && words_are_left() ? "a word of a partial has not been cleared" : failure;
 }
 
 }  // extern "C"

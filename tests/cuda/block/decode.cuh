@@ -1,29 +1,18 @@
-// The instructions of the route decode on the host that ptx.cuh has not, as the PTX manual describes them:
-// copies of 16 bytes in groups, products of tf32, the transposition of a matrix, and words of 16 bytes that blocks
-// leave for each other.
+// The instructions of the route decode on the host that no other file here has, as the PTX manual describes them:
+// copies of 16 bytes in groups, and the transposition of a matrix.
 #pragma once
 
-#define PD_MOST_LOOKS 50  // blocks run one after the other: what does not come soon never comes
-
 #include "decode/shape.cuh"
+#include "partials.cuh"
 
 namespace paged_attn {
 
-// From where the kernel may copy, and where its partials lie. decode.cpp sets them.
-struct Bounds {
-  const uint8_t *begin, *end;
-  bool hold(const void* address, int64_t bytes) const {
-    const auto* const first = static_cast<const uint8_t*>(address);
-    return first >= begin && first + bytes <= end;
-  }
-};
-inline Bounds keys_in_memory, values_in_memory, words_in_memory;
+// From where the kernel may copy. decode.cpp sets them.
+inline Bounds keys_in_memory, values_in_memory;
 inline int own_shared_bytes;  // that the launch asked for
 
 // ---- Shared memory ----
 
-// As aligned as the kernel asks for.
-PD_DEVICE char* own_queues() { return reinterpret_cast<char*>(block_raw() + 128 - kSkew); }
 PD_DEVICE uint64_t __cvta_generic_to_shared(const void* pointer) {
   return static_cast<uint64_t>(static_cast<const uint8_t*>(pointer) - own_block().arena.get());
 }
@@ -82,29 +71,6 @@ inline void end_block() {
     fail("a block has written behind its shared memory");
 }
 
-// ---- Words of 16 bytes ----
-
-// Nobody sees a word before its time: so many looks find what was there before.
-struct LateWord {
-  TaggedWord before;
-  int looks;
-};
-inline std::unordered_map<const TaggedWord*, LateWord> late_words;
-
-PD_DEVICE void store_whole(TaggedWord* word, uint64_t payload, uint64_t number) {
-  if (!words_in_memory.hold(word, sizeof(TaggedWord))) fail("a word outside of the workspace");
-  if (number != 0 && chance()) late_words[word] = {*word, static_cast<int>(machine.dice() % 8)};
-  *word = {payload, number};
-}
-PD_DEVICE void load_whole(const TaggedWord* word, unsigned long long& payload, unsigned long long& number) {
-  if (!words_in_memory.hold(word, sizeof(TaggedWord))) fail("a word outside of the workspace");
-  const auto late = late_words.find(word);
-  const bool is_late = late != late_words.end() && late->second.looks-- > 0;
-  const TaggedWord found = is_late ? late->second.before : *word;
-  payload = found.payload;
-  number = found.tag;
-}
-
 // ---- Matrices ----
 
 // A lane (g, t) has values 2t and 2t + 1 of row g, and gets rows 2t and 2t + 1 of column g.
@@ -115,24 +81,7 @@ PD_DEVICE uint32_t transpose_8x8(uint32_t x) {
   return value(2 * t) | value(2 * t + 1) << 16;
 }
 
-// d += a * b on a 16x8 tile with 8 terms. A lane (g, t) has of a term t of rows g and g + 8, then term t + 4 of both;
-// of b terms t and t + 4 of column g; of d columns 2t and 2t + 1 of both rows. The low 13 bits are not read.
-PD_DEVICE void multiply_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  const int g = lane() / 4, t = lane() % 4;
-  const Operands* const all = exchange_operands({{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
-  const auto read = [](uint32_t word) { return double(__uint_as_float(word & 0xffffe000u)); };
-  for (int i = 0; i < 4; ++i) {
-    double sum = d[i];
-    for (int term = 0; term < 8; ++term) {
-      const int from = term % 4, high = term / 4;
-      sum += read(all[g * 4 + from].a[high * 2 + i / 2]) * read(all[(2 * t + i % 2) * 4 + from].b[high]);
-    }
-    d[i] = static_cast<float>(sum);
-  }
-}
-
 // Selectors of __byte_perm
-constexpr unsigned kLowHalves = 0x5410, kHighHalves = 0x7632;
 constexpr unsigned kLowBytesInTurns = 0x5140, kHighBytesInTurns = 0x7362;
 
 }  // namespace paged_attn

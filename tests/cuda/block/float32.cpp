@@ -22,20 +22,10 @@ const char* attend(const Call* call, PlanNumbers* numbers) {
               plan.instance.groups, plan.work.max_splits.divisor, plan.work.items};
   machine.dice.seed(static_cast<unsigned>(call->seed));
   add_float32(p, plan, launches);
-  const auto bounds_of = [](const void* begin, int64_t elements) {
-    const auto* const first = static_cast<const uint8_t*>(begin);
-    return Bounds{first, first + elements * 4};
-  };
-  const Cache& c = p.cache;
-  copied_from = {bounds_of(p.q, p.total_q * p.q_stride_token),
-                 bounds_of(c.k, (c.num_pages - 1) * c.k_stride_page + (c.page_size - 1) * c.k_stride_slot +
-                                    (p.kv_heads - 1) * c.k_stride_head + p.head_dim),
-                 bounds_of(c.v, (c.num_pages - 1) * c.v_stride_page + (c.page_size - 1) * c.v_stride_slot +
-                                    (p.kv_heads - 1) * c.v_stride_head + p.head_dim_v)};
-  words_in_memory = bounds_of(launches.workspace(), plan.workspace_bytes / 4);
+  copied_from = {bounds_of(p.q, p.total_q * p.q_stride_token * 4), bounds_of_keys(p), bounds_of_values(p)};
+  words_in_memory = bounds_of(launches.workspace(), plan.workspace_bytes);
   late_words.clear();
   own_pieces.clear();
-  for (Half& half : halves) half = {};
   const char* const failure = launches.run();
   if (*failure != '\0') return failure;
   for (const auto& [thread, pieces] : own_pieces) {
@@ -43,12 +33,7 @@ const char* attend(const Call* call, PlanNumbers* numbers) {
     if (!pieces.open.empty() || std::any_of(pieces.batches.begin(), pieces.batches.end(), some))
       return "a copy that nobody has awaited";
   }
-  // The replay of a graph has the same number and the same memory.
-  const auto* const words = reinterpret_cast<const TaggedWord*>(words_in_memory.begin);
-  const auto* const end = reinterpret_cast<const TaggedWord*>(words_in_memory.end);
-  if (std::any_of(words, end, [](const TaggedWord& word) { return word.tag == launch_number(); }))
-    return "a word of a partial has not been cleared";
-  return "";
+  return words_are_left() ? "a word of a partial has not been cleared" : "";
 }
 
 }  // extern "C"

@@ -1,0 +1,96 @@
+// What the routes decode and float32 have in common on the host, as the PTX manual describes it: words of 16 bytes that
+// blocks leave for each other, and products of tf32.
+#pragma once
+
+#define PD_MOST_LOOKS 50  // blocks run one after the other: what does not come soon never comes
+
+#include "rows.cuh"
+
+extern "C" void __assertfail(const char* message, const char*, unsigned, const char*, size_t) {
+  block_on_host::fail(message);
+}
+
+namespace paged_attn {
+
+// Memory that a kernel may use.
+struct Bounds {
+  const uint8_t *begin, *end;
+  bool hold(const void* address, int64_t bytes) const {
+    const auto* const first = static_cast<const uint8_t*>(address);
+    return first >= begin && first + bytes <= end;
+  }
+};
+inline Bounds bounds_of(const void* begin, int64_t bytes) {
+  const auto* const first = static_cast<const uint8_t*>(begin);
+  return {first, first + bytes};
+}
+inline Bounds bounds_of_keys(const Problem& p) {
+  const Cache& c = p.cache;
+  const int64_t last =
+      (c.num_pages - 1) * c.k_stride_page + (c.page_size - 1) * c.k_stride_slot + (p.kv_heads - 1) * c.k_stride_head;
+  return bounds_of(c.k, (last + p.head_dim) * dtype_bytes(c.dtype));
+}
+inline Bounds bounds_of_values(const Problem& p) {
+  const Cache& c = p.cache;
+  const int64_t last =
+      (c.num_pages - 1) * c.v_stride_page + (c.page_size - 1) * c.v_stride_slot + (p.kv_heads - 1) * c.v_stride_head;
+  return bounds_of(c.v, (last + p.head_dim_v) * dtype_bytes(c.dtype));
+}
+
+// As aligned as the kernels ask for.
+PD_DEVICE char* own_shared() { return reinterpret_cast<char*>(block_raw() + 128 - kSkew); }
+
+// ---- Words of 16 bytes ----
+
+inline Bounds words_in_memory;
+
+// Nobody sees a word before its time: so many looks find what was there before.
+struct LateWord {
+  TaggedWord before;
+  int looks;
+};
+inline std::unordered_map<const TaggedWord*, LateWord> late_words;
+
+PD_DEVICE void store_whole(TaggedWord* word, uint64_t payload, uint64_t number) {
+  if (!words_in_memory.hold(word, sizeof(TaggedWord))) fail("a word outside of the workspace");
+  if (number != 0 && chance()) late_words[word] = {*word, static_cast<int>(machine.dice() % 8)};
+  *word = {payload, number};
+}
+PD_DEVICE void load_whole(const TaggedWord* word, unsigned long long& payload, unsigned long long& number) {
+  if (!words_in_memory.hold(word, sizeof(TaggedWord))) fail("a word outside of the workspace");
+  const auto late = late_words.find(word);
+  const bool is_late = late != late_words.end() && late->second.looks-- > 0;
+  const TaggedWord found = is_late ? late->second.before : *word;
+  payload = found.payload;
+  number = found.tag;
+}
+
+// Whether one is left for the replay of a graph, which has the same number and the same memory.
+inline bool words_are_left() {
+  const auto* const first = reinterpret_cast<const TaggedWord*>(words_in_memory.begin);
+  const auto* const last = first + (words_in_memory.end - words_in_memory.begin) / sizeof(TaggedWord);
+  return std::any_of(first, last, [](const TaggedWord& word) { return word.tag == launch_number(); });
+}
+
+// ---- Products ----
+
+// d += a * b on a 16x8 tile with 8 terms. A lane (g, t) has of a term t of rows g and g + 8, then term t + 4 of both;
+// of b terms t and t + 4 of column g; of d columns 2t and 2t + 1 of both rows. The low 13 bits are not read.
+PD_DEVICE void multiply_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  const int g = lane() / 4, t = lane() % 4;
+  const Operands* const all = exchange_operands({{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
+  const auto read = [](uint32_t word) { return double(__uint_as_float(word & 0xffffe000u)); };
+  for (int i = 0; i < 4; ++i) {
+    double sum = d[i];
+    for (int term = 0; term < 8; ++term) {
+      const int from = term % 4, high = term / 4;
+      sum += read(all[g * 4 + from].a[high * 2 + i / 2]) * read(all[(2 * t + i % 2) * 4 + from].b[high]);
+    }
+    d[i] = static_cast<float>(sum);
+  }
+}
+
+// Selectors of __byte_perm
+constexpr unsigned kLowHalves = 0x5410, kHighHalves = 0x7632;
+
+}  // namespace paged_attn
