@@ -134,6 +134,7 @@ CUTS = {
     "window": ({"lens": [300, 90], "q_lens": 20, "num_splits": 3, "window": (80, 0)}, {"splits": 3}),
     "odd_values": ({"lens": [300], "q_lens": 17, "num_splits": 6, "head_dim_v": 20}, {"splits": 6}),
     "wide_values": ({"lens": [200], "q_lens": 17, "num_splits": 6, "head_dim": 256}, {"splits": 6}),
+    "uncut": ({"lens": [540], "q_lens": 17, "deterministic": 1}, {"groups": 1, "splits": 1}),
     "some_rows": ({"lens": [200], "q_lens": 5, "q_heads": 7, "num_splits": 6}, {"splits": 6}),
 }
 
