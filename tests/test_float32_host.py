@@ -174,15 +174,20 @@ def test_infinite_keys(library):
         case.judge()
 
 
+def judge_second(case):
+    """The second of two requests of 20 tokens."""
+    case.lens, case.q_lens, case.batch = case.lens[1:], case.q_lens[1:], 1
+    case.q, case.table, case.out, case.lse = case.q[20:], case.table[1:], case.out[20:], case.lse[1:]
+    case.judge()
+
+
 @pytest.mark.parametrize("deterministic", [0, 1])
 def test_pages_that_do_not_exist(library, deterministic):
     """Nothing is read from there, and other requests do not notice."""
     case = rows_of(64)(lens=[100, 90], q_lens=20, deterministic=deterministic, **SIZES)
     case.table[0, 1:4] = torch.tensor([-1, case.num_pages, 2**31 - 1])
     case.run(library)
-    case.lens, case.q_lens, case.batch = case.lens[1:], case.q_lens[1:], 1
-    case.q, case.table, case.out, case.lse = case.q[20:], case.table[1:], case.out[20:], case.lse[1:]
-    case.judge()
+    judge_second(case)
 
 
 @pytest.mark.parametrize("deterministic", [0, 1])
@@ -192,9 +197,7 @@ def test_lengths_that_cannot_be(library, deterministic, lens):
     case = rows_of(64)(lens=[100, 90], q_lens=20, deterministic=deterministic, **SIZES)
     case.lens = lens
     case.run(library)
-    case.lens, case.q_lens, case.batch = case.lens[1:], case.q_lens[1:], 1
-    case.q, case.table, case.out, case.lse = case.q[20:], case.table[1:], case.out[20:], case.lse[1:]
-    case.judge()
+    judge_second(case)
 
 
 @pytest.mark.parametrize("seed", range(4))

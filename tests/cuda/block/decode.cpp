@@ -35,17 +35,7 @@ const char* attend(const Call* call, PlanNumbers* numbers) {
               work.surplus_rounds};
   machine.dice.seed(static_cast<unsigned>(call->seed));
   add_decode(p, plan, launches);
-
-  keys_in_memory = bounds_of_keys(p);
-  values_in_memory = bounds_of_values(p);
-  words_in_memory = bounds_of(launches.workspace(), plan.workspace_bytes);
-  own_shared_bytes = plan.shared_bytes;
-  late_words.clear();
-  for (Copies& own : own_copies) own = {};
-  machine.when_block_ends = end_block;
-  const char* const failure = launches.run();
-  machine.when_block_ends = nullptr;
-  return *failure == '\0' && words_are_left() ? "a word of a partial has not been cleared" : failure;
+  return run_within({bounds_of_keys(p), bounds_of_values(p)}, launches, plan.workspace_bytes, plan.shared_bytes);
 }
 
 }  // extern "C"

@@ -22,18 +22,9 @@ const char* attend(const Call* call, PlanNumbers* numbers) {
               plan.instance.groups, plan.work.max_splits.divisor, plan.work.items};
   machine.dice.seed(static_cast<unsigned>(call->seed));
   add_float32(p, plan, launches);
-  copied_from = {bounds_of(p.q, p.total_q * p.q_stride_token * 4), bounds_of_keys(p), bounds_of_values(p)};
-  words_in_memory = bounds_of(launches.workspace(), plan.workspace_bytes);
-  late_words.clear();
-  own_pieces.clear();
-  const char* const failure = launches.run();
-  if (*failure != '\0') return failure;
-  for (const auto& [thread, pieces] : own_pieces) {
-    const auto some = [](const Actions& batch) { return !batch.empty(); };
-    if (!pieces.open.empty() || std::any_of(pieces.batches.begin(), pieces.batches.end(), some))
-      return "a copy that nobody has awaited";
-  }
-  return words_are_left() ? "a word of a partial has not been cleared" : "";
+  const Bounds q = bounds_of(p.q, p.total_q * p.q_stride_token * 4);
+  return run_within({q, bounds_of_keys(p), bounds_of_values(p)}, launches, plan.workspace_bytes,
+                    plan.instance.shared_bytes);
 }
 
 }  // extern "C"

@@ -1,30 +1,10 @@
 // The instructions of the route float32 on the host that no other file here has, as the PTX manual describes them:
-// votes of a block. Its copies are those of products.cuh, within bounds.
+// votes of a block.
 #pragma once
 
 #include "partials.cuh"
-#include "prefill/products.cuh"
 
 namespace paged_attn {
-
-// From where the kernel may copy. float32.cpp sets it.
-inline std::vector<Bounds> copied_from;
-
-// ---- Shared memory ----
-
-PD_DEVICE uint64_t __cvta_generic_to_shared(const void* pointer) { return shared_address(pointer); }
-
-PD_DEVICE void copy_async(uint32_t shared, const void* global, bool valid) {
-  if (shared % 16 != 0) fail("a copy to a place that is not aligned");
-  const auto held = [&](const Bounds& bounds) { return bounds.hold(global, 16); };
-  if (valid && std::none_of(copied_from.begin(), copied_from.end(), held)) fail("a copy from outside of the tensors");
-  copy_piece(shared, global, valid);
-}
-PD_DEVICE void copy_commit() { commit_pieces(); }
-template <int kPending>
-PD_DEVICE void copy_wait() {
-  await_batches<kPending>();
-}
 
 // How many threads of the block say yes. The first one that votes clears what was counted two votes ago.
 inline int votes[2];

@@ -1,9 +1,10 @@
 // What the routes decode and float32 have in common on the host, as the PTX manual describes it: words of 16 bytes that
-// blocks leave for each other, and products of tf32.
+// blocks leave for each other, products of tf32, and the copies of products.cuh within bounds.
 #pragma once
 
 #define PD_MOST_LOOKS 50  // blocks run one after the other: what does not come soon never comes
 
+#include "prefill/products.cuh"
 #include "rows.cuh"
 
 extern "C" void __assertfail(const char* message, const char*, unsigned, const char*, size_t) {
@@ -37,8 +38,41 @@ inline Bounds bounds_of_values(const Problem& p) {
   return bounds_of(c.v, (last + p.head_dim_v) * dtype_bytes(c.dtype));
 }
 
+// ---- Shared memory and copies into it ----
+
+inline int own_shared_bytes;             // that the launch asked for
+inline std::vector<Bounds> copied_from;  // from where the kernel may copy
+
 // As aligned as the kernels ask for.
 PD_DEVICE char* own_shared() { return reinterpret_cast<char*>(block_raw() + 128 - kSkew); }
+PD_DEVICE uint64_t __cvta_generic_to_shared(const void* pointer) { return shared_address(pointer); }
+
+PD_DEVICE void copy_async(uint32_t shared, const void* global, bool valid, uint64_t = 0) {
+  if (shared % 16 != 0) fail("a copy to a place that is not aligned");
+  const auto held = [&](const Bounds& bounds) { return bounds.hold(global, 16); };
+  if (valid && std::none_of(copied_from.begin(), copied_from.end(), held)) fail("a copy from outside of the tensors");
+  shared_at(shared + 15);
+  copy_piece(shared, global, valid);
+}
+PD_DEVICE void copy_commit() { commit_pieces(); }
+template <int kPending>
+PD_DEVICE void copy_wait() {
+  await_batches<kPending>();
+}
+
+// When all threads of a block have ended.
+inline void end_block() {
+  for (const auto& [thread, pieces] : own_pieces) {
+    for (const Actions& batch : pieces.batches) {
+      if (!batch.empty()) fail("a copy that nobody has awaited");
+    }
+    if (!pieces.open.empty()) fail("a copy that is in no group");
+  }
+  own_pieces.clear();
+  const uint8_t* const arena = machine.blocks.front().arena.get();
+  if (std::any_of(arena + kRawAt + 128 + own_shared_bytes, arena + kArena, [](uint8_t x) { return x != 0xff; }))
+    fail("a block has written behind its shared memory");
+}
 
 // ---- Words of 16 bytes ----
 
@@ -70,6 +104,20 @@ inline bool words_are_left() {
   const auto* const first = reinterpret_cast<const TaggedWord*>(words_in_memory.begin);
   const auto* const last = first + (words_in_memory.end - words_in_memory.begin) / sizeof(TaggedWord);
   return std::any_of(first, last, [](const TaggedWord& word) { return word.tag == launch_number(); });
+}
+
+// Runs launches that may copy from there. "" or what went wrong, also in what they leave.
+template <typename Launches>
+const char* run_within(const std::vector<Bounds>& from, Launches& launches, int64_t workspace_bytes, int shared_bytes) {
+  copied_from = from;
+  words_in_memory = bounds_of(launches.workspace(), workspace_bytes);
+  own_shared_bytes = shared_bytes;
+  late_words.clear();
+  own_pieces.clear();
+  machine.when_block_ends = end_block;
+  const char* const failure = launches.run();
+  machine.when_block_ends = nullptr;
+  return *failure == '\0' && words_are_left() ? "a word of a partial has not been cleared" : failure;
 }
 
 // ---- Products ----
