@@ -210,8 +210,10 @@ def test_scores_far_below_0(paged_attn, device, dtype, q_len, deterministic, sco
     "dtype, kv_dtype, q_len, q_heads, head_dim, head_dim_v",
     [
         ("bfloat16", "bfloat16", 2, 16, 576, 512),
+        ("float16", "float16", 2, 16, 576, 512),
         ("bfloat16", "float8_e4m3fn", 2, 16, 576, 512),
         ("bfloat16", "bfloat16", 70, 4, 128, 128),
+        ("float16", "float16", 70, 4, 128, 128),
         ("bfloat16", "float8_e4m3fn", 70, 4, 128, 128),
         ("float8_e4m3fn", "float8_e4m3fn", 70, 4, 128, 128),
     ],

@@ -186,7 +186,8 @@ struct PrefillRows : RowDivisors<kDividesQueries<Shape>> {
       for (int r = 0; r < 2; ++r) {
         top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
         top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
-        const float moved_base = fmaxf(base[r], top[r] * row_scale(r) - kBelow);
+        // Rounded as multiply() rounds: an FMA here would differ from far scores by more than kBelow.
+        const float moved_base = fmaxf(base[r], __fmul_rn(top[r], row_scale(r)) - kBelow);
         factor[r] = fast_rescale(base[r], moved_base);
         base[r] = moved_base;
         l[r] *= factor[r];

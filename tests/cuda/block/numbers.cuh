@@ -31,6 +31,10 @@ PD_DEVICE uint16_t __nv_cvt_float2_to_fp8x2(float2 pair, int, int kind) {
 }
 
 PD_DEVICE float __frcp_rn(float x) { return 1.f / x; }
+PD_DEVICE float __fmul_rn(float a, float b) {
+  volatile float rounded = a * b;  // no part of an FMA
+  return rounded;
+}
 PD_DEVICE float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 
 // Several numbers at a time: a GPU has no such access across their alignment, and `streamed` says where they may be.
