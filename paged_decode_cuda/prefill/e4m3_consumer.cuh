@@ -281,10 +281,12 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
     };
     // From step kFrom of a tile, whose weights are there, to the one before it: kTo of this tile or of the next one.
     auto step = [&]<int kFrom, int kTo>() {
+      const uint64_t step_keys = made_now(places.descriptor(keys_at(kTo)));
       if (kTo == kSteps - 1) await(control.keys_full[keys.stage], keys.phase);
-      own.issue_scores(s, own_queries, places.descriptor(keys_at(kTo)));
+      own.issue_scores(s, own_queries, step_keys);
+      const uint64_t step_values = made_now(values_of(kFrom));
       if (kFrom == kSteps - 1) await(control.transposed_full[values.stage], values.phase);
-      own.template issue_part<0, (kFrom < kSteps - 1)>(part, weights, values_of(kFrom));
+      own.template issue_part<0, (kFrom < kSteps - 1)>(part, weights, step_values);
       products_wait<1>();
       settle(s);
       if (kTo == 0) release_keys();
@@ -319,8 +321,9 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
           const int first_key = tile * Shape::kKeys + at * kStepKeys;
           if (own.find_weights(p, plan, work.item, places, queries_at(), keys_at(at), first_row, first_key, of_step))
             ask_again();
+          const uint64_t step_values = made_now(values_of(at));
           await(control.transposed_full[values.stage], values.phase);
-          own.template add_values<0>(of_step, values_of(at));
+          own.template add_values<0>(of_step, step_values);
         }
         release_keys();
         release_values();

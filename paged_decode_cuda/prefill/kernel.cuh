@@ -4,9 +4,9 @@
 // of 64 rows each (a row is a token and one head of the kv_head's group), and the director, a warp that finds the next
 // tile of rows and brings its queries. A consumer issues the product q.k of a tile, then the product of the weights of
 // the tile before with its values. It computes the weights of the tile while the latter, or the products of the other
-// consumers, run (four of them fill each other's waits without that). Where head_dim is above 128, or with three
-// consumers, they take turns at issuing. Blocks stay and take tile of rows after tile of rows; keys go from the last
-// one to the first one.
+// consumers, run (four of them fill each other's waits without that). Three consumers take turns at issuing, and two
+// with head_dim up to 64 or above 128. Blocks stay and take tile of rows after tile of rows; keys go from the last one
+// to the first one.
 //
 // To read next: shape.cuh (messages and barriers), weights.cuh (online softmax), loader.cuh (producers, the director),
 // schedule.cuh (the tile scheduler). docs/cuda.md says why it is so.
@@ -99,9 +99,18 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
     float factor[2], sum[2] = {0.f, 0.f};
     // lost: sums may not be what they should, so that this work is to be done once more.
     bool moved = false, have_bases = false, lost = false;
+    auto do_again = [&]() {
+      if (work.care != Work::kRepeated) control.again[slot.stage] = true;
+    };
     auto move_base = [&]() {
       moved = rows.move_base(s, factor);
-      if (moved) lost |= rows.is_far_out();
+      if (!moved) return;
+      // Each of them would cost the other loop 1 to 2 %.
+      if constexpr (Shape::kOverlaps) {
+        lost |= rows.is_far_out();
+      } else if (rows.is_far_out()) {
+        do_again();
+      }
     };
     auto finish_scores = [&]() {
       const int first_key = tile * Shape::kKeys;
@@ -127,11 +136,14 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
       for (int i = 0; i < Shape::kDimV / 2; ++i) acc[i] *= factor[i / 2 % 2];
     };
 
+    auto keys_of_stage = [&]() { return made_now(advance(first_keys, keys.stage * Shape::kKeyBytes)); };
+    auto values_of_stage = [&]() { return made_now(advance(first_values, values.stage * Shape::kValueBytes)); };
     auto score = [&]() {
+      const uint64_t tile_keys = keys_of_stage();
       await(control.keys_full[keys.stage], keys.phase);
       settle(s);
       products_begin();
-      issue_scores<Shape>(s, own_queries, advance(first_keys, keys.stage * Shape::kKeyBytes));
+      issue_scores<Shape>(s, own_queries, tile_keys);
       products_commit();
       products_wait<0>();
       settle(s);
@@ -141,11 +153,12 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
       keys.advance();
     };
     auto add_values = [&]() {
+      const uint64_t tile_values = values_of_stage();
       await(control.values_full[values.stage], values.phase);
       settle(acc);
       settle(weights);
       products_begin();
-      issue_values<Shape>(acc, weights, advance(first_values, values.stage * Shape::kValueBytes));
+      issue_values<Shape>(acc, weights, tile_values);
       products_commit();
       products_wait<0>();
       settle(acc);
@@ -202,18 +215,20 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
 
 #pragma unroll 1
       for (--tile; tile >= last_tile; --tile) {
+        const uint64_t tile_keys = keys_of_stage();
         await(control.keys_full[keys.stage], keys.phase);
         if (turns) named_barrier_sync(kTurn + consumer, 2 * kWarpgroup);
         settle(s);
         settle(acc);
         settle(weights);
         products_begin();
-        issue_scores<Shape>(s, own_queries, advance(first_keys, keys.stage * Shape::kKeyBytes));
+        issue_scores<Shape>(s, own_queries, tile_keys);
         products_commit();
         rescale();
+        const uint64_t tile_values = values_of_stage();
         await(control.values_full[values.stage], values.phase);
         products_begin();
-        issue_values<Shape>(acc, weights, advance(first_values, values.stage * Shape::kValueBytes));
+        issue_values<Shape>(acc, weights, tile_values);
         products_commit();
         if (turns) named_barrier_arrive(kTurn + other, 2 * kWarpgroup);
         products_wait<1>();
@@ -259,7 +274,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
       store_rows<Shape, kFull, kBf16>(p, plan, work, acc, rows, first_row);
     }
     if (work.says_whole()) leave_out(p, plan, work, first_row);
-    if (lost && work.care != Work::kRepeated) control.again[slot.stage] = true;
+    if (lost) do_again();
     barrier_arrive(shared_address(&control.work_empty[slot.stage]));
     slot.advance();
   }
@@ -292,6 +307,7 @@ PD_DEVICE void init_prefill_barriers(const PrefillCall& plan, PrefillControl<Sha
       barrier_init(shared_address(&control.transposed_empty[i]), Shape::kConsumerWarps);
     }
   }
+  barrier_init(shared_address(&control.next_wanted), 1);
   for (int i = 0; i < 2; ++i) {
     control.again[i] = false;
     barrier_init(shared_address(&control.work_full[i]), 1);

@@ -271,6 +271,13 @@ PD_DEVICE uint64_t matrix_descriptor(uint32_t address, int column_bytes) {
 // The descriptor of what lies `bytes` behind.
 PD_DEVICE uint64_t advance(uint64_t descriptor, int bytes) { return descriptor + static_cast<uint64_t>(bytes >> 4); }
 
+// A descriptor is made here, not where the compiler likes to: for products of a stage that is awaited after this.
+// Behind the wait, a dozen instructions one after the other would hold these products up.
+PD_DEVICE uint64_t made_now(uint64_t descriptor) {
+  asm volatile("" : "+l"(descriptor));
+  return descriptor;
+}
+
 // Before the first product of a group: what was written to registers is visible to it.
 PD_DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 PD_DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

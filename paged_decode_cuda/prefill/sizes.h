@@ -34,9 +34,10 @@ struct PrefillSizes {
   static constexpr int kValueStages = !kOverlaps ? 6 : kShortTiles ? 4 : kDim > 64 ? 2 : 3;
   static constexpr int kQueryStages = kDim > 128 ? 1 : 2;  // the next rows are there before the last ones are done
 
-  static constexpr int kTransposedStages = 0;                    // values are used as they are copied
-  static constexpr bool kNarrow = false;                         // the cache has q's 16 bits
-  static constexpr bool kTurns = kDim > 128 || kConsumers == 3;  // consumers issue products in turns, not as they come
+  static constexpr int kTransposedStages = 0;  // values are used as they are copied
+  static constexpr bool kNarrow = false;       // the cache has q's 16 bits
+  // Consumers issue products in turns, not as they come.
+  static constexpr bool kTurns = kDim > 128 || kConsumers == 3 || (kDim == 64 && kConsumers == 2);
   // Whether it pays not to look for the largest score, where weights may be large: see shape.cuh.
   static constexpr bool kSkipsSearch = kConsumers == 3 || (kDim > 96 && kDimV <= 128);
   static constexpr bool kLateWait = kDimV > 128;  // new weights are computed before those before have been used
