@@ -69,6 +69,7 @@ struct PrefillLoader {
       KeyPlaces places;
       places.start(p, work.item);
       const int head = work.head, first_tile = work.item.first_tile;
+      const int wants_next = kValues || loader > 0 ? first_tile - 1 : tile_before_next<Shape>(work.item);
       int tile = first_tile + work.item.tiles - 1;
       barrier_arrive(shared_address(&control.work_empty[slot.stage]));
       slot.advance();
@@ -82,6 +83,7 @@ struct PrefillLoader {
           const int key = tile * kKeys;
           if (kValues && !places.sees_all(key, kKeys)) break;
           const uint32_t thread = static_cast<uint32_t>(this_thread()) % kWarp;
+          if (!kValues && tile == wants_next && thread == 0) want_next(control);
           const uint32_t box = thread * askers + loader, row = box / kColumns * plan.box_rows;
           const bool asks = row < kKeys && loader < askers;
           int2 place = make_int2(-1, 0);  // looked up while the stage is not yet free
@@ -245,6 +247,7 @@ struct Gatherer {
       table.start(p, work.item);
       const int head = work.head, first_tile = work.item.first_tile;
       const int end_tile = first_tile + work.item.tiles;
+      const int wants_next = gatherer > 0 ? first_tile - 1 : tile_before_next<Shape>(work.item);
       barrier_arrive(shared_address(&control.work_empty[slot.stage]));
       slot.advance();
 
@@ -256,6 +259,7 @@ struct Gatherer {
       for (int tile = end_tile - 1; tile >= first_tile - 1; --tile) {
         Places now;
         if (tile >= first_tile) {
+          if (tile == wants_next && lane == 0) want_next(control);
           now = find(p, plan, table, tile, head, next);
           look_up(p, plan, table, tile - 1, next);
           copy<false>(p, now, shared + Shape::kKeysAt + keys.stage * Shape::kKeyBytes,
@@ -362,6 +366,7 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
     if (lane == 0) store_relaxed(plan.cut, control.next.split_rate != Work::kWhole ? 1 : 0);
   }
   Ring<2> slot;
+  uint32_t wanted = 0;  // phase
   while (true) {
     if (!found && !plan.one_round) found = scheduler.find(p, plan, control.known, ticket, control.next);
     barrier_wait(shared_address(&control.work_empty[slot.stage]), slot.phase ^ 1);
@@ -390,6 +395,11 @@ PD_DEVICE void direct(const Problem& p, const PrefillCall& plan, PrefillControl<
     } else {
       copy_any_queries<Shape>(p, plan, control.work[slot.stage], stage);
       arrive_after_copies<false>(full);
+    }
+    // Tickets are taken as blocks come to the end of their work, so that the one that ends first gets the next tile.
+    if (control.work[slot.stage].item.tiles > 0) {
+      barrier_wait(shared_address(&control.next_wanted), wanted);
+      wanted ^= 1;
     }
     slot.advance();
     if (repeated >= 0) continue;

@@ -37,6 +37,13 @@ constexpr double kComputeRate = 5300;  // operations of a multiprocessor in a ns
 constexpr int64_t kMostE4m3Dims = 128;
 constexpr int64_t kUsualDim = 128, kUsualTileBytes = 128 * kUsualDim * 2;
 constexpr int64_t kShortPrompt = 4096, kTilesOfShortPrompts = 3;
+// How much longer a key takes for all rows of a tall tile, and how many keys of another tile take as long as a block
+// takes between two tiles. By measurement on H200s.
+constexpr double kTallKey64 = 1.7, kTallFp16Key64 = 2.2, kTallKey96 = 1.1, kTallKey128 = 1.45;
+constexpr double kTallE4m3Key64 = 1.1, kTallE4m3Key128 = 1.55;
+constexpr double kBetweenTiles = 500;
+constexpr int64_t kLikelyKeys = 4;       // for each query: a table may have room for many more than there are
+constexpr double kFirstComeKeys = 1024;  // with fewer the second tile of a block does not wait for the end of its first
 constexpr int64_t kFewWidenedRows = 32;  // take less time in the decode kernel where they leave multiprocessors idle
 
 // How the keys of tiles of rows are cut: into so many splits, where the longest tile sees so many keys; and, where
@@ -57,6 +64,7 @@ class CutTimes {
       : tiles_(static_cast<double>(tiles)), processors_(limits.processors), rate_(1. * limits.read_rate / processors_) {
     const double rows = static_cast<double>(longest_query(p) * p.group), dims = static_cast<double>(p.head_dim_v);
     reads_ = rows <= instance.rows;
+    queries_ = p.window_right == 0 && p.window_left < 0 && !reads_ ? static_cast<double>(longest_query(p)) : 0;
     key_bytes_ = static_cast<double>((p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype));
     const double operations = 2. * instance.rows * static_cast<double>(p.head_dim + p.head_dim_v);
     const double key = reads_ ? key_bytes_ / rate_ : operations / kComputeRate;  // ns
@@ -80,9 +88,13 @@ class CutTimes {
   }
 
   // From how many keys on splits gain 3 % or more: rounds(1) * keys against rounds(splits) * (keys / splits + partial)
-  // + combine. Not positive: never.
+  // + combine, each less what unequal() says. Not positive: never.
   double least_keys(int64_t splits) const {
-    return (rounds(splits) * partial_ + combine_) / (0.97 * rounds(1) - rounds(splits) / static_cast<double>(splits));
+    const double count = static_cast<double>(splits);
+    const double cost = rounds(splits) * partial_ + combine_ + 0.97 * unequal(1) - unequal(splits) / count;
+    const double keys = cost / (0.97 * rounds(1) - rounds(splits) / count);
+    // With fewer keys the longest tile alone takes as long as all others.
+    return keys > 0 && rounds(1) > 1 ? std::max(keys, unequal(1) / (rounds(1) - 1)) : keys;
   }
 
  private:
@@ -97,8 +109,16 @@ class CutTimes {
     return full + std::max(rest / processors_, std::min(rate_ / own, 1.));
   }
 
+  // Tiles of a prompt see from no keys to all of them. As long ones come first, a block with several tiles has less to
+  // do than so many long ones, by this number of keys.
+  double unequal(int64_t splits) const {
+    const double round = rounds(splits);
+    return round > 1 ? queries_ * round * round * processors_ / (2 * tiles_ * static_cast<double>(splits)) : 0;
+  }
+
   double tiles_, processors_, rate_;  // the last: GB/s for each of them while all read
   bool reads_;
+  double queries_;  // of a prompt, in whose tiles of rows the number of keys falls by so much
   double key_bytes_, partial_bytes_, partial_, combine_, idle_key_;
 };
 
@@ -107,9 +127,16 @@ int64_t expected_tiles(const Problem& p, int rows) {
   return p.batch * pd_ceil_div(longest_query(p) * p.group, rows) * p.kv_heads;
 }
 
+// The same, but never more than there may be. With cu_seqlens_q that is about one more for every request, and a last
+// round would seem to have few, or many, for tiles that are not there.
+int64_t likely_tiles(const Problem& p, int rows) { return pd_min(most_tiles(p, rows), expected_tiles(p, rows)); }
+
 // Whether most requests have far fewer tokens than the longest, as decode steps beside a chunk of a prompt. Then some
 // tiles of rows only read, though others compute.
 bool mixed(const Problem& p) { return p.cu_seqlens_q && 2 * p.total_q <= p.batch * longest_query(p); }
+
+// Whether all requests have nearly as many tokens as the longest.
+bool even(const Problem& p) { return !p.cu_seqlens_q || 10 * p.total_q >= 9 * p.batch * longest_query(p); }
 
 // All tiles into as many splits: the number that pays from the fewest keys on, `most` at most.
 Cuts cut_alike(const CutTimes& times, int64_t tiles, int64_t keys, int64_t most, int64_t processors) {
@@ -176,9 +203,7 @@ Cuts cut_in_rounds(const Problem& p, const CutTimes& times, const Cuts& alike, i
 Cuts cuts_of(const Problem& p, int64_t tiles, const PrefillInstance& instance, const DeviceLimits& limits) {
   if (p.num_splits > 0) return {p.num_splits, 0, 0, p.num_splits};
   if (p.deterministic) return kWhole;
-  // With cu_seqlens_q there may be about one more for every request, and a last round would seem to have few, or many,
-  // for tiles that are not there.
-  const int64_t likely = pd_min(tiles, expected_tiles(p, instance.rows));
+  const int64_t likely = likely_tiles(p, instance.rows);
   if (likely == 0) return kWhole;
   const int64_t keys = most_keys(p, instance.rows), processors = limits.processors;
   const int64_t room = kPartialTiles * processors / tiles;  // splits of each tile that there is memory for
@@ -207,6 +232,27 @@ bool fewer_rounds(const Problem& p, int tall, int other, int processors) {
   return time(tall) * 100 < time(other) * 106;
 }
 
+double tall_key_time(const Problem& p, int head_dim) {
+  if (in_8_bits(p)) return head_dim <= 64 ? kTallE4m3Key64 : kTallE4m3Key128;
+  if (head_dim <= 64) return p.q_dtype == DType::kFloat16 ? kTallFp16Key64 : kTallKey64;
+  return head_dim <= 96 ? kTallKey96 : kTallKey128;
+}
+
+// Whether tall tiles take one round where others take two, and less time. The tiles of a prompt differ: the longer the
+// first one of a block is, the shorter is its second one. But where all are short, the longest may have a second one.
+bool saves_a_round(const Problem& p, const PrefillInstance& tall, const PrefillInstance& other, int processors) {
+  const int64_t tiles = likely_tiles(p, other.rows);
+  if (!even(p) || tiles <= processors || tiles > 2 * processors) return false;
+  if (likely_tiles(p, tall.rows) > processors) return false;
+  const int64_t queries = longest_query(p), most = pd_min(most_keys(p, other.rows), kLikelyKeys * queries);
+  const double keys = static_cast<double>(most);
+  const double falls = p.window_right == 0 ? static_cast<double>(pd_min(queries, most)) : 0;
+  const double first_round = static_cast<double>(processors) / static_cast<double>(tiles);
+  const double longest = keys < kFirstComeKeys ? keys + kBetweenTiles : keys;
+  const double two = 2 * (keys - first_round * falls) + kBetweenTiles;
+  return tall_key_time(p, tall.head_dim) * keys < std::max(longest, two);
+}
+
 // Whether rows see few keys, many of them at their edge: prompts with no more keys before them than they have
 // themselves. There smaller tiles of keys save more than a third consumer costs. Tiles of rows then differ in length,
 // so there must be several for each block.
@@ -218,15 +264,16 @@ bool short_prompts(const Problem& p, int64_t tiles, int processors) {
 }
 
 // An 8-bit cache has instances of its own: one for products of 8 bits, one that widens it. Tall tiles of rows are
-// faster where every multiprocessor has one that is more than half full; where results must not depend on the other
-// requests, neither may the tiles. Products of 8 bits above head_dim 64 ask for rounds enough, too, and those of 16
-// bits at head_dim 128 for short prompts.
+// faster where they are more than half full and either save a round or give every multiprocessor one. In the latter
+// case products of 8 bits above head_dim 64 ask for rounds enough, too, and those of 16 bits at head_dim 128 for short
+// prompts. Where results must not depend on the other requests, neither may the tiles.
 PrefillInstance instance_for(const Problem& p, int processors) {
   if (widens(p)) return find_prefill_narrow_instance(p.head_dim, p.head_dim_v);
   const auto find = in_8_bits(p) ? find_prefill_e4m3_instance : find_prefill_instance;
   const PrefillInstance tall = find(p.head_dim, p.head_dim_v, !all_scores(p));
   const PrefillInstance other = find(p.head_dim, p.head_dim_v, false);
-  const bool many = 2 * p.max_q_len * p.group > tall.rows && most_tiles(p, tall.rows) >= processors;
+  const bool full = 2 * p.max_q_len * p.group > tall.rows, many = full && most_tiles(p, tall.rows) >= processors;
+  if (full && !p.deterministic && saves_a_round(p, tall, other, processors)) return tall;
   if (in_8_bits(p) && tall.head_dim > TallPrefillE4m3Sizes64::kDim)
     return many && !p.deterministic && fewer_rounds(p, tall.rows, other.rows, processors) ? tall : other;
   if (tall.head_dim == TallPrefillSizes128::kDim) {

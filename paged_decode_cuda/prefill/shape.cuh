@@ -151,9 +151,26 @@ struct PrefillControl : TransposedBarriers<Shape::kTransposedStages> {
   uint64_t values_full[Shape::kValueStages], values_empty[Shape::kValueStages];
   uint64_t queries_full[Shape::kQueryStages], queries_empty[Shape::kQueryStages];
   uint64_t work_full[2], work_empty[2];
+  uint64_t next_wanted;      // see want_next()
   Work work[2], next;        // next: found by the director, and not yet in its slot
-  bool again[2];             // some consumer asks that the work of this slot be done once more
+  uint32_t again[2];         // whether some consumer asks that the work of this slot be done once more
   KnownRequests<352> known;  // no block has room for more than 360
 };
+
+// How many keys of a work are still to be asked for when the next work is wanted. Later there is no time to find it and
+// to bring its queries. Sooner, blocks would get the tiles of rows that are left as they have begun, not as they end.
+constexpr int kKeysBeforeNext = 512;
+
+// The tile of keys with which that is so.
+template <typename Shape>
+PD_DEVICE int tile_before_next(const Item& item) {
+  return item.first_tile + min(item.tiles - 1, kKeysBeforeNext / Shape::kKeys);
+}
+
+// Tells the director so, by one thread. Not for works without keys.
+template <typename Shape>
+PD_DEVICE void want_next(PrefillControl<Shape>& control) {
+  barrier_arrive(shared_address(&control.next_wanted));
+}
 
 }  // namespace paged_attn

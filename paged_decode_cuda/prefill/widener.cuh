@@ -162,6 +162,7 @@ struct Widener {
       barrier_wait(shared_address(&control.work_full[slot.stage]), slot.phase);
       const Work& work = control.work[slot.stage];
       if (!work.exists) break;
+      if (widener() == 0 && this_thread() % kWarp == 0 && work.item.tiles > 0) want_next(control);
       widen_work(p, plan, control, shared, work, before, unit);
       before += work.item.tiles;
       barrier_arrive(shared_address(&control.work_empty[slot.stage]));
