@@ -361,6 +361,9 @@ def test_keys_are_cut_where_the_last_round_has_few_tiles(library):
         even = numbers_of(library, [8192], max_q_len=tokens, **wide, window_right=-1)
         assert even.splits == wanted and even.cut_from_keys <= cut.cut_from_keys
     assert numbers_of(library, [8192], max_q_len=528, **wide, window_left=1024).splits == 1
+    # One round of 88 tiles, however long the prompt is.
+    one = numbers_of(library, [5632], max_q_len=5632, kv_heads=1, group=2, paged=0, page_size=5632)
+    assert one.splits > 1 and 2000 < one.cut_from_keys < 5632
     prompt = {"kv_heads": 8, "group": 2, "head_dim": 64, "paged": 0, "page_size": 3000}
     fast = {"read_rate": 4917} | prompt  # 192 tiles of 256 rows
     assert numbers_of(library, [3000], max_q_len=3000, **fast).splits == 1

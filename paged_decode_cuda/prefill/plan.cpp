@@ -88,13 +88,14 @@ class CutTimes {
   }
 
   // From how many keys on splits gain 3 % or more: rounds(1) * keys against rounds(splits) * (keys / splits + partial)
-  // + combine, each less what unequal() says. Not positive: never.
+  // + combine. With several rounds both are less by what unequal() says. Not positive: never.
   double least_keys(int64_t splits) const {
-    const double count = static_cast<double>(splits);
-    const double cost = rounds(splits) * partial_ + combine_ + 0.97 * unequal(1) - unequal(splits) / count;
-    const double keys = cost / (0.97 * rounds(1) - rounds(splits) / count);
+    const double count = static_cast<double>(splits), whole = rounds(1);
+    const double cost = rounds(splits) * partial_ + combine_, gain = 0.97 * whole - rounds(splits) / count;
+    if (whole <= 1 || gain <= 0) return cost / gain;
+    const double keys = (cost + 0.97 * unequal(1) - unequal(splits) / count) / gain;
     // With fewer keys the longest tile alone takes as long as all others.
-    return keys > 0 && rounds(1) > 1 ? std::max(keys, unequal(1) / (rounds(1) - 1)) : keys;
+    return std::max(keys, unequal(1) / (whole - 1));
   }
 
  private:
