@@ -105,7 +105,7 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
     auto move_base = [&]() {
       moved = rows.move_base(s, factor);
       if (!moved) return;
-      // Each of them would cost the other loop 1 to 2 %.
+      // To ask at once costs two consumers of head_dim 64 up to 8 %, to ask at the end costs four 1 %.
       if constexpr (Shape::kOverlaps) {
         lost |= rows.is_far_out();
       } else if (rows.is_far_out()) {

@@ -57,6 +57,12 @@ struct Cuts {
 
 constexpr Cuts kWhole = {1, 0, 0, 1};
 
+// Tiles of a prompt see from no keys to all of them: over as many keys as it has queries their number falls. As long
+// ones come first, a block with several tiles has less to do than so many long ones, by this number of keys.
+double unequal_keys(double queries, double rounds, double tiles, double processors) {
+  return queries * rounds * rounds * processors / (2 * tiles);
+}
+
 // What cuts gain and cost, in the time that a multiprocessor needs for a key of a tile of rows while all are busy.
 class CutTimes {
  public:
@@ -110,11 +116,9 @@ class CutTimes {
     return full + std::max(rest / processors_, std::min(rate_ / own, 1.));
   }
 
-  // Tiles of a prompt see from no keys to all of them. As long ones come first, a block with several tiles has less to
-  // do than so many long ones, by this number of keys.
+  // By how many keys the blocks have less to do in a prompt. Only with several rounds.
   double unequal(int64_t splits) const {
-    const double round = rounds(splits);
-    return round > 1 ? queries_ * round * round * processors_ / (2 * tiles_ * static_cast<double>(splits)) : 0;
+    return unequal_keys(queries_, rounds(splits), tiles_ * static_cast<double>(splits), processors_);
   }
 
   double tiles_, processors_, rate_;  // the last: GB/s for each of them while all read
@@ -248,9 +252,9 @@ bool saves_a_round(const Problem& p, const PrefillInstance& tall, const PrefillI
   const int64_t queries = longest_query(p), most = pd_min(most_keys(p, other.rows), kLikelyKeys * queries);
   const double keys = static_cast<double>(most);
   const double falls = p.window_right == 0 ? static_cast<double>(pd_min(queries, most)) : 0;
-  const double first_round = static_cast<double>(processors) / static_cast<double>(tiles);
+  const double saved = unequal_keys(falls, 2, static_cast<double>(tiles), processors);
   const double longest = keys < kFirstComeKeys ? keys + kBetweenTiles : keys;
-  const double two = 2 * (keys - first_round * falls) + kBetweenTiles;
+  const double two = 2 * keys - saved + kBetweenTiles;
   return tall_key_time(p, tall.head_dim) * keys < std::max(longest, two);
 }
 
