@@ -206,6 +206,42 @@ def test_page_size(paged_attn, device, long_route, page_size, options):
         assert (explained.plan["box_rows"] > 0) == (page_size % 8 == 0)
 
 
+MIDDLE = {
+    "plain": {},
+    "not_causal": {"causal": False, "dtype": "float16"},
+    "varlen": {"varlen_q": True, "q_len": 90},
+    "long": {"lens": (1500, 1, 129, 128, 700, 40)},
+    "more_q_than_keys": {"q_len": 70, "kv_len": 50},
+    "window": {"window": (60, 20), "causal": False},
+    "leftpad": {"leftpad": True},
+    "sink": {"sink": "float32"},
+    "scores_grow": {"scale": 3.0},
+    "scores_grow_fp16": {"scale": 3.0, "dtype": "float16", "page_size": 1},
+    "scores_grow_more": {"scale": 30.0, "window": (100, -1)},
+    "page_1": {"page_size": 1},
+    "page_24": {"page_size": 24},
+    "page_64": {"page_size": 64, "lens": (1500, 1, 129, 128, 700, 40)},
+    "contiguous": {"page_size": 0},
+    "append": {"append": 40},
+    "splits": {"num_splits": 3, "lens": (1500, 1, 129, 128, 700, 40)},
+    "deterministic": {"deterministic": True},
+    "dim_136": {"head_dim": 136},
+    "dim_160": {"head_dim": 160},
+    "values_wider": {"head_dim": 96, "head_dim_v": 160},
+    "softcap": {"softcap": 2.5},
+    "alibi": {"alibi": "head", "dtype": "float16"},
+}
+
+
+@pytest.mark.parametrize("feature", MIDDLE)
+def test_heads_between_128_and_192(paged_attn, device, long_route, feature):
+    """prefill takes tiles of 96 keys; with softcap and ALiBi those of head_dim 256."""
+    case = dataclasses.replace(BASE, **({"head_dim": 192} | MIDDLE[feature]))
+    explained = on_the_route(paged_attn, case, device, long_route)
+    all_scores = bool(case.softcap or case.alibi)
+    assert long_route != "prefill" or explained.plan["tile_keys"] == (64 if all_scores else 96)
+
+
 TALL = {
     "plain": {},
     "not_causal": {"causal": False, "dtype": "float16"},
@@ -455,8 +491,8 @@ def test_why_not(paged_attn, device, long_route):
     """What keeps a call from the route is said."""
     for options, reason in (
         ({"q_len": 1}, "rows"),
-        ({"num_splits": 20}, "num_splits"),
-        ({"batch": 1, "kv_heads": 1}, "too few"),
+        ({"num_splits": 40}, "num_splits"),
+        ({"batch": 1, "kv_heads": 1, "q_len": 20}, "too few"),
         *(ONLY_PREFILL if long_route == "prefill" else ONLY_PREFILL_MMA),
     ):
         explained = explained_call(paged_attn, dataclasses.replace(BASE, **options), device)

@@ -1,5 +1,5 @@
-"""The kernel of the route prefill on the host: bf16 of head_dim 64, 96, 128 and 256, e4m3 of 64 and 128, 8-bit caches
-that are widened of 128 and 256. See tests/blocks.py.
+"""The kernel of the route prefill on the host: bf16 of head_dim 64, 96, 128, 192 and 256, e4m3 of 64 and 128, 8-bit
+caches that are widened of 128 and 256. See tests/blocks.py.
 """
 
 import random
@@ -81,6 +81,19 @@ def test_attends_with_wide_heads(library, name):
     case.judge()
 
 
+class MiddlePrompt(Prompt):
+    """head_dim 192: tiles have 96 keys, in boxes of 32 where a page has 64 slots."""
+
+    DIMS, KEYS, VALUES = 384, slice(0, 192), slice(192, 384)
+
+
+@pytest.mark.parametrize("name", ["chunk", "page_3", "page_256", "page_1_window", "splits_of_packed_requests"])
+def test_attends_with_heads_of_192(library, name):
+    case = MiddlePrompt(q_heads=4, **CASES[name])
+    case.run(library)
+    case.judge()
+
+
 class NarrowPrompt(Prompt):
     """head_dim 64, in tiles of 256 rows and 64 keys."""
 
@@ -108,7 +121,7 @@ def test_attends_with_narrow_heads_where_scores_grow(library, scale):
     case.judge()
 
 
-@pytest.mark.parametrize("prompt", [Prompt, WidePrompt])
+@pytest.mark.parametrize("prompt", [Prompt, MiddlePrompt, WidePrompt])
 @pytest.mark.parametrize("scale, splits", [(3.0, 1), (30.0, 1), (30.0, 2)])
 def test_attends_where_scores_grow(library, prompt, scale, splits):
     """Weights grow until their reference moves; where they are beyond float32, a tile of rows is done once more."""
@@ -144,7 +157,7 @@ E4M3 = torch.float8_e4m3fn
 
 BETWEEN = [
     (*dims, *dtypes)
-    for dims in ((112, 80), (80, 112), (176, 256))
+    for dims in ((112, 80), (80, 112), (144, 176), (176, 256))
     for dtypes in ((torch.bfloat16, None), (torch.bfloat16, E4M3), (E4M3, None))
     if max(dims) <= 128 or dtypes[0] != E4M3  # 8-bit products end at 128
 ]

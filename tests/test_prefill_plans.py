@@ -51,21 +51,28 @@ def test_why_not_prefill(library, reason):
 
 
 def test_where_prefill_begins(library):
-    """16 rows are one tile of the decode kernel; 22 tiles are a sixth of 132 multiprocessors. Fewer will do with keys
-    enough for splits of 128."""
+    """16 rows are one tile of the decode kernel. It is as fast with few such tiles and few keys, where a sixth of the
+    multiprocessors would have no tile of prefill."""
     many = {"lens": [100] * 40, "group": 4}
     assert refusal(library, max_q_len=4, **many) == "no more rows than one tile of the decode kernel"
     assert refusal(library, max_q_len=5, **many) == ""
     few = {"kv_heads": 1, "group": 1, "max_q_len": 128, "window_left": 100}  # no keys to cut
     too_few = "too few tiles of rows to fill the device"
-    assert refusal(library, [100] * 21, **few) == too_few and refusal(library, [100] * 22, **few) == ""
-    # A window of 400 and 128 queries see 528 keys. Rows of 8 bits and of fewer dimensions are less work for `decode`.
+    # A window of 100 and 128 queries see 228 keys: 14 tiles of 16 rows.
+    assert refusal(library, [100], **few) == too_few and refusal(library, [100] * 2, **few) == ""
+    # Without partials to add more of them, however few keys there are.
+    for keys, requests in ((112, 7), (16, 7)):
+        alone = {"kv_heads": 1, "group": 1, "max_q_len": 128, "paged": 0, "page_size": keys}
+        assert refusal(library, [keys] * requests, **alone) == too_few
+        assert refusal(library, [keys] * (requests + 1), **alone) == ""
+    # Of 528 keys 39. Rows of fewer dimensions are less work for `decode`, those of 256 are more.
     wider = few | {"window_left": 400}
-    assert refusal(library, [100] * 5, **wider) == too_few and refusal(library, [100] * 6, **wider) == ""
-    assert refusal(library, [100] * 10, **wider, kv_bytes=1) == too_few
-    assert refusal(library, [100] * 11, **wider, kv_bytes=1) == ""
+    assert refusal(library, [100] * 4, **wider) == too_few and refusal(library, [100] * 5, **wider) == ""
     assert refusal(library, [100] * 10, **wider, head_dim=64) == too_few
-    assert refusal(library, [100] * 3, **wider, head_dim=256) == ""
+    assert refusal(library, [100] * 11, **wider, head_dim=64) == ""
+    for head_dim in (192, 256):
+        sizes = wider | {"head_dim": head_dim}
+        assert refusal(library, [100] * 2, **sizes) == too_few and refusal(library, [100] * 3, **sizes) == ""
     # What must not depend on the other requests is always the same kernel; so are packed requests of few rows then.
     assert refusal(library, [100], deterministic=1, **few) == ""
     assert refusal(library, [100], q_lens=[1], deterministic=1) == ""
@@ -225,11 +232,33 @@ def test_tall_tiles_that_save_a_round(library):
     assert {rows(2048, 2048, head_dim, **prompt) for head_dim in (64, 96, 128)} == {128}
     assert rows(2048, 2048, 128, **prompt, window_right=-1) == 192
     assert rows(600, 600, 128, group=4) == 192  # 152 tiles, of which any may be the second one of a block
-    # A table may have room for more keys than there are.
-    assert rows(2048, 65536, 64, **prompt) == 128 and rows(300, 65536, 64, requests=2, group=4) == 256
+    # A table may have room for more keys than there are. Chunks on many keys would lose more time than prompts.
+    assert rows(2048, 65536, 64, **prompt) == 256 and rows(2048, 65536, 128, **prompt) == 192
+    assert rows(300, 65536, 64, requests=2, group=4) == 256
     # Others would be left for the second round where requests differ.
     assert rows(300, 4096, 128, requests=2, group=4, q_lens=[300, 290]) == 192
     assert rows(300, 4096, 128, requests=2, group=4, q_lens=[300, 200]) == 128
+
+
+def test_tall_tiles_that_leave_fewer_multiprocessors_idle(library):
+    """48 tiles of 128 rows in two splits keep 96 of 132 multiprocessors busy; 24 or 32 tall ones have five or four."""
+
+    def plan(q_len, keys, head_dim, **options):
+        few = {"kv_heads": 1, "group": 6, "window_right": 0, "paged": 0, "page_size": keys, "read_rate": 4917}
+        sizes = {"max_q_len": q_len, "head_dim": head_dim, "head_dim_v": head_dim}
+        n = numbers_of(library, [keys], **(few | sizes | options))
+        return n.rows, n.splits
+
+    for head_dim, wanted in ((64, (256, 5)), (96, (192, 4)), (128, (192, 4))):
+        assert plan(1024, 8192, head_dim) == plan(1024, 65536, head_dim) == wanted
+        assert plan(1024, 8192, head_dim, num_splits=2) == (128, 2)
+    eight_bits = {"q_bytes": 1, "kv_bytes": 1}
+    assert plan(1024, 8192, 64, **eight_bits) == (256, 5) and plan(1024, 8192, 128, **eight_bits) == (192, 4)
+    # Where there are no tall tiles, two rounds of shorter splits.
+    assert {plan(1024, 8192, head_dim) for head_dim in (192, 256)} == {(128, 5)}
+    assert plan(1024, 8192, 128, softcap=3) == (128, 5) and plan(1024, 8192, 128, deterministic=1) == (128, 1)
+    # A prompt's splits would cost more than they save.
+    assert plan(1024, 1024, 64) == plan(1024, 1024, 128) == (128, 1)
 
 
 def test_tall_tiles_of_short_prompts(library):
@@ -276,7 +305,7 @@ def test_plans_of_8_bits(library, head_dim, head_dim_v):
     """As in 16 bits, with a third consumer up to head_dim 64; twice as many keys of a head fit into L2."""
     for page_size in (1, 8, 16, 24, 256):
         options = {"head_dim": head_dim, "head_dim_v": head_dim_v, "q_bytes": 1, "kv_bytes": 1, "page_size": page_size}
-        options["max_q_len"] = 100  # no more tiles than multiprocessors
+        options["max_q_len"] = 40  # one tile of rows of each request
         assert refusal(library, PROMPTS, **options) == ""
         n = numbers_of(library, PROMPTS, **options)
         assert (n.rows, n.threads) == ((192, 512) if max(head_dim, head_dim_v) <= 64 else (128, 384))
@@ -353,10 +382,10 @@ def test_keys_are_cut_where_the_last_round_has_few_tiles(library):
     """A few tiles more than multiprocessors. Splits cost time too, so there must be keys enough."""
     sizes = {"kv_heads": 8, "page_size": 16}
     wide = {"head_dim": 256, "head_dim_v": 256} | sizes  # has no tall tiles
-    for tokens, wanted in ((500, 1), (528, 3), (700, 3), (1050, 1), (1100, 2), (2000, 1)):
+    for tokens, wanted in ((500, 1), (528, 4), (700, 3), (1050, 1), (1100, 2), (2000, 1)):
         cut = numbers_of(library, [8192], max_q_len=tokens, **wide)
         assert cut.splits == wanted, tokens
-        assert (2000 < cut.cut_from_keys < 8192) if wanted > 1 else cut.cut_from_keys == 0
+        assert (2000 < cut.cut_from_keys < 9000) if wanted > 1 else cut.cut_from_keys == 0
         # Causal tiles of the last round are short, so cutting them gains less.
         even = numbers_of(library, [8192], max_q_len=tokens, **wide, window_right=-1)
         assert even.splits == wanted and even.cut_from_keys <= cut.cut_from_keys

@@ -251,7 +251,7 @@ def decode_kernel() -> Picture:
 
 def prefill_kernel() -> Picture:
     head_dim, group = 128, 4
-    s = planner.prefill_sizes(library(), head_dim)
+    s = planner.prefill_sizes(library(), head_dim, head_dim)
     tokens = s.rows // group
     p = Picture("Warps and tiles of the CUDA prefill kernel on Hopper")
 
@@ -315,9 +315,9 @@ def prefill_kernel() -> Picture:
     y = p.bottom + 28
     p.heading(y, "Sizes of the instances")
     rows = []
-    for dim in (64, 96, 128, 192, 256):
-        of = planner.prefill_sizes(library(), dim)
-        rows.append(["192 / 128" if dim == 192 else str(dim), str(of.rows), str(of.keys), str(of.query_stages),
+    for dim, dim_v in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)):
+        of = planner.prefill_sizes(library(), dim, dim_v)
+        rows.append([f"{dim} / {dim_v}" if dim == 192 else str(dim), str(of.rows), str(of.keys), str(of.query_stages),
                      str(of.key_stages), str(of.value_stages), f"{of.shared_bytes / 1024:.0f} KB"])  # fmt: skip
     table(p, y + 20, ["head_dim up to", "rows", "keys of a tile", "stages of Q", "of K", "of V", "shared memory"], rows)
     return p

@@ -49,9 +49,10 @@ using PrefillE4m3Sizes128 = PrefillE4m3Sizes<128, 128, 2, 128>;
 using TallPrefillE4m3Sizes64 = PrefillE4m3Sizes<64, 64, 4, 64, false>;
 using TallPrefillE4m3Sizes128 = PrefillE4m3Sizes<128, 128, 3, 64, false>;
 
-// For dimensions up to 128.
-inline PrefillInstance find_prefill_e4m3_instance(int64_t head_dim, int64_t head_dim_v, bool tall) {
+// For dimensions up to 128. all_scores: with softcap or ALiBi, which tall tiles do without, as in 16 bits.
+inline PrefillInstance find_prefill_e4m3_instance(int64_t head_dim, int64_t head_dim_v, bool all_scores, bool tall) {
   const int64_t larger = head_dim > head_dim_v ? head_dim : head_dim_v;
+  tall = tall && !all_scores;
   if (larger <= 64) return tall ? prefill_instance<TallPrefillE4m3Sizes64>() : prefill_instance<PrefillE4m3Sizes64>();
   return tall ? prefill_instance<TallPrefillE4m3Sizes128>() : prefill_instance<PrefillE4m3Sizes128>();
 }

@@ -180,8 +180,15 @@ PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl
         finish_scores();
         const bool guess = have_bases;
         moved = false;
-        if (!guess) move_base();
-        if (moved) have_bases = rows.have_bases();
+        if constexpr (kBf16) {
+          if (!guess) move_base();
+          if (moved) have_bases = rows.have_bases();
+        } else if (!guess) {
+          // What a row sees of its first tile may be one key, far below those to come, and float16 has little room
+          // above a reference. So one more tile is searched.
+          have_bases = rows.have_bases();
+          move_base();
+        }
         weigh_and_pack();
         if (guess && rows.too_large(sum)) {
           const int warp_row = consumer * 64 + warp * 16;

@@ -1,26 +1,22 @@
 #include "instances.h"
-#include "kernel.cuh"
 #include "narrow_sizes.h"
+#include "table.cuh"
 
 namespace paged_attn {
 namespace {
 
-template <typename Sizes>
-const void* kernel_of(bool all_scores) {
-  using Shape = PrefillShape<Fp16, PrefillNarrowSizes<Sizes>>;
-  return all_scores ? reinterpret_cast<const void*>(&prefill_kernel<Shape, true>)
-                    : reinterpret_cast<const void*>(&prefill_kernel<Shape, false>);
+template <bool kFull, typename... Sizes>
+const void* narrow_kernel_among(const PrefillInstance& instance) {
+  return kernel_among<Fp16, kFull, PrefillNarrowSizes<Sizes>...>(instance);
 }
 
 }  // namespace
 
 const void* prefill_kernel_narrow(const PrefillInstance& instance, bool all_scores) {
-  switch (instance.head_dim) {
-    case 64: return kernel_of<PrefillSizes64>(all_scores);
-    case 128: return kernel_of<PrefillSizes128>(all_scores);
-    case 192: return kernel_of<PrefillSizes192>(all_scores);
-    default: return kernel_of<PrefillSizes256>(all_scores);
-  }
+  return all_scores ? narrow_kernel_among<true, PrefillSizes64, PrefillSizes128, PrefillSizes192x128, PrefillSizes256>(
+                          instance)
+                    : narrow_kernel_among<false, PrefillSizes64, PrefillSizes128, PrefillSizes192x128, PrefillSizes256>(
+                          instance);
 }
 
 }  // namespace paged_attn

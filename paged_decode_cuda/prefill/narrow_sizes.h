@@ -36,13 +36,12 @@ struct PrefillNarrowSizes : Sizes {
   static constexpr int kSharedBytes = kSlotsAt + kWideners * kWidenerBytes + kBlockBytes;
 };
 
-// For dimensions up to 256. Those of 65 to 96 have no kernels of their own.
+// For dimensions up to 256: of the sizes that have all kernels.
 inline PrefillInstance find_prefill_narrow_instance(int64_t head_dim, int64_t head_dim_v) {
-  switch (find_prefill_instance(head_dim, head_dim_v, false).head_dim) {
+  switch (find_prefill_instance(head_dim, head_dim_v, true, false).head_dim) {
     case 64: return prefill_instance<PrefillNarrowSizes<PrefillSizes64>>();
-    case 96:
     case 128: return prefill_instance<PrefillNarrowSizes<PrefillSizes128>>();
-    case 192: return prefill_instance<PrefillNarrowSizes<PrefillSizes192>>();
+    case 192: return prefill_instance<PrefillNarrowSizes<PrefillSizes192x128>>();
     default: return prefill_instance<PrefillNarrowSizes<PrefillSizes256>>();
   }
 }

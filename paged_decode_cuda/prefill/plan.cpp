@@ -27,6 +27,9 @@ constexpr double kCombineTime = 4000;  // ns, of the combine kernel
 // The same where most of the GPU is idle; and there the rate at which all partials are written and read (GB/s),
 // operations of a multiprocessor in a ns, and ns that the weights of a key take for all rows of a tile.
 constexpr double kIdleCombineTime = 2800, kIdlePartialRate = 6500, kIdleComputeRate = 6600, kWeightsTime = 8;
+// ns that a call takes beside its tiles, where each block has one and where some have several, and that a block takes
+// between two tiles.
+constexpr double kFixedTime = 6300, kFixedTimeOfRounds = 9000, kBetweenTiles = 1200;
 // How long a multiprocessor alone reads, in ns: keys that are worth a cut where there are more rounds of tiles than
 // one, and what a table must have room for.
 constexpr double kLong = 30000, kMayBeLong = 60000;
@@ -35,15 +38,13 @@ constexpr double kLong = 30000, kMayBeLong = 60000;
 constexpr int64_t kManySplits = 8, kVeryFewCombinedRows = 8, kFewCombinedRows = 12, kMostCombineBlocks = 8;
 constexpr double kComputeRate = 5300;  // operations of a multiprocessor in a ns
 constexpr int64_t kMostE4m3Dims = 128;
-constexpr int64_t kUsualDim = 128, kUsualTileBytes = 128 * kUsualDim * 2;
+constexpr int64_t kUsualDim = 128;
 constexpr int64_t kShortPrompt = 4096, kTilesOfShortPrompts = 3;
-// How much longer a key takes for all rows of a tall tile, and how many keys of another tile take as long as a block
-// takes between two tiles. By measurement on H200s.
-constexpr double kTallKey64 = 1.7, kTallFp16Key64 = 2.2, kTallKey96 = 1.1, kTallKey128 = 1.45;
-constexpr double kTallE4m3Key64 = 1.1, kTallE4m3Key128 = 1.55;
-constexpr double kBetweenTiles = 500;
-constexpr int64_t kLikelyKeys = 4;       // for each query: a table may have room for many more than there are
+// Keys for each query, where many are likely and where most are: a table may have room for many more.
+constexpr int64_t kManyKeys = 4, kMostKeys = 16;
 constexpr double kFirstComeKeys = 1024;  // with fewer the second tile of a block does not wait for the end of its first
+// Of the time, at least: cuts; cuts where tiles are even and compute, so that little is left out; and tall tiles.
+constexpr double kCutsSave = 0.03, kExactCutsSave = 0.05, kTallSaves = 0.02;
 constexpr int64_t kFewWidenedRows = 32;  // take less time in the decode kernel where they leave multiprocessors idle
 
 // How the keys of tiles of rows are cut: into so many splits, where the longest tile sees so many keys; and, where
@@ -57,54 +58,52 @@ struct Cuts {
 
 constexpr Cuts kWhole = {1, 0, 0, 1};
 
-// Tiles of a prompt see from no keys to all of them: over as many keys as it has queries their number falls. As long
-// ones come first, a block with several tiles has less to do than so many long ones, by this number of keys.
-double unequal_keys(double queries, double rounds, double tiles, double processors) {
-  return queries * rounds * rounds * processors / (2 * tiles);
+// Products of 8 bits are of e4m3 alone.
+bool in_8_bits(const Problem& p) {
+  return p.q_dtype == DType::kFloat8E4M3 && p.cache.dtype == DType::kFloat8E4M3 &&
+         pd_max(p.head_dim, p.head_dim_v) <= kMostE4m3Dims;
 }
+
+// ns that a key takes for all rows of a tile that compute, by measurement on H200s. cut: of splits. Then bfloat16 looks
+// for the largest score of every tile of keys, as float16 always does. More so in tall tiles.
+double key_time(const Problem& p, const PrefillInstance& instance, bool cut) {
+  const bool e4m3 = in_8_bits(p), fp16 = p.q_dtype == DType::kFloat16, searches = cut || fp16;
+  const bool tall = instance.rows > (e4m3 && instance.head_dim == 64 ? 192 : 128);
+  if (instance.head_dim <= 64 && tall) return e4m3 ? 15.5 : fp16 ? 15.5 : 14.9;
+  if (instance.head_dim <= 64) return e4m3 ? 14.5 : 8.7;
+  if (instance.head_dim <= 96) return !tall ? 11 : searches ? 15.3 : 13.3;
+  if (instance.head_dim <= 128 && tall) return e4m3 ? 17 : searches ? 18 : 16;
+  if (instance.head_dim <= 128) return searches ? 12 : 11.3;
+  return 2. * instance.rows * static_cast<double>(p.head_dim + p.head_dim_v) / kComputeRate;
+}
+
+// Whether all requests have nearly as many tokens as the longest.
+bool even(const Problem& p) { return !p.cu_seqlens_q || 10 * p.total_q >= 9 * p.batch * longest_query(p); }
 
 // What cuts gain and cost, in the time that a multiprocessor needs for a key of a tile of rows while all are busy.
 class CutTimes {
  public:
-  CutTimes(const Problem& p, int64_t tiles, const PrefillInstance& instance, const DeviceLimits& limits)
+  // may_read: whether tiles only read where requests have one each. Tall ones with rows for most of them compute.
+  CutTimes(const Problem& p, int64_t tiles, const PrefillInstance& instance, const DeviceLimits& limits,
+           bool may_read = true)
       : tiles_(static_cast<double>(tiles)), processors_(limits.processors), rate_(1. * limits.read_rate / processors_) {
     const double rows = static_cast<double>(longest_query(p) * p.group), dims = static_cast<double>(p.head_dim_v);
-    reads_ = rows <= instance.rows;
+    reads_ = may_read && rows <= instance.rows;
     queries_ = p.window_right == 0 && p.window_left < 0 && !reads_ ? static_cast<double>(longest_query(p)) : 0;
     key_bytes_ = static_cast<double>((p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype));
     const double operations = 2. * instance.rows * static_cast<double>(p.head_dim + p.head_dim_v);
-    const double key = reads_ ? key_bytes_ / rate_ : operations / kComputeRate;  // ns
+    key_ = reads_ ? key_bytes_ / rate_ : key_time(p, instance, false);
+    even_ = even(p);
+    cut_key_ = reads_ || !even_ ? 1 : key_time(p, instance, true) / key_;
     // A partial is written and read, as float32.
     partial_bytes_ = (reads_ ? rows : instance.rows) * dims * 2 * sizeof(float);
-    partial_ = partial_bytes_ / rate_ / key;
-    combine_ = kCombineTime / key;
+    partial_ = partial_bytes_ / rate_ / key_;
+    combine_ = kCombineTime / key_;
     idle_key_ = reads_ ? alone() : std::max(operations / kIdleComputeRate, kWeightsTime);
   }
 
   bool reads() const { return reads_; }
 
-  // How long a multiprocessor alone reads a key, in ns.
-  double alone() const { return key_bytes_ / kIdleRate; }
-
-  // From how many keys on splits gain 10 %, where they are all there at the same time and most of the GPU is idle
-  // without.
-  double least_keys_when_idle(int64_t splits) const {
-    const double count = static_cast<double>(splits);
-    return (kIdleCombineTime + tiles_ * count * partial_bytes_ / kIdlePartialRate) / (idle_key_ * (0.9 - 1 / count));
-  }
-
-  // From how many keys on splits gain 3 % or more: rounds(1) * keys against rounds(splits) * (keys / splits + partial)
-  // + combine. With several rounds both are less by what unequal() says. Not positive: never.
-  double least_keys(int64_t splits) const {
-    const double count = static_cast<double>(splits), whole = rounds(1);
-    const double cost = rounds(splits) * partial_ + combine_, gain = 0.97 * whole - rounds(splits) / count;
-    if (whole <= 1 || gain <= 0) return cost / gain;
-    const double keys = (cost + 0.97 * unequal(1) - unequal(splits) / count) / gain;
-    // With fewer keys the longest tile alone takes as long as all others.
-    return std::max(keys, unequal(1) / (whole - 1));
-  }
-
- private:
   // Rounds of tiles of rows. Where no two read the same keys, memory bounds: a round that is not full takes as long as
   // its tiles read, but no multiprocessor reads faster than it can.
   double rounds(int64_t splits) const {
@@ -116,14 +115,63 @@ class CutTimes {
     return full + std::max(rest / processors_, std::min(rate_ / own, 1.));
   }
 
-  // By how many keys the blocks have less to do in a prompt. Only with several rounds.
+  // How long a multiprocessor alone reads a key, in ns.
+  double alone() const { return key_bytes_ / kIdleRate; }
+
+  // From how many keys on splits gain 10 %, where they are all there at the same time and most of the GPU is idle
+  // without.
+  double least_keys_when_idle(int64_t splits) const {
+    const double count = static_cast<double>(splits);
+    return (kIdleCombineTime + tiles_ * count * partial_bytes_ / kIdlePartialRate) / (idle_key_ * (0.9 - 1 / count));
+  }
+
+  // From how many keys on splits pay: rounds(1) * keys against rounds(splits) * (keys / splits + partial)
+  // + combine. With several rounds both are less by what unequal() says, but never less than the longest tile.
+  // Infinite: never.
+  double least_keys(int64_t splits) const {
+    const double count = static_cast<double>(splits), whole = rounds(1), cut = rounds(splits);
+    const bool exact = even_ && !reads_;
+    const double more = exact ? fixed(cut) - fixed(whole) : 0, kept = 1 - (exact ? kExactCutsSave : kCutsSave);
+    const double cost = cut * partial_ + combine_ + more / key_, from = cost / (kept - cut_key_ / count);
+    if (from <= std::min(longest_alone(1), longest_alone(splits))) return from;
+    const double gain = kept * whole - cut * cut_key_ / count;
+    if (gain <= 0) return INFINITY;
+    const double keys = (cost + kept * unequal(1) - unequal(splits) * cut_key_ / count) / gain;
+    return whole > 1 ? std::max(keys, longest_alone(1)) : keys;
+  }
+
+  // How long the call takes, in ns, where the longest tile of rows sees so many keys.
+  double time(int64_t splits, double keys) const {
+    const double count = static_cast<double>(splits), all = rounds(splits), longest = keys / count;
+    double busy = std::max(longest, all * longest - unequal(splits) / count);
+    if (all > 1 && longest < kFirstComeKeys)
+      busy = std::max(busy, 2 * longest - queries_ * processors_ / (tiles_ * count * count));
+    const double combine = all > 1 ? kCombineTime : kIdleCombineTime;
+    const double partials = splits > 1 ? combine + tiles_ * count * partial_bytes_ / (rate_ * processors_) : 0;
+    return fixed(all) + busy * key_ * (splits > 1 ? cut_key_ : 1) + partials;
+  }
+
+ private:
+  // What a call takes beside the keys of its tiles and their partials, in ns.
+  static double fixed(double rounds) { return (rounds > 1 ? kFixedTimeOfRounds : kFixedTime) + rounds * kBetweenTiles; }
+
+  // Tiles of a prompt see from no keys to all of them: over as many keys as it has queries their number falls. As long
+  // ones come first, a block with several tiles has less to do than so many long ones, by this number of keys.
   double unequal(int64_t splits) const {
-    return unequal_keys(queries_, rounds(splits), tiles_ * static_cast<double>(splits), processors_);
+    const double all = rounds(splits);
+    return all > 1 ? queries_ * all * all * processors_ / (2 * tiles_ * static_cast<double>(splits)) : 0;
+  }
+
+  // With so many keys or fewer the longest tile takes as long as those of a block with several.
+  double longest_alone(int64_t splits) const {
+    const double all = rounds(splits);
+    return all > 1 ? unequal(splits) / (all - 1) : INFINITY;
   }
 
   double tiles_, processors_, rate_;  // the last: GB/s for each of them while all read
-  bool reads_;
-  double queries_;  // of a prompt, in whose tiles of rows the number of keys falls by so much
+  bool reads_, even_;
+  double queries_;        // of a prompt, in whose tiles of rows the number of keys falls by so much
+  double key_, cut_key_;  // ns; and how many times that of a split
   double key_bytes_, partial_bytes_, partial_, combine_, idle_key_;
 };
 
@@ -140,17 +188,38 @@ int64_t likely_tiles(const Problem& p, int rows) { return pd_min(most_tiles(p, r
 // tiles of rows only read, though others compute.
 bool mixed(const Problem& p) { return p.cu_seqlens_q && 2 * p.total_q <= p.batch * longest_query(p); }
 
-// Whether all requests have nearly as many tokens as the longest.
-bool even(const Problem& p) { return !p.cu_seqlens_q || 10 * p.total_q >= 9 * p.batch * longest_query(p); }
+// What a call with these cuts costs, to compare it with others: its time in ns, as the sum of four likely numbers of
+// keys. `keys` is the most: twice likely if it is not much more than there are queries, else prompts are.
+double cost_of(const Problem& p, const CutTimes& times, const Cuts& cuts, int64_t keys) {
+  const auto time = [&](int64_t likely) {
+    const int64_t own = pd_min(likely, keys);
+    const int64_t splits = own < cuts.keys ? 1 : pd_max(pd_min(cuts.splits, own / cuts.least), 1);
+    return times.time(splits, static_cast<double>(own));
+  };
+  const int64_t queries = longest_query(p), most = kMostKeys * queries;
+  const bool wide = keys > most;
+  return (wide ? 2 : 1) * time(queries) + time(kManyKeys * queries) + (wide ? 1 : 2) * time(most);
+}
 
-// All tiles into as many splits: the number that pays from the fewest keys on, `most` at most.
-Cuts cut_alike(const CutTimes& times, int64_t tiles, int64_t keys, int64_t most, int64_t processors) {
+// All tiles into as many splits, `most` at most: the number that pays from the fewest keys on; or, where tiles are even
+// and compute, that with which the call costs least.
+Cuts cut_alike(const Problem& p, const CutTimes& times, int64_t tiles, int64_t keys, int64_t most, int64_t processors) {
+  const bool by_cost = even(p) && !times.reads();
+  most = pd_min(most, kMostSplits);
   Cuts best = kWhole;
-  for (int64_t splits = 2; splits <= pd_min(most, kMostSplits); ++splits) {
+  double least = by_cost ? cost_of(p, times, best, keys) : INFINITY;
+  for (int64_t splits = 2; splits <= most; ++splits) {
+    // More splits without another round of them are shorter.
+    if (by_cost && splits < most && times.rounds(splits + 1) == times.rounds(splits)) continue;
     const double from = times.least_keys(splits);
-    if (from <= 0 || from > static_cast<double>(keys)) continue;
-    if (best.splits == 1 || from < static_cast<double>(best.keys))
-      best = {splits, static_cast<int64_t>(from), pd_max(splits * tiles, processors), splits};
+    if (from > static_cast<double>(keys)) continue;
+    const Cuts cuts = {splits, static_cast<int64_t>(from), pd_max(splits * tiles, processors), splits};
+    const double own = by_cost ? cost_of(p, times, cuts, keys) : from;
+    // Where they cost the same, likely keys are too few to be cut; there may be more.
+    const bool less = own < (best.splits == 1 ? 0.98 * least : least);
+    if (!less && !(own == least && best.splits == 1)) continue;
+    best = cuts;
+    least = own;
   }
   return best;
 }
@@ -215,16 +284,10 @@ Cuts cuts_of(const Problem& p, int64_t tiles, const PrefillInstance& instance, c
   const CutTimes times(p, likely, instance, limits);
   const Cuts alike = likely * kIdle <= processors
                          ? cut_to_fill(p, times, likely, keys, room, processors)
-                         : cut_alike(times, likely, keys, pd_min(keys / kSplitKeys, room), processors);
+                         : cut_alike(p, times, likely, keys, pd_min(keys / kSplitKeys, room), processors);
   if (likely <= processors) return cut_in_one_round(p, times, alike, keys, likely, room, processors);
   if (likely > kMostRounds * processors) return alike;
   return cut_in_rounds(p, times, alike, keys, likely, instance.rows, processors);
-}
-
-// Products of 8 bits are of e4m3 alone.
-bool in_8_bits(const Problem& p) {
-  return p.q_dtype == DType::kFloat8E4M3 && p.cache.dtype == DType::kFloat8E4M3 &&
-         pd_max(p.head_dim, p.head_dim_v) <= kMostE4m3Dims;
 }
 
 // Keys and values are widened to float16 in shared memory.
@@ -237,25 +300,18 @@ bool fewer_rounds(const Problem& p, int tall, int other, int processors) {
   return time(tall) * 100 < time(other) * 106;
 }
 
-double tall_key_time(const Problem& p, int head_dim) {
-  if (in_8_bits(p)) return head_dim <= 64 ? kTallE4m3Key64 : kTallE4m3Key128;
-  if (head_dim <= 64) return p.q_dtype == DType::kFloat16 ? kTallFp16Key64 : kTallKey64;
-  return head_dim <= 96 ? kTallKey96 : kTallKey128;
-}
-
-// Whether tall tiles take one round where others take two, and less time. The tiles of a prompt differ: the longer the
-// first one of a block is, the shorter is its second one. But where all are short, the longest may have a second one.
-bool saves_a_round(const Problem& p, const PrefillInstance& tall, const PrefillInstance& other, int processors) {
-  const int64_t tiles = likely_tiles(p, other.rows);
-  if (!even(p) || tiles <= processors || tiles > 2 * processors) return false;
-  if (likely_tiles(p, tall.rows) > processors) return false;
-  const int64_t queries = longest_query(p), most = pd_min(most_keys(p, other.rows), kLikelyKeys * queries);
-  const double keys = static_cast<double>(most);
-  const double falls = p.window_right == 0 ? static_cast<double>(pd_min(queries, most)) : 0;
-  const double saved = unequal_keys(falls, 2, static_cast<double>(tiles), processors);
-  const double longest = keys < kFirstComeKeys ? keys + kBetweenTiles : keys;
-  const double two = 2 * keys - saved + kBetweenTiles;
-  return tall_key_time(p, tall.head_dim) * keys < std::max(longest, two);
+// Whether a call of few rounds costs less with tall tiles. They may fit into one round where others take two, or leave
+// fewer multiprocessors idle where their keys are cut.
+bool tall_costs_less(const Problem& p, const PrefillInstance& tall, const PrefillInstance& other,
+                     const DeviceLimits& limits) {
+  if (!even(p) || longest_query(p) * p.group <= other.rows) return false;
+  if (likely_tiles(p, other.rows) > 2 * limits.processors) return false;
+  const auto cost_with = [&](const PrefillInstance& instance) {
+    const CutTimes times(p, likely_tiles(p, instance.rows), instance, limits, false);
+    const Cuts cuts = cuts_of(p, most_tiles(p, instance.rows), instance, limits);
+    return cost_of(p, times, cuts, most_keys(p, instance.rows));
+  };
+  return cost_with(tall) < (1 - kTallSaves) * cost_with(other);
 }
 
 // Whether rows see few keys, many of them at their edge: prompts with no more keys before them than they have
@@ -272,13 +328,15 @@ bool short_prompts(const Problem& p, int64_t tiles, int processors) {
 // faster where they are more than half full and either save a round or give every multiprocessor one. In the latter
 // case products of 8 bits above head_dim 64 ask for rounds enough, too, and those of 16 bits at head_dim 128 for short
 // prompts. Where results must not depend on the other requests, neither may the tiles.
-PrefillInstance instance_for(const Problem& p, int processors) {
+PrefillInstance instance_for(const Problem& p, const DeviceLimits& limits) {
   if (widens(p)) return find_prefill_narrow_instance(p.head_dim, p.head_dim_v);
   const auto find = in_8_bits(p) ? find_prefill_e4m3_instance : find_prefill_instance;
-  const PrefillInstance tall = find(p.head_dim, p.head_dim_v, !all_scores(p));
-  const PrefillInstance other = find(p.head_dim, p.head_dim_v, false);
+  const PrefillInstance tall = find(p.head_dim, p.head_dim_v, all_scores(p), true);
+  const PrefillInstance other = find(p.head_dim, p.head_dim_v, all_scores(p), false);
+  if (tall.rows == other.rows) return other;  // no tall tiles
+  const int processors = limits.processors;
   const bool full = 2 * p.max_q_len * p.group > tall.rows, many = full && most_tiles(p, tall.rows) >= processors;
-  if (full && !p.deterministic && saves_a_round(p, tall, other, processors)) return tall;
+  if (full && !p.deterministic && tall_costs_less(p, tall, other, limits)) return tall;
   if (in_8_bits(p) && tall.head_dim > TallPrefillE4m3Sizes64::kDim)
     return many && !p.deterministic && fewer_rounds(p, tall.rows, other.rows, processors) ? tall : other;
   if (tall.head_dim == TallPrefillSizes128::kDim) {
@@ -288,11 +346,16 @@ PrefillInstance instance_for(const Problem& p, int processors) {
   return many || p.deterministic ? tall : other;
 }
 
-// Whether the decode kernel takes less time, as rows, keys and the bytes of each are few.
-bool little_work(const Problem& p, const PrefillInstance& instance, int64_t processors) {
-  const int64_t splits = pd_min(most_keys(p, instance.rows) / kShortSplitKeys, kMostSplits);
-  const int64_t bytes = p.total_q * p.q_heads * splits * instance.head_dim * dtype_bytes(p.cache.dtype);
-  return bytes * kFewTiles < processors * kUsualTileBytes;
+// Whether the decode kernel takes less time. It reads all keys for each 16 rows: on an H200 in 0.05, 0.2 and 0.9 ns for
+// each key of such a tile, with up to 64, 128 and 256 dimensions, and above 128 keys it has partials to add. The
+// prefill kernel takes 11 or 20 ns for each key where it cuts none. The limits are where both were as fast.
+bool little_work(const Problem& p, const PrefillInstance& instance) {
+  constexpr int kDecodeRows = 16;
+  const int64_t keys = pd_max(most_keys(p, instance.rows), 1), tiles = likely_tiles(p, kDecodeRows);
+  const int64_t work = tiles * keys * dtype_bytes(p.cache.dtype);
+  if (instance.head_dim <= 64) return work < 90000;
+  if (instance.head_dim <= 128) return work < 45000 && tiles < 58 - (keys <= 128 ? 0 : 10000 / keys);
+  return work < 22500 && tiles < 24 + 1000 / keys;
 }
 
 // The combine kernel. Several warps add the partials of a row where they may be many and rows are few. Its blocks
@@ -325,7 +388,7 @@ const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
   const char* const reason = decode_why_not(p, limits);
   if (*reason != '\0') return reason;
   if (dtype_bytes(p.cache.dtype) == 2 && p.q_dtype != p.cache.dtype) return "q and the cache differ in dtype";
-  const PrefillInstance instance = instance_for(p, limits.processors);
+  const PrefillInstance instance = instance_for(p, limits);
   const int64_t tiles = most_tiles(p, instance.rows);
   if (tiles > INT32_MAX / 2) return "there are more tiles of rows than 32 bits count";
   const int64_t splits = cuts_of(p, tiles, instance, limits).splits;
@@ -333,7 +396,7 @@ const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
   if (p.deterministic && splits > 1) return "deterministic and num_splits above 1";
   if (splits > 1 && (splits > kPartialTiles * limits.processors || tiles * splits > kPartialTiles * limits.processors))
     return "num_splits above 1 and more rows than it is meant for";
-  if (!p.deterministic && tiles * splits * kFewTiles < limits.processors && little_work(p, instance, limits.processors))
+  if (!p.deterministic && tiles * splits * kFewTiles < limits.processors && little_work(p, instance))
     return "too few tiles of rows to fill the device";
   const int64_t busy = 2 * tiles > limits.processors ? tiles : tiles * splits;
   if (widens(p) && has_few_rows(p, kFewWidenedRows) && (p.deterministic || 4 * busy < 3 * limits.processors))
@@ -344,7 +407,7 @@ const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
 PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   const Cache& c = p.cache;
   PrefillPlan plan = {};
-  plan.instance = instance_for(p, limits.processors);
+  plan.instance = instance_for(p, limits);
   plan.all_scores = all_scores(p);
   plan.widens = widens(p);
   const int64_t tiles = most_tiles(p, plan.instance.rows);

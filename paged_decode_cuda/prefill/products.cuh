@@ -316,12 +316,14 @@ PD_DEVICE void await_value(float sum) {
 #define PD_LIST_32 PD_LIST_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define PD_LIST_48 PD_LIST_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define PD_LIST_64 PD_LIST_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define PD_LIST_128                                                                                              \
-  PD_LIST_64                                                                                                     \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, "  \
-  "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, "    \
-  "%105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, " \
-  "%123, %124, %125, %126, %127"
+#define PD_LIST_96                                                                                              \
+  PD_LIST_64                                                                                                    \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, " \
+  "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define PD_LIST_128                                                                                            \
+  PD_LIST_96                                                                                                   \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, " \
+  "%114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 #define PD_OPERANDS_8(d, i)                                                                                   \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
@@ -330,6 +332,7 @@ PD_DEVICE void await_value(float sum) {
 #define PD_OPERANDS_32(d, i) PD_OPERANDS_16(d, i), PD_OPERANDS_16(d, i + 16)
 #define PD_OPERANDS_48(d, i) PD_OPERANDS_32(d, i), PD_OPERANDS_16(d, i + 32)
 #define PD_OPERANDS_64(d, i) PD_OPERANDS_32(d, i), PD_OPERANDS_32(d, i + 32)
+#define PD_OPERANDS_96(d, i) PD_OPERANDS_64(d, i), PD_OPERANDS_32(d, i + 64)
 #define PD_OPERANDS_128(d, i) PD_OPERANDS_64(d, i), PD_OPERANDS_64(d, i + 64)
 
 // The two products for kCount = columns / 2 sums per thread; A, B, C, D, E are the numbers of the operands behind them.
@@ -355,10 +358,11 @@ PD_DEVICE void await_value(float sum) {
 
 #define PD_NAME_Bf16 "bf16"
 #define PD_NAME_Fp16 "f16"
-#define PD_PRODUCTS_OF(TYPE)                     \
-  PD_PRODUCTS(64, 32, TYPE, 32, 33, 34, 35, 36)  \
-  PD_PRODUCTS(96, 48, TYPE, 48, 49, 50, 51, 52)  \
-  PD_PRODUCTS(128, 64, TYPE, 64, 65, 66, 67, 68) \
+#define PD_PRODUCTS_OF(TYPE)                      \
+  PD_PRODUCTS(64, 32, TYPE, 32, 33, 34, 35, 36)   \
+  PD_PRODUCTS(96, 48, TYPE, 48, 49, 50, 51, 52)   \
+  PD_PRODUCTS(128, 64, TYPE, 64, 65, 66, 67, 68)  \
+  PD_PRODUCTS(192, 96, TYPE, 96, 97, 98, 99, 100) \
   PD_PRODUCTS(256, 128, TYPE, 128, 129, 130, 131, 132)
 
 PD_PRODUCTS_OF(Bf16)

@@ -39,8 +39,8 @@ struct PrefillSizes {
   // Consumers issue products in turns, not as they come.
   static constexpr bool kTurns = kDim > 128 || kConsumers == 3 || (kDim == 64 && kConsumers == 2);
   // Whether it pays not to look for the largest score, where weights may be large: see shape.cuh.
-  static constexpr bool kSkipsSearch = kConsumers == 3 || (kDim > 96 && kDimV <= 128);
-  static constexpr bool kLateWait = kDimV > 128;  // new weights are computed before those before have been used
+  static constexpr bool kSkipsSearch = kConsumers == 3 || (kDim > 96 && kDimV <= 192);
+  static constexpr bool kLateWait = kDimV > 192;  // new weights are computed before those before have been used
 
   // Registers of a thread; three warpgroups together have 504, four of them 512, five 480. The director has those of a
   // producer.
@@ -61,33 +61,44 @@ struct PrefillSizes {
 
 // The same as numbers.
 struct PrefillInstance {
-  int head_dim, rows, keys, threads, shared_bytes;
+  int head_dim, head_dim_v, rows, keys, threads, shared_bytes;
 };
 
 template <typename Sizes>
 constexpr PrefillInstance prefill_instance() {
-  return {Sizes::kDim, Sizes::kRows, Sizes::kKeys, Sizes::kThreads, Sizes::kSharedBytes};
+  return {Sizes::kDim, Sizes::kDimV, Sizes::kRows, Sizes::kKeys, Sizes::kThreads, Sizes::kSharedBytes};
 }
 
-using PrefillSizes64 = PrefillSizes<64, 64, 128>;
-using TallPrefillSizes64 = PrefillSizes<64, 64, 64, 4>;  // where there are rows enough, see plan.cpp
-using PrefillSizes96 = PrefillSizes<96, 96, 128>;
-using TallPrefillSizes96 = PrefillSizes<96, 96, 96, 3>;
-using PrefillSizes128 = PrefillSizes<128, 128, 128>;
-using TallPrefillSizes128 = PrefillSizes<128, 128, 64, 3>;  // for short prompts
-using PrefillSizes192 = PrefillSizes<192, 128, 128>;
-using PrefillSizes256 = PrefillSizes<256, 256, 64>;
+template <typename Sizes>
+bool has_sizes(const PrefillInstance& instance) {
+  return instance.head_dim == Sizes::kDim && instance.head_dim_v == Sizes::kDimV && instance.rows == Sizes::kRows;
+}
 
-// For dimensions up to 256.
-inline PrefillInstance find_prefill_instance(int64_t head_dim, int64_t head_dim_v, bool tall) {
+// Of these there are kernels with softcap and ALiBi, and others without.
+using PrefillSizes64 = PrefillSizes<64, 64, 128>;
+using PrefillSizes128 = PrefillSizes<128, 128, 128>;
+using PrefillSizes192x128 = PrefillSizes<192, 128, 128>;
+using PrefillSizes256 = PrefillSizes<256, 256, 64>;
+// Of these only without. In tall tiles a thread has no registers for them. plan.cpp says where tiles are tall.
+using PrefillSizes96 = PrefillSizes<96, 96, 128>;
+using PrefillSizes192 = PrefillSizes<192, 192, 96>;
+using TallPrefillSizes64 = PrefillSizes<64, 64, 64, 4>;
+using TallPrefillSizes96 = PrefillSizes<96, 96, 96, 3>;
+using TallPrefillSizes128 = PrefillSizes<128, 128, 64, 3>;
+
+// For dimensions up to 256. all_scores: with softcap or ALiBi.
+inline PrefillInstance find_prefill_instance(int64_t head_dim, int64_t head_dim_v, bool all_scores, bool tall) {
   const int64_t larger = head_dim > head_dim_v ? head_dim : head_dim_v;
-  if (larger <= 64 && tall) return prefill_instance<TallPrefillSizes64>();
+  if (!all_scores) {
+    if (larger <= 64 && tall) return prefill_instance<TallPrefillSizes64>();
+    if (larger > 64 && larger <= 96)
+      return tall ? prefill_instance<TallPrefillSizes96>() : prefill_instance<PrefillSizes96>();
+    if (larger > 96 && larger <= 128 && tall) return prefill_instance<TallPrefillSizes128>();
+    if (head_dim_v > 128 && larger <= 192) return prefill_instance<PrefillSizes192>();
+  }
   if (larger <= 64) return prefill_instance<PrefillSizes64>();
-  if (larger <= 96 && tall) return prefill_instance<TallPrefillSizes96>();
-  if (larger <= 96) return prefill_instance<PrefillSizes96>();
-  if (larger <= 128 && tall) return prefill_instance<TallPrefillSizes128>();
   if (larger <= 128) return prefill_instance<PrefillSizes128>();
-  if (head_dim <= 192 && head_dim_v <= 128) return prefill_instance<PrefillSizes192>();
+  if (head_dim <= 192 && head_dim_v <= 128) return prefill_instance<PrefillSizes192x128>();
   return prefill_instance<PrefillSizes256>();
 }
 

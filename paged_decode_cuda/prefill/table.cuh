@@ -6,29 +6,24 @@
 
 namespace paged_attn {
 
-template <typename Type, typename Sizes>
-const void* prefill_kernel_of(bool all_scores) {
-  using Shape = PrefillShape<Type, Sizes>;
-  return all_scores ? reinterpret_cast<const void*>(&prefill_kernel<Shape, true>)
-                    : reinterpret_cast<const void*>(&prefill_kernel<Shape, false>);
+// Of the kernels of these sizes the one that an instance names.
+template <typename Type, bool kFull, typename... Sizes>
+const void* kernel_among(const PrefillInstance& instance) {
+  const void* kernel = nullptr;
+  ((has_sizes<Sizes>(instance)
+        ? void(kernel = reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<Type, Sizes>, kFull>))
+        : void()),
+   ...);
+  return kernel;
 }
 
 template <typename Type>
 const void* find_prefill_kernel(const PrefillInstance& instance, bool all_scores) {
-  // No tall tiles with softcap or ALiBi: a thread has no registers for them.
-  if (instance.rows == TallPrefillSizes64::kRows)
-    return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<Type, TallPrefillSizes64>, false>);
-  if (instance.rows == TallPrefillSizes128::kRows && instance.head_dim == TallPrefillSizes128::kDim)
-    return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<Type, TallPrefillSizes128>, false>);
-  if (instance.rows == TallPrefillSizes96::kRows)
-    return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<Type, TallPrefillSizes96>, false>);
-  switch (instance.head_dim) {
-    case 64: return prefill_kernel_of<Type, PrefillSizes64>(all_scores);
-    case 96: return prefill_kernel_of<Type, PrefillSizes96>(all_scores);
-    case 128: return prefill_kernel_of<Type, PrefillSizes128>(all_scores);
-    case 192: return prefill_kernel_of<Type, PrefillSizes192>(all_scores);
-    default: return prefill_kernel_of<Type, PrefillSizes256>(all_scores);
-  }
+  if (all_scores)
+    return kernel_among<Type, true, PrefillSizes64, PrefillSizes128, PrefillSizes192x128, PrefillSizes256>(instance);
+  return kernel_among<Type, false, PrefillSizes64, PrefillSizes96, PrefillSizes128, PrefillSizes192x128,
+                      PrefillSizes192, PrefillSizes256, TallPrefillSizes64, TallPrefillSizes96, TallPrefillSizes128>(
+      instance);
 }
 
 }  // namespace paged_attn

@@ -34,8 +34,10 @@ struct PrefillRows : RowDivisors<kDividesQueries<Shape>> {
   // bits below 2^-14, and the keys with such weights may be very many: the largest is 2^7 to 2^15.
   static constexpr bool k8Bit = __is_same(typename Shape::Type, E4m3), kBf16 = IsBf16<typename Shape::Type>::value;
   // In log2 units: how far a new reference is below the largest score, and how far above it a score must be to move it.
+  // float16 that is guessed moves it sooner: a guess with too large weights costs much, a move little.
+  static constexpr bool kGuessesHalf = !k8Bit && !kBf16 && requires { requires !Shape::kOverlaps; };
   static constexpr float kBelow = k8Bit ? 4.f : kBf16 ? 0.f : PD_HALF_BELOW;
-  static constexpr float kFar = k8Bit ? 8.f : kBelow + 8.f;
+  static constexpr float kFar = k8Bit ? 8.f : kGuessesHalf ? kBelow + 1.f : kBelow + 8.f;
   static constexpr uint32_t kByScore = 1;
 
   float base[2], l[2];   // reference score in log2 units, and this thread's part of the sum of weights

@@ -112,8 +112,8 @@ def decode_sizes(library, kv_bytes: int, head_dim: int, row_tiles: int):
     return sizes
 
 
-def prefill_sizes(library, head_dim: int):
-    """The sizes of an instance of the prefill kernel; 192 has a head_dim_v of 128."""
+def prefill_sizes(library, head_dim: int, head_dim_v: int):
+    """The sizes of an instance of the prefill kernel."""
     sizes = PrefillSizes()
-    library.prefill_sizes(head_dim, ctypes.byref(sizes))
+    library.prefill_sizes(head_dim, head_dim_v, ctypes.byref(sizes))
     return sizes

@@ -192,7 +192,7 @@ void decode_sizes(int kv_bytes, int head_dim, int row_tiles, Sizes* sizes) {
   take(DecodeSizes<2, 256, 1>());
 }
 
-void prefill_sizes(int head_dim, PrefillNumbers* sizes) {
+void prefill_sizes(int head_dim, int head_dim_v, PrefillNumbers* sizes) {
   auto take = [&](auto of) {
     using Of = decltype(of);
     *sizes = {Of::kRows,        Of::kKeys,        Of::kThreads,           Of::kConsumers,         Of::kKeyStages,
@@ -201,6 +201,7 @@ void prefill_sizes(int head_dim, PrefillNumbers* sizes) {
   if (head_dim == 64) return take(PrefillSizes64());
   if (head_dim == 96) return take(PrefillSizes96());
   if (head_dim == 128) return take(PrefillSizes128());
+  if (head_dim == 192 && head_dim_v == 128) return take(PrefillSizes192x128());
   if (head_dim == 192) return take(PrefillSizes192());
   take(PrefillSizes256());
 }

@@ -1,5 +1,5 @@
-// One call of the route prefill on the host, of bf16 and head_dim 64 or 96 (tall tiles), 128 (both) or 256, of e4m3 and
-// 128, or of an 8-bit cache that is widened and 128 or 256. tests/test_prefill_host.py calls it.
+// One call of the route prefill on the host, of bf16 and head_dim 64 or 96 (tall tiles), 128 (both), 192 or 256, of
+// e4m3 and 128, or of an 8-bit cache that is widened and 128 or 256. tests/test_prefill_host.py calls it.
 #include "call.h"
 #include "prefill/e4m3_sizes.h"
 #include "prefill/instances.h"
@@ -16,11 +16,12 @@ const void* bf16_kernel() {
 
 const void* prefill_kernel_bf16(const PrefillInstance& instance, bool all_scores) {
   if (all_scores) fail("no instance of bf16 with softcap and ALiBi");
-  if (instance.head_dim == 64 && instance.rows == 256) return bf16_kernel<TallPrefillSizes64>();
-  if (instance.head_dim == 96 && instance.rows == 192) return bf16_kernel<TallPrefillSizes96>();
-  if (instance.head_dim == 128 && instance.rows == 192) return bf16_kernel<TallPrefillSizes128>();
-  if (instance.head_dim == 128) return bf16_kernel<PrefillSizes128>();
-  if (instance.head_dim == 256) return bf16_kernel<PrefillSizes256>();
+  if (has_sizes<TallPrefillSizes64>(instance)) return bf16_kernel<TallPrefillSizes64>();
+  if (has_sizes<TallPrefillSizes96>(instance)) return bf16_kernel<TallPrefillSizes96>();
+  if (has_sizes<TallPrefillSizes128>(instance)) return bf16_kernel<TallPrefillSizes128>();
+  if (has_sizes<PrefillSizes128>(instance)) return bf16_kernel<PrefillSizes128>();
+  if (has_sizes<PrefillSizes192>(instance)) return bf16_kernel<PrefillSizes192>();
+  if (has_sizes<PrefillSizes256>(instance)) return bf16_kernel<PrefillSizes256>();
   fail("no such instance of bf16");
 }
 template <typename Sizes>
