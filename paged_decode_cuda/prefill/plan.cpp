@@ -43,8 +43,9 @@ constexpr int64_t kShortPrompt = 4096, kTilesOfShortPrompts = 3;
 // Keys for each query, where many are likely and where most are: a table may have room for many more.
 constexpr int64_t kManyKeys = 4, kMostKeys = 16;
 constexpr double kFirstComeKeys = 1024;  // with fewer the second tile of a block does not wait for the end of its first
-// Of the time, at least: cuts; cuts where tiles are even and compute, so that little is left out; and tall tiles.
-constexpr double kCutsSave = 0.03, kExactCutsSave = 0.05, kTallSaves = 0.02;
+// Of the time, at least: cuts; cuts where tiles are even and compute, so that little is left out of the model; and what
+// is chosen by its cost.
+constexpr double kCutsSave = 0.03, kExactCutsSave = 0.05, kChoiceSaves = 0.02;
 constexpr int64_t kFewWidenedRows = 32;  // take less time in the decode kernel where they leave multiprocessors idle
 
 // How the keys of tiles of rows are cut: into so many splits, where the longest tile sees so many keys; and, where
@@ -69,7 +70,7 @@ bool in_8_bits(const Problem& p) {
 double key_time(const Problem& p, const PrefillInstance& instance, bool cut) {
   const bool e4m3 = in_8_bits(p), fp16 = p.q_dtype == DType::kFloat16, searches = cut || fp16;
   const bool tall = instance.rows > (e4m3 && instance.head_dim == 64 ? 192 : 128);
-  if (instance.head_dim <= 64 && tall) return e4m3 ? 15.5 : fp16 ? 15.5 : 14.9;
+  if (instance.head_dim <= 64 && tall) return e4m3 || fp16 ? 15.5 : 14.9;
   if (instance.head_dim <= 64) return e4m3 ? 14.5 : 8.7;
   if (instance.head_dim <= 96) return !tall ? 11 : searches ? 15.3 : 13.3;
   if (instance.head_dim <= 128 && tall) return e4m3 ? 17 : searches ? 18 : 16;
@@ -125,15 +126,14 @@ class CutTimes {
     return (kIdleCombineTime + tiles_ * count * partial_bytes_ / kIdlePartialRate) / (idle_key_ * (0.9 - 1 / count));
   }
 
-  // From how many keys on splits pay: rounds(1) * keys against rounds(splits) * (keys / splits + partial)
-  // + combine. With several rounds both are less by what unequal() says, but never less than the longest tile.
-  // Infinite: never.
+  // From how many keys on splits pay: rounds(1) * keys against rounds(splits) * (keys / splits + partial) + combine.
+  // With several rounds both are less by what unequal() says, but never less than the longest tile. Infinite: never.
   double least_keys(int64_t splits) const {
     const double count = static_cast<double>(splits), whole = rounds(1), cut = rounds(splits);
     const bool exact = even_ && !reads_;
     const double more = exact ? fixed(cut) - fixed(whole) : 0, kept = 1 - (exact ? kExactCutsSave : kCutsSave);
     const double cost = cut * partial_ + combine_ + more / key_, from = cost / (kept - cut_key_ / count);
-    if (from <= std::min(longest_alone(1), longest_alone(splits))) return from;
+    if (!reads_ && from <= std::min(longest_alone(1), longest_alone(splits))) return from;
     const double gain = kept * whole - cut * cut_key_ / count;
     if (gain <= 0) return INFINITY;
     const double keys = (cost + kept * unequal(1) - unequal(splits) * cut_key_ / count) / gain;
@@ -215,9 +215,9 @@ Cuts cut_alike(const Problem& p, const CutTimes& times, int64_t tiles, int64_t k
     if (from > static_cast<double>(keys)) continue;
     const Cuts cuts = {splits, static_cast<int64_t>(from), pd_max(splits * tiles, processors), splits};
     const double own = by_cost ? cost_of(p, times, cuts, keys) : from;
-    // Where they cost the same, likely keys are too few to be cut; there may be more.
-    const bool less = own < (best.splits == 1 ? 0.98 * least : least);
-    if (!less && !(own == least && best.splits == 1)) continue;
+    // Where cuts cost as much as none, likely keys are too few for them; there may be more.
+    const bool first = best.splits == 1, less = own < (first ? (1 - kChoiceSaves) * least : least);
+    if (!less && !(first && own == least)) continue;
     best = cuts;
     least = own;
   }
@@ -311,7 +311,7 @@ bool tall_costs_less(const Problem& p, const PrefillInstance& tall, const Prefil
     const Cuts cuts = cuts_of(p, most_tiles(p, instance.rows), instance, limits);
     return cost_of(p, times, cuts, most_keys(p, instance.rows));
   };
-  return cost_with(tall) < (1 - kTallSaves) * cost_with(other);
+  return cost_with(tall) < (1 - kChoiceSaves) * cost_with(other);
 }
 
 // Whether rows see few keys, many of them at their edge: prompts with no more keys before them than they have
@@ -325,9 +325,9 @@ bool short_prompts(const Problem& p, int64_t tiles, int processors) {
 }
 
 // An 8-bit cache has instances of its own: one for products of 8 bits, one that widens it. Tall tiles of rows are
-// faster where they are more than half full and either save a round or give every multiprocessor one. In the latter
-// case products of 8 bits above head_dim 64 ask for rounds enough, too, and those of 16 bits at head_dim 128 for short
-// prompts. Where results must not depend on the other requests, neither may the tiles.
+// faster where they are more than half full and either cost less, with few rounds, or give every multiprocessor one. In
+// the latter case products of 8 bits above head_dim 64 ask for rounds enough, too, and those of 16 bits at head_dim 128
+// for short prompts. Where results must not depend on the other requests, neither may the tiles.
 PrefillInstance instance_for(const Problem& p, const DeviceLimits& limits) {
   if (widens(p)) return find_prefill_narrow_instance(p.head_dim, p.head_dim_v);
   const auto find = in_8_bits(p) ? find_prefill_e4m3_instance : find_prefill_instance;
