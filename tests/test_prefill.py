@@ -206,22 +206,27 @@ def test_page_size(paged_attn, device, long_route, page_size, options):
         assert (explained.plan["box_rows"] > 0) == (page_size % 8 == 0)
 
 
-MIDDLE = {
+# What tiles of every size are tried with.
+EVERY_TILE = {
     "plain": {},
+    "leftpad": {"leftpad": True},
+    "sink": {"sink": "float32"},
+    # Later keys have scores far above those that came first: weights beyond 16 bits, then beyond float32.
+    "scores_grow": {"scale": 3.0},
+    "scores_grow_fp16": {"scale": 3.0, "dtype": "float16", "page_size": 1},
+    "scores_grow_more": {"scale": 30.0, "window": (100, -1)},
+    "page_1": {"page_size": 1},
+    "contiguous": {"page_size": 0},
+}
+
+MIDDLE = EVERY_TILE | {
     "not_causal": {"causal": False, "dtype": "float16"},
     "varlen": {"varlen_q": True, "q_len": 90},
     "long": {"lens": (1500, 1, 129, 128, 700, 40)},
     "more_q_than_keys": {"q_len": 70, "kv_len": 50},
     "window": {"window": (60, 20), "causal": False},
-    "leftpad": {"leftpad": True},
-    "sink": {"sink": "float32"},
-    "scores_grow": {"scale": 3.0},
-    "scores_grow_fp16": {"scale": 3.0, "dtype": "float16", "page_size": 1},
-    "scores_grow_more": {"scale": 30.0, "window": (100, -1)},
-    "page_1": {"page_size": 1},
     "page_24": {"page_size": 24},
     "page_64": {"page_size": 64, "lens": (1500, 1, 129, 128, 700, 40)},
-    "contiguous": {"page_size": 0},
     "append": {"append": 40},
     "splits": {"num_splits": 3, "lens": (1500, 1, 129, 128, 700, 40)},
     "deterministic": {"deterministic": True},
@@ -242,23 +247,14 @@ def test_heads_between_128_and_192(paged_attn, device, long_route, feature):
     assert long_route != "prefill" or explained.plan["tile_keys"] == (64 if all_scores else 96)
 
 
-TALL = {
-    "plain": {},
+TALL = EVERY_TILE | {
     "not_causal": {"causal": False, "dtype": "float16"},
     "varlen": {"varlen_q": True, "q_len": 300, "batch": 20},
     "more_q_than_keys": {"q_len": 170, "kv_len": 50},
     "window": {"window": (60, 20), "causal": False},
     "chunk": {"chunk": 32},
-    "leftpad": {"leftpad": True},
-    "sink": {"sink": "float32"},
     "scale_negative": {"scale": -0.05},
-    # Later keys have scores far above those that came first: weights beyond 16 bits, then beyond float32.
-    "scores_grow": {"scale": 3.0},
-    "scores_grow_fp16": {"scale": 3.0, "dtype": "float16", "page_size": 1},
-    "scores_grow_more": {"scale": 30.0, "window": (100, -1)},
-    "page_1": {"page_size": 1},
     "page_24": {"page_size": 24},
-    "contiguous": {"page_size": 0},
     "mha": {"q_heads": 4, "q_len": 400, "batch": 17},
     "group_5": {"q_heads": 20},
     "dim_40": {"head_dim": 40},
@@ -275,20 +271,12 @@ def test_tall_tiles(paged_attn, device, long_route, feature):
     assert long_route != "prefill" or explained.plan["rows_per_tile"] == 256
 
 
-SHORT = {
-    "plain": {},
+SHORT = EVERY_TILE | {
     "fp16": {"dtype": "float16"},
     "packed": {"varlen_q": True, "batch": 40},
     "window": {"window": (60, -1)},
     "more_q_than_keys": {"q_len": 400, "kv_len": 150},
-    "leftpad": {"leftpad": True},
-    "sink": {"sink": "float32"},
-    "scores_grow": {"scale": 3.0},
-    "scores_grow_fp16": {"scale": 3.0, "dtype": "float16", "page_size": 1},
-    "scores_grow_more": {"scale": 30.0, "window": (100, -1)},
-    "page_1": {"page_size": 1},
     "page_8": {"page_size": 8},
-    "contiguous": {"page_size": 0},
     "mha": {"q_heads": 4, "q_len": 400, "kv_len": 400, "batch": 40},
     "dim_104": {"head_dim": 104},
 }

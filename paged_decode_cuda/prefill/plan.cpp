@@ -65,17 +65,23 @@ bool in_8_bits(const Problem& p) {
          pd_max(p.head_dim, p.head_dim_v) <= kMostE4m3Dims;
 }
 
+// Operations of the two products with a key, for all rows of a tile.
+double key_operations(const Problem& p, const PrefillInstance& instance) {
+  return 2. * instance.rows * static_cast<double>(p.head_dim + p.head_dim_v);
+}
+
 // ns that a key takes for all rows of a tile that compute, by measurement on H200s. cut: of splits. Then bfloat16 looks
 // for the largest score of every tile of keys, as float16 always does. More so in tall tiles.
 double key_time(const Problem& p, const PrefillInstance& instance, bool cut) {
   const bool e4m3 = in_8_bits(p), fp16 = p.q_dtype == DType::kFloat16, searches = cut || fp16;
-  const bool tall = instance.rows > (e4m3 && instance.head_dim == 64 ? 192 : 128);
+  const bool tall =
+      instance.rows > (e4m3 && instance.head_dim <= 64 ? PrefillE4m3Sizes64::kRows : PrefillSizes64::kRows);
   if (instance.head_dim <= 64 && tall) return e4m3 || fp16 ? 15.5 : 14.9;
   if (instance.head_dim <= 64) return e4m3 ? 14.5 : 8.7;
   if (instance.head_dim <= 96) return !tall ? 11 : searches ? 15.3 : 13.3;
   if (instance.head_dim <= 128 && tall) return e4m3 ? 17 : searches ? 18 : 16;
   if (instance.head_dim <= 128) return searches ? 12 : 11.3;
-  return 2. * instance.rows * static_cast<double>(p.head_dim + p.head_dim_v) / kComputeRate;
+  return key_operations(p, instance) / kComputeRate;
 }
 
 // Whether all requests have nearly as many tokens as the longest.
@@ -92,7 +98,6 @@ class CutTimes {
     reads_ = may_read && rows <= instance.rows;
     queries_ = p.window_right == 0 && p.window_left < 0 && !reads_ ? static_cast<double>(longest_query(p)) : 0;
     key_bytes_ = static_cast<double>((p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype));
-    const double operations = 2. * instance.rows * static_cast<double>(p.head_dim + p.head_dim_v);
     key_ = reads_ ? key_bytes_ / rate_ : key_time(p, instance, false);
     even_ = even(p);
     cut_key_ = reads_ || !even_ ? 1 : key_time(p, instance, true) / key_;
@@ -100,7 +105,7 @@ class CutTimes {
     partial_bytes_ = (reads_ ? rows : instance.rows) * dims * 2 * sizeof(float);
     partial_ = partial_bytes_ / rate_ / key_;
     combine_ = kCombineTime / key_;
-    idle_key_ = reads_ ? alone() : std::max(operations / kIdleComputeRate, kWeightsTime);
+    idle_key_ = reads_ ? alone() : std::max(key_operations(p, instance) / kIdleComputeRate, kWeightsTime);
   }
 
   bool reads() const { return reads_; }
@@ -300,18 +305,33 @@ bool fewer_rounds(const Problem& p, int tall, int other, int processors) {
   return time(tall) * 100 < time(other) * 106;
 }
 
-// Whether a call of few rounds costs less with tall tiles. They may fit into one round where others take two, or leave
-// fewer multiprocessors idle where their keys are cut.
-bool tall_costs_less(const Problem& p, const PrefillInstance& tall, const PrefillInstance& other,
-                     const DeviceLimits& limits) {
-  if (!even(p) || longest_query(p) * p.group <= other.rows) return false;
-  if (likely_tiles(p, other.rows) > 2 * limits.processors) return false;
-  const auto cost_with = [&](const PrefillInstance& instance) {
-    const CutTimes times(p, likely_tiles(p, instance.rows), instance, limits, false);
-    const Cuts cuts = cuts_of(p, most_tiles(p, instance.rows), instance, limits);
-    return cost_of(p, times, cuts, most_keys(p, instance.rows));
+// The kernel of a call, its tiles of rows at most, and how their keys are cut.
+struct Choice {
+  PrefillInstance instance;
+  int64_t tiles;
+  Cuts cuts;
+};
+
+Choice choice_of(const Problem& p, const PrefillInstance& instance, const DeviceLimits& limits) {
+  const int64_t tiles = most_tiles(p, instance.rows);
+  return {instance, tiles, cuts_of(p, tiles, instance, limits)};
+}
+
+// Whether the model of a call's time holds: requests are about equally long, each has several tiles of rows, and all
+// tiles take two rounds at most.
+bool has_few_even_rounds(const Problem& p, int rows, int processors) {
+  return even(p) && longest_query(p) * p.group > rows && likely_tiles(p, rows) <= 2 * processors;
+}
+
+// Whether a call costs less with tall tiles. They may fit into one round where others take two, or leave fewer
+// multiprocessors idle where their keys are cut.
+bool costs_less(const Problem& p, const Choice& tall, const Choice& other, const DeviceLimits& limits) {
+  const auto cost = [&](const Choice& choice) {
+    const int rows = choice.instance.rows;
+    const CutTimes times(p, likely_tiles(p, rows), choice.instance, limits, false);
+    return cost_of(p, times, choice.cuts, most_keys(p, rows));
   };
-  return cost_with(tall) < (1 - kChoiceSaves) * cost_with(other);
+  return cost(tall) < (1 - kChoiceSaves) * cost(other);
 }
 
 // Whether rows see few keys, many of them at their edge: prompts with no more keys before them than they have
@@ -328,22 +348,24 @@ bool short_prompts(const Problem& p, int64_t tiles, int processors) {
 // faster where they are more than half full and either cost less, with few rounds, or give every multiprocessor one. In
 // the latter case products of 8 bits above head_dim 64 ask for rounds enough, too, and those of 16 bits at head_dim 128
 // for short prompts. Where results must not depend on the other requests, neither may the tiles.
-PrefillInstance instance_for(const Problem& p, const DeviceLimits& limits) {
-  if (widens(p)) return find_prefill_narrow_instance(p.head_dim, p.head_dim_v);
+Choice choose(const Problem& p, const DeviceLimits& limits) {
+  if (widens(p)) return choice_of(p, find_prefill_narrow_instance(p.head_dim, p.head_dim_v), limits);
   const auto find = in_8_bits(p) ? find_prefill_e4m3_instance : find_prefill_instance;
   const PrefillInstance tall = find(p.head_dim, p.head_dim_v, all_scores(p), true);
-  const PrefillInstance other = find(p.head_dim, p.head_dim_v, all_scores(p), false);
-  if (tall.rows == other.rows) return other;  // no tall tiles
-  const int processors = limits.processors;
+  const Choice other = choice_of(p, find(p.head_dim, p.head_dim_v, all_scores(p), false), limits);
+  const int rows = other.instance.rows, processors = limits.processors;
+  if (tall.rows == rows) return other;  // no tall tiles
   const bool full = 2 * p.max_q_len * p.group > tall.rows, many = full && most_tiles(p, tall.rows) >= processors;
-  if (full && !p.deterministic && tall_costs_less(p, tall, other, limits)) return tall;
-  if (in_8_bits(p) && tall.head_dim > TallPrefillE4m3Sizes64::kDim)
-    return many && !p.deterministic && fewer_rounds(p, tall.rows, other.rows, processors) ? tall : other;
-  if (tall.head_dim == TallPrefillSizes128::kDim) {
-    const bool shorter = short_prompts(p, most_tiles(p, tall.rows), processors);
-    return many && !p.deterministic && shorter ? tall : other;
+  if (full && !p.deterministic && has_few_even_rounds(p, rows, processors)) {
+    const Choice taller = choice_of(p, tall, limits);
+    if (costs_less(p, taller, other, limits)) return taller;
   }
-  return many || p.deterministic ? tall : other;
+  bool takes_tall = many || p.deterministic;
+  if (in_8_bits(p) && tall.head_dim > TallPrefillE4m3Sizes64::kDim)
+    takes_tall = many && !p.deterministic && fewer_rounds(p, tall.rows, rows, processors);
+  else if (tall.head_dim == TallPrefillSizes128::kDim)
+    takes_tall = many && !p.deterministic && short_prompts(p, most_tiles(p, tall.rows), processors);
+  return takes_tall ? choice_of(p, tall, limits) : other;
 }
 
 // Whether the decode kernel takes less time. It reads all keys for each 16 rows: on an H200 in 0.05, 0.2 and 0.9 ns for
@@ -388,10 +410,9 @@ const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
   const char* const reason = decode_why_not(p, limits);
   if (*reason != '\0') return reason;
   if (dtype_bytes(p.cache.dtype) == 2 && p.q_dtype != p.cache.dtype) return "q and the cache differ in dtype";
-  const PrefillInstance instance = instance_for(p, limits);
-  const int64_t tiles = most_tiles(p, instance.rows);
+  const auto [instance, tiles, cuts] = choose(p, limits);
   if (tiles > INT32_MAX / 2) return "there are more tiles of rows than 32 bits count";
-  const int64_t splits = cuts_of(p, tiles, instance, limits).splits;
+  const int64_t splits = cuts.splits;
   // Where results must not depend on the other requests, none of the following may either.
   if (p.deterministic && splits > 1) return "deterministic and num_splits above 1";
   if (splits > 1 && (splits > kPartialTiles * limits.processors || tiles * splits > kPartialTiles * limits.processors))
@@ -407,12 +428,11 @@ const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
 PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   const Cache& c = p.cache;
   PrefillPlan plan = {};
-  plan.instance = instance_for(p, limits);
+  const auto [instance, tiles, cuts] = choose(p, limits);
+  plan.instance = instance;
   plan.all_scores = all_scores(p);
   plan.widens = widens(p);
-  const int64_t tiles = most_tiles(p, plan.instance.rows);
   plan.items = tiles / p.kv_heads;
-  const Cuts cuts = cuts_of(p, tiles, plan.instance, limits);
   plan.few_tiles = kIdle * tiles <= limits.processors;
   plan.splits = cuts.splits;
   plan.most_splits = cuts.most;

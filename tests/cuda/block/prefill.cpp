@@ -3,47 +3,35 @@
 #include "call.h"
 #include "prefill/e4m3_sizes.h"
 #include "prefill/instances.h"
-#include "prefill/kernel.cuh"
 #include "prefill/narrow_sizes.h"
 #include "prefill/route.h"
+#include "prefill/table.cuh"
 
 namespace paged_attn {
 
-template <typename Sizes>
-const void* bf16_kernel() {
-  return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<Bf16, Sizes>, false>);
+static const void* existing(const void* kernel) {
+  if (kernel == nullptr) fail("no such instance");
+  return kernel;
 }
 
 const void* prefill_kernel_bf16(const PrefillInstance& instance, bool all_scores) {
   if (all_scores) fail("no instance of bf16 with softcap and ALiBi");
-  if (has_sizes<TallPrefillSizes64>(instance)) return bf16_kernel<TallPrefillSizes64>();
-  if (has_sizes<TallPrefillSizes96>(instance)) return bf16_kernel<TallPrefillSizes96>();
-  if (has_sizes<TallPrefillSizes128>(instance)) return bf16_kernel<TallPrefillSizes128>();
-  if (has_sizes<PrefillSizes128>(instance)) return bf16_kernel<PrefillSizes128>();
-  if (has_sizes<PrefillSizes192>(instance)) return bf16_kernel<PrefillSizes192>();
-  if (has_sizes<PrefillSizes256>(instance)) return bf16_kernel<PrefillSizes256>();
-  fail("no such instance of bf16");
-}
-template <typename Sizes>
-const void* e4m3_kernel() {
-  return reinterpret_cast<const void*>(&prefill_kernel<PrefillShape<E4m3, Sizes>, false>);
+  return existing(kernel_among<Bf16, false, PrefillSizes128, PrefillSizes192, PrefillSizes256, TallPrefillSizes64,
+                               TallPrefillSizes96, TallPrefillSizes128>(instance));
 }
 
 const void* prefill_kernel_e4m3(const PrefillInstance& instance, bool all_scores) {
   if (all_scores) fail("no instance of e4m3 with softcap and ALiBi");
-  if (instance.head_dim == 64 && instance.rows == 256) return e4m3_kernel<TallPrefillE4m3Sizes64>();
-  if (instance.head_dim == 128 && instance.rows == 192) return e4m3_kernel<TallPrefillE4m3Sizes128>();
-  if (instance.head_dim == 128) return e4m3_kernel<PrefillE4m3Sizes128>();
-  fail("no such instance of e4m3");
+  return existing(
+      kernel_among<E4m3, false, PrefillE4m3Sizes128, TallPrefillE4m3Sizes64, TallPrefillE4m3Sizes128>(instance));
 }
+
 const void* prefill_kernel_narrow(const PrefillInstance& instance, bool all_scores) {
-  using Wide = PrefillShape<Fp16, PrefillNarrowSizes<PrefillSizes256>>;
-  using Shape = PrefillShape<Fp16, PrefillNarrowSizes<PrefillSizes128>>;
-  if (instance.head_dim == 256 && all_scores) fail("no instance of 256 with softcap and ALiBi");
-  if (instance.head_dim == 256) return reinterpret_cast<const void*>(&prefill_kernel<Wide, false>);
-  return all_scores ? reinterpret_cast<const void*>(&prefill_kernel<Shape, true>)
-                    : reinterpret_cast<const void*>(&prefill_kernel<Shape, false>);
+  using Sizes128 = PrefillNarrowSizes<PrefillSizes128>;
+  return existing(all_scores ? kernel_among<Fp16, true, Sizes128>(instance)
+                             : kernel_among<Fp16, false, Sizes128, PrefillNarrowSizes<PrefillSizes256>>(instance));
 }
+
 const void* prefill_kernel_fp16(const PrefillInstance&, bool) { fail("no instance of fp16"); }
 
 }  // namespace paged_attn
