@@ -39,9 +39,8 @@ int64_t longest_query(const Problem& p) {
 }
 
 int64_t most_keys(const Problem& p, int64_t rows) {
-  const int64_t keys = capacity_of(p);
-  if (p.window_left < 0 || p.window_right < 0) return keys;
-  return pd_min(keys, p.window_left + p.window_right + pd_ceil_div(rows, p.group));
+  if (p.window_left < 0 || p.window_right < 0) return p.max_kv_len;
+  return pd_min(p.max_kv_len, p.window_left + p.window_right + pd_ceil_div(rows, p.group));
 }
 
 bool hides_lengths(const Problem& p) { return p.deterministic && p.cu_seqlens_q; }

@@ -100,7 +100,7 @@ int64_t packed_tiles(const Problem& p, int row_shift);
 // How many tiles all requests together may be given without most of them being empty.
 int64_t most_given_tiles(const Problem& p, int64_t processors, int row_shift);
 
-// Keys that so many neighbouring rows see at most.
+// Keys that so many neighbouring rows see at most, as far as the host can tell.
 int64_t most_keys(const Problem& p, int64_t rows);
 
 // Tokens of the longest request, as far as the host can tell.

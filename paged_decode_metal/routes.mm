@@ -35,21 +35,21 @@ void plan_splits(const Problem& p, int64_t items, Plan* plan) {
   plan->max_splits = plan->wanted_splits = 1;
   plan->split_keys = kSplitKeys;
   if (items == 0 || (!p.cu_seqlens_q && rows_of(p) > kMaxSplitRows)) return;
-  const int64_t capacity = capacity_of(p);
+  const int64_t most_keys = p.max_kv_len;
   const bool busy = items >= kBusyThreadgroups;
   if (!p.deterministic) plan->wanted_splits = pd_ceil_div(kWantedThreadgroups, items);
   if (!p.deterministic && busy) plan->split_keys = kBusySplitKeys;
-  const int64_t by_cores = pd_min(pd_ceil_div(capacity, kMinSplitKeys), plan->wanted_splits);
+  const int64_t by_cores = pd_min(pd_ceil_div(most_keys, kMinSplitKeys), plan->wanted_splits);
   // A cache of no more than kSplitKeys is not worth a second dispatch.
-  int64_t most = capacity <= kSplitKeys ? 1 : pd_max(pd_ceil_div(capacity, plan->split_keys), by_cores);
+  int64_t most = most_keys <= kSplitKeys ? 1 : pd_max(pd_ceil_div(most_keys, plan->split_keys), by_cores);
   // Threadgroups with nothing to do, where requests are shorter than the cache, are cheap but not free.
   if (!p.deterministic) most = pd_min(most, (busy ? 16 : 4) * kBusyThreadgroups / items);
-  if (p.num_splits > 0) most = pd_min(p.num_splits, pd_ceil_div(capacity, kSimdWidth));
+  if (p.num_splits > 0) most = pd_min(p.num_splits, pd_ceil_div(most_keys, kSimdWidth));
   plan->max_splits = pd_max(1, pd_min(most, kMaxSplits));
 }
 
 void plan_simdgroups(const Problem& p, int64_t items, Plan* plan) {
-  const int64_t keys = p.deterministic ? capacity_of(p) : pd_ceil_div(capacity_of(p), plan->max_splits);
+  const int64_t keys = p.deterministic ? p.max_kv_len : pd_ceil_div(p.max_kv_len, plan->max_splits);
   const int64_t most =
       !p.deterministic && items * plan->max_splits >= kWantedThreadgroups ? kUsualSimdgroups : kMaxSimdgroups;
   plan->simdgroups = pd_max(1, pd_min(most, pd_ceil_div(keys, kSimdWidth)));

@@ -40,7 +40,8 @@ NEUTRAL = {
     "flash_attn_with_kvcache": ANY | {
         "k": (None,), "v": (None,), "rotary_cos": (None,), "rotary_sin": (None,), "cache_batch_idx": (None,),
         "cache_leftpad": (None,), "block_table": (None,), "page_table": (None,), "rotary_interleaved": (True, False),
-        "cu_seqlens_q": (None,), "cu_seqlens_k_new": (None,), "max_seqlen_q": (None,), "rotary_seqlens": (None,),
+        "cu_seqlens_q": (None,), "cu_seqlens_k_new": (None,), "max_seqlen_q": (None,), "max_seqlen_k": (None,),
+        "rotary_seqlens": (None,),
         "scheduler_metadata": (None,), "ver": (None,),
     },
     "flash_attn_func": PLAIN,
@@ -415,6 +416,11 @@ class Drawing:
         longest = max(lens, default=0)
         self.give(max_seqlen_q=self.dice.choice((longest, longest, None, longest + 1, 4000, 2**31 - 1)))
 
+    def draw_max_seqlen_k(self, room):
+        """A hint of any value, true or not."""
+        longest = max(room, default=0)
+        self.give(max_seqlen_k=self.dice.choice((longest, longest, None, longest + 7, 0, 1, 4000, 2**31 - 1)))
+
     # Where keys lie
 
     def make_storage(self, pages, slots, layout):
@@ -527,6 +533,8 @@ def draw_kvcache(d):
     q_lens = d.draw_queries(dice.chance(0.4))
     if "cu_seqlens_q" in d.arguments and dice.chance(0.8):
         d.draw_max_seqlen_q(q_lens)
+    if dice.chance(0.2):
+        d.draw_max_seqlen_k(n + new for n, new in zip(old_lens, new_lens))
     requests, q_begin, new_begin = [], 0, 0
     for b in range(batch):
         r = Request(q_begin, q_lens[b], old_lens[b], new_begin, new_lens[b], row=b)
@@ -670,7 +678,7 @@ def draw_varlen(d):
     if not paged or "seqused_k" not in d.arguments or dice.chance(0.5):
         d.give(cu_seqlens_k=int32([0, *itertools.accumulate(room)]))
     d.draw_max_seqlen_q(q_lens)
-    d.give(max_seqlen_k=dice.choice((max(room, default=0), None, max(room, default=0) + 7)))
+    d.draw_max_seqlen_k(room)
     if dice.chance(0.1):
         d.give(scheduler_metadata=None)
     d.draw_execution(dice.choice(("return_softmax_lse", "return_attn_probs")))

@@ -97,6 +97,7 @@ def random_call(rng):
     if rng.random() < 0.2:
         options["append"] = rng.choice([1, 3])
     options |= rng.choice([{}, {}, {}, {"deterministic": 1}, {"num_splits": rng.choice([1, 2, 7, 300])}])
+    options |= rng.choice([{}, {"max_seqlen_k": rng.choice([1, max([1, *lens]), 10**6])}])  # a hint, true or not
     return lens, options
 
 

@@ -570,6 +570,24 @@ def test_max_seqlen_q_may_be_0_where_no_request_has_a_token(paged_attn, device):
     judge(*run(paged_attn, calls[0]), *calls)
 
 
+MAX_SEQLEN_K = [0, 1, 89, 90, 4000, 2**31 - 1, 2**40, None, torch.tensor(90), ON_META]
+LONG = Case(batch=2, lens=(3000, 700), q_len=40, causal=True, head_dim=128)
+
+
+@pytest.mark.parametrize("max_seqlen_k", MAX_SEQLEN_K, ids=str)
+@pytest.mark.parametrize("case", [VARLEN, LONG, Case(kv_len=2000), Case(append=2, kv_len=90)], ids=str)
+def test_max_seqlen_k_is_a_hint(paged_attn, device, case, max_seqlen_k):
+    """Too small, exact, far too large, missing: it chooses the plan alone."""
+    check(paged_attn, case, device, max_seqlen_k=max_seqlen_k)
+
+
+@pytest.mark.parametrize("fixed", [{"deterministic": True}, {"num_splits": 3}], ids=str)
+def test_max_seqlen_k_does_not_change_fixed_cuts(paged_attn, device, fixed):
+    results = [run(paged_attn, cases.build(LONG).to(device), max_seqlen_k=n, **fixed) for n in (None, 1, 3000)]
+    assert_same_bits(*results[:2])
+    assert_same_bits(*results[::2])
+
+
 @pytest.mark.parametrize("max_seqlen_q", [0, 1, 16, 39])
 def test_max_seqlen_q_too_small_leaves_no_row_unwritten(paged_attn, device, max_seqlen_q):
     """An error where lengths are checked (test_errors.py); elsewhere every row of out is written, and those of the

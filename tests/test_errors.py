@@ -427,6 +427,9 @@ COMBINATIONS = {
     "max_seqlen_q negative": (
         VARLEN, "^max_seqlen_q: expected at least 0, got -1$", lambda a: a.update(max_seqlen_q=-1),
     ),
+    "max_seqlen_k negative": (
+        VARLEN, "^max_seqlen_k: expected at least 0, or -1 for none, got -2$", lambda a: a.update(max_seqlen_k=-2),
+    ),
     "attention_chunk negative": (
         READ_ONLY,
         r"^attention_chunk: expected at least 0 \(0 is off\), got -1$",

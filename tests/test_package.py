@@ -20,8 +20,9 @@ from kernels.compat import tomllib
 CONTRACT = {
     "flash_attn_with_kvcache": """q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx
         cache_leftpad block_table softmax_scale causal window_size softcap rotary_interleaved alibi_slopes num_splits
-        return_softmax_lse * page_table cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens qv q_v q_descale
-        k_descale v_descale attention_chunk s_aux sinks scheduler_metadata pack_gqa sm_margin deterministic out ver""",
+        return_softmax_lse * page_table cu_seqlens_q cu_seqlens_k_new max_seqlen_q max_seqlen_k rotary_seqlens qv q_v
+        q_descale k_descale v_descale attention_chunk s_aux sinks scheduler_metadata pack_gqa sm_margin deterministic
+        out ver""",
     "kv_paged_write": """k v k_cache v_cache block_table cache_seqlens * cu_seqlens_k_new slot_mapping k_descale
         v_descale""",
     "flash_attn_func": """q k v dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic

@@ -27,7 +27,7 @@ def random_batch(rng, most=6):
         "total_q": sum(q_lens) + (rng.choice((0, 3)) if packed else 0), "page_size": room,
         "window_right": rng.choice((-1, 0, 0)), "window_left": rng.choice((-1, -1, 50)),
         "num_splits": rng.choice((0, 0, 0, 1, 3, 1000)), "deterministic": int(rng.random() < 0.2),
-        "attention_chunk": rng.choice((0, 0, 0, 64)),
+        "attention_chunk": rng.choice((0, 0, 0, 64)), "max_seqlen_k": rng.choice((-1, -1, 0, 1, max(lens, default=0))),
     }  # fmt: skip
     if packed:
         call["cu_seqlens_q"] = [0, *itertools.accumulate(q_lens)]
@@ -364,6 +364,21 @@ def test_metal_grids_and_workspaces_are_bounded(native):
                 assert width * height * depth <= 4 * (tokens * 4 + batch) + 16 * 1024 * 4
         partials = batch * 4 * plan["split_rows"] * plan["max_splits"] if plan["max_splits"] > 1 else 0
         assert plan["max_splits"] <= 64 and partials <= 4 * 16 * 1024 * 64
+
+
+def test_metal_plans_by_max_seqlen_k(native):
+    """As in a cache that holds no more keys, but where cuts are fixed."""
+    for keys, options in itertools.product((0, 40, 600, 5000), ({}, {"max_q_len": 40}, {"batch": 30})):
+
+        def plan_of(options=options, **own):
+            call = {"kv_heads": 2, "group": 2, "head_dim": 64} | options | own
+            return native.metal.plan(call, metal_route(native, call))
+
+        said = plan_of(page_size=100_000, max_seqlen_k=keys)
+        assert said == plan_of(page_size=max(keys, 1)) | {"dispatches": said["dispatches"]}
+        for fixed in ({"num_splits": 3}, {"deterministic": 1}):
+            wide = {"page_size": 100_000} | fixed
+            assert plan_of(**wide, max_seqlen_k=keys) == plan_of(**wide), "a hint has changed what must not change"
 
 
 def test_metal_counts_to_the_edge_of_32_bits(native):

@@ -423,6 +423,23 @@ def test_keys_are_cut_where_the_last_round_has_few_tiles(library):
     assert numbers_of(library, [100], max_q_len=16, num_splits=3, **sizes).cut_from_keys == 0
 
 
+def test_max_seqlen_k_stands_for_a_narrower_cache(library):
+    """Rows, tiles and cuts are those of a cache that holds no more keys, but where they must not depend on others."""
+    numbers = lambda n: {name: getattr(n, name) for name, _ in n._fields_}  # noqa: E731
+    differ = 0
+    for tokens, heads, group, dim in itertools.product((20, 300, 1536), (1, 4, 8), (1, 3), (64, 128, 256)):
+        sizes = {"max_q_len": tokens, "kv_heads": heads, "group": group, "head_dim": dim, "head_dim_v": dim, "paged": 0}
+        for keys in (tokens, 4 * tokens):
+            wide = sizes | {"page_size": 65536}
+            said = numbers(numbers_of(library, [keys], **wide, max_seqlen_k=keys))
+            assert said == numbers(numbers_of(library, [keys], **sizes, page_size=keys)), (sizes, keys)
+            differ += said != numbers(numbers_of(library, [keys], **wide))
+            for fixed in ({"num_splits": 2}, {"deterministic": 1}):
+                plans = [numbers_of(library, [keys], **wide, **fixed, max_seqlen_k=n) for n in (keys, 0)]
+                assert numbers(plans[0]) == numbers(plans[1]), "a hint has changed what must not change"
+    assert differ > 20, "calls for which the hint changes nothing test nothing"
+
+
 def test_long_requests_may_be_cut_with_several_rounds(library):
     """Drafts, from so many keys on as one multiprocessor reads in 30 us, if the table has room for twice as many."""
 

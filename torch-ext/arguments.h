@@ -22,7 +22,7 @@ struct AttendArguments {
   double softmax_scale;
   int64_t window_right = -1;
   const Tensor *k, *v;
-  int64_t window_left = -1, max_seqlen_q = 0;
+  int64_t window_left = -1, max_seqlen_q = 0, max_seqlen_k = -1;
   const Tensor *cu_seqlens_q, *cu_seqlens_k, *cu_seqlens_k_new;
   double softcap = 0.0;
   int64_t num_splits = 0;
@@ -92,8 +92,8 @@ constexpr auto kAttendArguments = std::make_tuple(
     optional("Tensor? block_table", &A::block_table), scalar("float softmax_scale", &A::softmax_scale),
     scalar("int window_right=-1", &A::window_right), optional("Tensor? k=None", &A::k),
     optional("Tensor? v=None", &A::v), scalar("int window_left=-1", &A::window_left),
-    scalar("SymInt max_seqlen_q=0", &A::max_seqlen_q), optional("Tensor? cu_seqlens_q=None", &A::cu_seqlens_q),
-    optional("Tensor? cu_seqlens_k=None", &A::cu_seqlens_k),
+    scalar("SymInt max_seqlen_q=0", &A::max_seqlen_q), scalar("int max_seqlen_k=-1", &A::max_seqlen_k),
+    optional("Tensor? cu_seqlens_q=None", &A::cu_seqlens_q), optional("Tensor? cu_seqlens_k=None", &A::cu_seqlens_k),
     optional("Tensor? cu_seqlens_k_new=None", &A::cu_seqlens_k_new), scalar("float softcap=0.0", &A::softcap),
     scalar("int num_splits=0", &A::num_splits), scalar("bool deterministic=False", &A::deterministic),
     optional("Tensor? cache_batch_idx=None", &A::cache_batch_idx),

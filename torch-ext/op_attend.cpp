@@ -228,8 +228,10 @@ Problem problem_of(const AttendArguments& a) {
   check_scores(a, q, sizes, &p);
   check_memory(p);
   if (a.num_splits < 0) fail("num_splits: expected at least 0 (0 chooses), got " + str(a.num_splits));
+  if (a.max_seqlen_k < -1) fail("max_seqlen_k: expected at least 0, or -1 for none, got " + str(a.max_seqlen_k));
   p.num_splits = a.num_splits;
   p.deterministic = a.deterministic;
+  p.max_kv_len = max_kv_len_of(p, a.max_seqlen_k);
   if (const std::string reason = unsupported_reason(p); !reason.empty()) fail(reason);
   return p;
 }

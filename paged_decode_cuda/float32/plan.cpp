@@ -31,7 +31,7 @@ int64_t time_of_groups(int64_t pairs, int64_t splits, const DeviceLimits& limits
 }
 
 int64_t splits_of_groups(const Problem& p, int64_t pairs, const DeviceLimits& limits) {
-  const int64_t most = pd_min(pd_ceil_div(capacity_of(p), kSplitKeys), kSplits);
+  const int64_t most = pd_min(pd_ceil_div(p.max_kv_len, kSplitKeys), kSplits);
   int64_t best = 1;
   for (int64_t splits = 2; splits <= most && splits * pairs <= int64_t{kGroupRounds} * limits.processors; ++splits) {
     if (time_of_groups(pairs, splits, limits) < time_of_groups(pairs, best, limits)) best = splits;

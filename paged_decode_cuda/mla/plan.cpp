@@ -102,7 +102,7 @@ void plan_combine(const Problem& p, const DeviceLimits& limits, MlaPlan& plan) {
     plan.combine_blocks = plan.combine_shares;
     if (plan.combine_shares > 2 * limits.processors) return;
     const int64_t most = plan.work.balanced
-                             ? pd_min(pd_ceil_div(capacity_of(p), kMinUnits << MlaSizes::kTileShift), plan.clusters)
+                             ? pd_min(pd_ceil_div(p.max_kv_len, kMinUnits << MlaSizes::kTileShift), plan.clusters)
                              : plan.work.max_splits.divisor;
     plan.combine_threads = most <= kCombineFewPartials ? kCombineFewThreads : kCombineMostThreads;
     return;

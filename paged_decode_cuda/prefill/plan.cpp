@@ -340,7 +340,7 @@ bool costs_less(const Problem& p, const Choice& tall, const Choice& other, const
 bool short_prompts(const Problem& p, int64_t tiles, int processors) {
   if (p.window_right != 0 || tiles < kTilesOfShortPrompts * processors) return false;
   const bool alone = p.cache.cu_seqlens_k && p.total_q == p.cache.page_size;
-  const int64_t queries = longest_query(p), keys = alone ? queries : capacity_of(p);
+  const int64_t queries = longest_query(p), keys = alone ? queries : p.max_kv_len;
   return queries <= kShortPrompt && keys <= 2 * queries;
 }
 

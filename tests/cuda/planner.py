@@ -21,6 +21,7 @@ CALL = [
     *("processors", "shared_per_block", "shared_per_processor"),
     *("batch", "kv_heads", "group", "head_dim", "kv_bytes", "total_q", "max_q_len"),
     *("page_size", "max_pages", "window_left", "window_right", "chunk", "num_splits", "deterministic", "append"),
+    "max_seqlen_k",
     *("cu_seqlens_q", "cache_seqlens", "leftpad"),
 ]
 NUMBERS = [

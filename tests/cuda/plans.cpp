@@ -17,7 +17,7 @@ extern "C" {
 struct Call {
   int64_t processors, shared_per_block, shared_per_processor;
   int64_t batch, kv_heads, group, head_dim, kv_bytes, total_q, max_q_len;
-  int64_t page_size, max_pages, window_left, window_right, chunk, num_splits, deterministic, append;
+  int64_t page_size, max_pages, window_left, window_right, chunk, num_splits, deterministic, append, max_seqlen_k;
   int64_t cu_seqlens_q, cache_seqlens, leftpad;
 };
 
@@ -77,6 +77,7 @@ static Problem problem_of(const Call& call) {
   p.attention_chunk = call.chunk;
   p.num_splits = call.num_splits;
   p.deterministic = call.deterministic != 0;
+  p.max_kv_len = max_kv_len_of(p, call.max_seqlen_k > 0 ? call.max_seqlen_k : -1);
   return p;
 }
 

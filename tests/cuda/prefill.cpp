@@ -14,7 +14,7 @@ struct PrefillCase {
   int64_t capability, processors, shared_per_block, shared_per_processor, read_rate;
   int64_t batch, kv_heads, group, head_dim, head_dim_v, q_bytes, kv_bytes, total_q, max_q_len;
   int64_t page_size, paged, packed, qv;
-  int64_t window_left, window_right, chunk, softcap, num_splits, deterministic;
+  int64_t window_left, window_right, chunk, softcap, num_splits, deterministic, max_seqlen_k;
   int64_t l2_keys, splits, most_splits, splits_wanted, cut_from_tiles, least_split_keys, least_long_split_keys,
       one_round;
   int64_t cu_seqlens_q, cache_seqlens, leftpad;
@@ -78,6 +78,7 @@ static Problem problem_of(const PrefillCase& call) {
   p.softcap = static_cast<float>(call.softcap);
   p.num_splits = call.num_splits;
   p.deterministic = call.deterministic != 0;
+  p.max_kv_len = max_kv_len_of(p, call.max_seqlen_k > 0 ? call.max_seqlen_k : -1);
   return p;
 }
 

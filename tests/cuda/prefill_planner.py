@@ -18,6 +18,7 @@ CALL = [
     *("batch", "kv_heads", "group", "head_dim", "head_dim_v", "q_bytes", "kv_bytes", "total_q", "max_q_len"),
     *("page_size", "paged", "packed", "qv"),
     *("window_left", "window_right", "chunk", "softcap", "num_splits", "deterministic"),
+    "max_seqlen_k",
     *("l2_keys", "splits", "most_splits", "splits_wanted", "cut_from_tiles"),
     *("least_split_keys", "least_long_split_keys", "one_round"),
     *("cu_seqlens_q", "cache_seqlens", "leftpad"),

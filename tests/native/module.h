@@ -91,6 +91,7 @@ inline void fill(Made& made, const py::dict& d) {
   c.cu_seqlens_k = table(made, d, "cu_seqlens_k");
   c.cache_batch_idx = table(made, d, "cache_batch_idx");
   p.seqlen_k = c.page_size;
+  p.max_kv_len = max_kv_len_of(p, number(d, "max_seqlen_k", -1));
 
   p.append.cu_seqlens_k_new = table(made, d, "cu_seqlens_k_new");
   p.append.seqlen_new = number(d, "seqlen_new", 0);

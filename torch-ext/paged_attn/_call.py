@@ -59,7 +59,7 @@ _TYPES = types_of(_attend)
 
 # Keywords of other kernels that callers pass as a matter of course. Hints never change a result, so any value is fine.
 # The others are of features that this package does not have: they must be None, False, or the number given here.
-_HINTS = frozenset(("fa_version", "ver", "pack_gqa", "sm_margin", "scheduler_metadata", "max_seqlen_k"))
+_HINTS = frozenset(("fa_version", "ver", "pack_gqa", "sm_margin", "scheduler_metadata"))
 _ABSENT = {
     "only_qv": None, "seqused_q": None, "score_mod": None, "mask_mod": None, "aux_tensors": None,
     "aux_tensor_leading_dims": None, "block_sparse_tensors": None, "leftpad_k": None, "dynamic_causal": None,
@@ -73,7 +73,7 @@ _ABSENT = {
 
 def run(
     names, q, k_cache, v_cache, out, return_lse, cache_seqlens, block_table, softmax_scale, causal, window_size,
-    features=None, k=None, v=None, max_seqlen_q=None, is_cache=True,
+    features=None, k=None, v=None, max_seqlen_q=None, max_seqlen_k=None, is_cache=True,
 ):  # fmt: skip
     """Fills in defaults, allocates the results and calls the operator, which checks the tensors. `features`: the values
     of FEATURES; None for a plain call. `names`: under which names errors give the arguments of flash_attn_with_kvcache.
@@ -126,7 +126,7 @@ def run(
         if writes:
             written = {"k_cache": k_cache, "v_cache": v_cache, "out": out} if append else {"out": out}
             refuse_negations(written)
-        if features is None and window_left == -1:
+        if features is None and window_left == -1 and max_seqlen_k is None:
             if append:
                 _append_and_attend(
                     q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right, k, v
@@ -135,12 +135,15 @@ def run(
                 _attend_plainly(q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right)
         else:
             operator = _append_and_attend if append else _attend
-            # Only a bound. A tensor is replaced by a bound that the host knows: to read it would wait for the device.
+            # Only bounds. A tensor is replaced by what the host knows: to read it would wait for the device.
             if max_seqlen_q is None or isinstance(max_seqlen_q, torch.Tensor):
                 max_seqlen_q = q_shape[0]
+            # A compiled graph serves any length, and a number in it would make a new one.
+            if max_seqlen_k is None or isinstance(max_seqlen_k, torch.Tensor) or is_compiling():
+                max_seqlen_k = -1
             operator(
                 q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right, k, v,
-                window_left, max_seqlen_q, *(_NO_FEATURES if features is None else features),
+                window_left, max_seqlen_q, max_seqlen_k, *(_NO_FEATURES if features is None else features),
             )  # fmt: skip
         if writes:
             count_writes(tuple(written.values()))
@@ -150,7 +153,8 @@ def run(
         given |= {"block_table": block_table, "k": k, "v": v, "window_size": window_size, "causal": causal}
         given["return_softmax_lse"] = return_lse
         filled = {"out": out, "softmax_scale": softmax_scale}
-        filled |= {} if isinstance(max_seqlen_q, torch.Tensor) else {"max_seqlen_q": max_seqlen_q}
+        bounds = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+        filled |= {name: x for name, x in bounds.items() if not isinstance(x, torch.Tensor)}
         given |= {name: x for name, x in filled.items() if x is not None}
         given |= {} if features is None else dict(zip(FEATURES, features))
         raise reworded(clearer(error, _TYPES, given), names) from None

@@ -55,6 +55,7 @@ def flash_attn_with_kvcache(
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k_new: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     rotary_seqlens: torch.Tensor | None = None,
     qv: torch.Tensor | None = None,
     q_v: torch.Tensor | None = None,
@@ -104,6 +105,8 @@ def flash_attn_with_kvcache(
         cu_seqlens_q, cu_seqlens_k_new: int32 (batch + 1,): where the tokens of each request begin.
         max_seqlen_q: a hint with `cu_seqlens_q`: an upper bound of q_len; None for none. One that is too small is an
             error where lengths are checked (on the CPU, or with PAGED_ATTN_CHECK=1).
+        max_seqlen_k: a hint: an upper bound of the keys of a request, new ones among them; None for none. It is for
+            tables that are wider than the requests are long. Any value gives the same result, a wrong one slower.
         rotary_seqlens: int32 (batch,): rotary positions start here instead of at `cache_seqlens`.
         qv: like q with head_dim_v: the score is q . k + qv . v (multi-head latent attention). `q_v` is another name.
         q_descale, k_descale, v_descale: float32 (batch, kv_heads), either may be 1: value = stored * descale. Ignored
@@ -150,7 +153,7 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     return run(
         names, q, k_cache, v_cache, out, return_softmax_lse, cache_seqlens, table, softmax_scale, causal, window_size,
-        features, k, v, max_seqlen_q,
+        features, k, v, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
 
 
@@ -258,8 +261,7 @@ def flash_attn_varlen_func(
         k, v: (total_k, kv_heads, head_dim / head_dim_v), packed by `cu_seqlens_k`; with `block_table` pages
             (num_pages, page_size, kv_heads, ...), and `cu_seqlens_k` tells only the lengths.
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,). `cu_seqlens_k` may be None with `block_table` and `seqused_k`.
-        max_seqlen_q, max_seqlen_k: hints: upper bounds; they never change a result. A max_seqlen_q that is too small
-            is an error where lengths are checked (on the CPU, or with PAGED_ATTN_CHECK=1).
+        max_seqlen_q, max_seqlen_k: as in `flash_attn_with_kvcache`.
         block_table: int32 (batch, max_pages); `page_table` is another name of it.
         seqused_k: int32 (batch,): how many keys of each request count, from its first. With `block_table` it replaces
             the lengths of `cu_seqlens_k`, of which only dtype and shape are looked at then.
@@ -301,7 +303,7 @@ def flash_attn_varlen_func(
     return_lse = either(return_attn_probs, return_softmax_lse)
     return run(
         names, q, k, v, out, return_lse, lengths, table, softmax_scale, causal, window_size, features, None, None,
-        max_seqlen_q,
+        max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
 
 

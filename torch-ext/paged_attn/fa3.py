@@ -71,6 +71,7 @@ def flash_attn_with_kvcache(
     q_v: torch.Tensor | None = None,
     only_qv: bool = False,
     deterministic: bool = False,
+    max_seqlen_k: int | None = None,
     out: torch.Tensor | None = None,
     ver: int | None = None,
     **others,
@@ -127,7 +128,7 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     return run(
         names, q, k_cache, v_cache, out, return_softmax_lse, cache_seqlens, page_table, softmax_scale, causal,
-        window_size, features, k, v, max_seqlen_q,
+        window_size, features, k, v, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
 
 
@@ -246,7 +247,7 @@ def flash_attn_varlen_func(
             (num_pages, page_size, kv_heads, ...), whose lengths `cu_seqlens_k` or `seqused_k` tell.
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,). Without both, q, k and v are (batch, seqlen, heads, head_dim),
             as FlashAttention 3 has it.
-        max_seqlen_q, max_seqlen_k: hints: upper bounds; they never change a result.
+        max_seqlen_q, max_seqlen_k: as in `paged_attn.flash_attn_with_kvcache`.
         seqused_q: None; there is nothing of it.
         seqused_k: int32 (batch,): how many keys of each request count, from its first.
         page_table, sinks, qv: also under the names `block_table`, `s_aux` and `q_v`.
@@ -296,7 +297,7 @@ def flash_attn_varlen_func(
     return_lse = either(return_attn_probs, return_softmax_lse)
     return run(
         names, q, k, v, out, return_lse, seqused_k, page_table, softmax_scale, causal, window_size, features, None,
-        None, max_seqlen_q, page_table is not None or cu_seqlens_k is not None,
+        None, max_seqlen_q, max_seqlen_k, page_table is not None or cu_seqlens_k is not None,
     )  # fmt: skip
 
 

@@ -132,11 +132,20 @@ struct Problem {
 
   int64_t num_splits;  // 0: the plan chooses
   bool deterministic;
+  int32_t max_kv_len;  // of the longest request, as far as the caller says: see max_kv_len_of()
 };
 
 // Keys that the cache can hold for one request, at most.
 PD_FN int64_t capacity_of(const Problem& p) {
   return p.cache.block_table ? p.cache.max_pages * p.cache.page_size : p.cache.page_size;
+}
+
+// For the plan alone, which takes what the cache can hold where nothing is said (-1). So it does with `deterministic`
+// and num_splits: the longest request may be another one, and must not change the cuts.
+PD_FN int32_t max_kv_len_of(const Problem& p, int64_t said) {
+  const int64_t capacity = capacity_of(p), most = capacity < kMaxKeys ? capacity : kMaxKeys;
+  const bool is_fixed = p.deterministic || p.num_splits > 0;
+  return static_cast<int32_t>(said < 0 || said > most || is_fixed ? most : said);
 }
 
 // Whether a position matters to what a query sees: causal, windowed or chunked.

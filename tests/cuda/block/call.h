@@ -79,6 +79,7 @@ inline Problem problem_of(const Call& call) {
   p.attention_chunk = call.chunk;
   p.num_splits = call.num_splits;
   p.deterministic = call.deterministic != 0;
+  p.max_kv_len = max_kv_len_of(p, -1);
   return p;
 }
 
