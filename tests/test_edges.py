@@ -581,6 +581,15 @@ def test_max_seqlen_k_is_a_hint(paged_attn, device, case, max_seqlen_k):
     check(paged_attn, case, device, max_seqlen_k=max_seqlen_k)
 
 
+@pytest.mark.parametrize("left", [60, 88, 89, 90, 10**9])
+@pytest.mark.parametrize("right", [0, 2, -1])
+@pytest.mark.parametrize("page_size", [16, 0])
+def test_a_window_as_wide_as_the_cache_hides_nothing(paged_attn, device, page_size, right, left):
+    """Wider ones count as none. But with rotary any window rotates all tokens, one without an end on the right too."""
+    case = Case(kv_len=90, q_len=3, append=3, rotary_dim=32, window=(left, right), page_size=page_size)
+    check(paged_attn, case, device)
+
+
 @pytest.mark.parametrize("fixed", [{"deterministic": True}, {"num_splits": 3}], ids=str)
 def test_max_seqlen_k_does_not_change_fixed_cuts(paged_attn, device, fixed):
     results = [run(paged_attn, cases.build(LONG).to(device), max_seqlen_k=n, **fixed) for n in (None, 1, 3000)]

@@ -197,13 +197,16 @@ def test_8_bit_cache(paged_attn, device, long_route, feature):
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 8, 16, 24, 48, 64, 128, 256, 0])
-@pytest.mark.parametrize("options", [{}, {"causal": False, "dtype": "float16"}, {"head_dim": 256}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": False, "dtype": "float16"}, {"head_dim": 256}, {"head_dim": 192}], ids=str
+)
 def test_page_size(paged_attn, device, long_route, page_size, options):
     """Bulk copies where a page holds whole boxes, piece by piece elsewhere."""
     case = dataclasses.replace(BASE, page_size=page_size, lens=(700, 0, 257, 256, 64, 511), **options)
     explained = on_the_route(paged_attn, case, device, long_route)
     if long_route == "prefill":
-        assert (explained.plan["box_rows"] > 0) == (page_size % 8 == 0)
+        bulk = page_size % 8 == 0 and not (case.head_dim == 192 and page_size == 8)
+        assert (explained.plan["box_rows"] > 0) == bulk
 
 
 # What tiles of every size are tried with.

@@ -87,7 +87,9 @@ class MiddlePrompt(Prompt):
     DIMS, KEYS, VALUES = 384, slice(0, 192), slice(192, 384)
 
 
-@pytest.mark.parametrize("name", ["chunk", "page_3", "page_256", "page_1_window", "splits_of_packed_requests"])
+@pytest.mark.parametrize(
+    "name", ["chunk", "page_3", "page_8", "page_256", "page_1_window", "splits_of_packed_requests"]
+)
 def test_attends_with_heads_of_192(library, name):
     case = MiddlePrompt(q_heads=4, **CASES[name])
     case.run(library)

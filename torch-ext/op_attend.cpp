@@ -226,6 +226,8 @@ Problem problem_of(const AttendArguments& a) {
   check_rotary(a, q, sizes, &p);
   check_qv(a, q, sizes, queries, &p);
   check_scores(a, q, sizes, &p);
+  // A window as wide as the cache hides nothing. With an end on the right alone: rotary asks whether there is a window.
+  if (p.window_right >= 0 && p.window_left + 1 >= capacity_of(p)) p.window_left = -1;
   check_memory(p);
   if (a.num_splits < 0) fail("num_splits: expected at least 0 (0 chooses), got " + str(a.num_splits));
   if (a.max_seqlen_k < -1) fail("max_seqlen_k: expected at least 0, or -1 for none, got " + str(a.max_seqlen_k));

@@ -43,10 +43,22 @@ constexpr int64_t kShortPrompt = 4096, kTilesOfShortPrompts = 3;
 // Keys for each query, where many are likely and where most are: a table may have room for many more.
 constexpr int64_t kManyKeys = 4, kMostKeys = 16;
 constexpr double kFirstComeKeys = 1024;  // with fewer the second tile of a block does not wait for the end of its first
-// Of the time, at least: cuts; cuts where tiles are even and compute, so that little is left out of the model; and what
-// is chosen by its cost.
-constexpr double kCutsSave = 0.03, kExactCutsSave = 0.05, kChoiceSaves = 0.02;
+// Of the time, at least: cuts; cuts where tiles are even and compute, so that little is left out of the model; what is
+// chosen by its cost; and of prompts of several rounds, which the model flatters, cuts and tiles that are not tall.
+constexpr double kCutsSave = 0.03, kExactCutsSave = 0.05, kChoiceSaves = 0.02, kPromptCutsSave = 0.2,
+                 kPromptRowsSave = 0.15;
 constexpr int64_t kFewWidenedRows = 32;  // take less time in the decode kernel where they leave multiprocessors idle
+// Up to so many dimensions the decode kernel reads keys at full rate for 16 rows, above only for 8: for 16 at half of
+// it.
+constexpr int64_t kDecodeDims = 128, kDecodeWideRows = 8;
+constexpr int64_t kFewKeys = 256;  // for so many, as in a window, it is as fast where it has multiprocessors for all
+
+// Whether requests are prompts with no more keys before them than they have themselves, as far as the host can tell.
+bool prompts(const Problem& p) {
+  const bool alone = p.cache.cu_seqlens_k && p.total_q == p.cache.page_size;
+  const int64_t queries = longest_query(p), keys = alone ? queries : p.max_kv_len;
+  return p.window_right == 0 && keys <= 2 * queries;
+}
 
 // How the keys of tiles of rows are cut: into so many splits, where the longest tile sees so many keys; and, where
 // lengths differ, into how many in all (`wanted`) and of one tile at most (`most`). The device, which knows the
@@ -96,7 +108,8 @@ class CutTimes {
       : tiles_(static_cast<double>(tiles)), processors_(limits.processors), rate_(1. * limits.read_rate / processors_) {
     const double rows = static_cast<double>(longest_query(p) * p.group), dims = static_cast<double>(p.head_dim_v);
     reads_ = may_read && rows <= instance.rows;
-    queries_ = p.window_right == 0 && p.window_left < 0 && !reads_ ? static_cast<double>(longest_query(p)) : 0;
+    const bool sees_all = p.window_left < 0 || p.window_left + 1 >= p.max_kv_len;  // before it
+    queries_ = p.window_right == 0 && sees_all && !reads_ ? static_cast<double>(longest_query(p)) : 0;
     key_bytes_ = static_cast<double>((p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype));
     key_ = reads_ ? key_bytes_ / rate_ : key_time(p, instance, false);
     even_ = even(p);
@@ -206,10 +219,11 @@ double cost_of(const Problem& p, const CutTimes& times, const Cuts& cuts, int64_
   return (wide ? 2 : 1) * time(queries) + time(kManyKeys * queries) + (wide ? 1 : 2) * time(most);
 }
 
-// All tiles into as many splits, `most` at most: the number that pays from the fewest keys on; or, where tiles are even
-// and compute, that with which the call costs least.
+// All tiles into as many splits, `most` at most: the number that pays from the fewest keys on; or, where tiles compute
+// and are even or of prompts, that with which the call costs least.
 Cuts cut_alike(const Problem& p, const CutTimes& times, int64_t tiles, int64_t keys, int64_t most, int64_t processors) {
-  const bool by_cost = even(p) && !times.reads();
+  const bool by_cost = (even(p) || prompts(p)) && !times.reads(), in_rounds = prompts(p) && times.rounds(1) > 1;
+  const double save = in_rounds ? kPromptCutsSave : kChoiceSaves;
   most = pd_min(most, kMostSplits);
   Cuts best = kWhole;
   double least = by_cost ? cost_of(p, times, best, keys) : INFINITY;
@@ -221,20 +235,29 @@ Cuts cut_alike(const Problem& p, const CutTimes& times, int64_t tiles, int64_t k
     const Cuts cuts = {splits, static_cast<int64_t>(from), pd_max(splits * tiles, processors), splits};
     const double own = by_cost ? cost_of(p, times, cuts, keys) : from;
     // Where cuts cost as much as none, likely keys are too few for them; there may be more.
-    const bool first = best.splits == 1, less = own < (first ? (1 - kChoiceSaves) * least : least);
-    if (!less && !(first && own == least)) continue;
+    const bool first = best.splits == 1, less = own < (first ? (1 - save) * least : least);
+    if (!less && !(first && own == least && !in_rounds)) continue;
     best = cuts;
     least = own;
   }
   return best;
 }
 
+// Splits that are worth their partials where tiles are few: more of long keys, as of few rows, whose partials are
+// small.
+int64_t most_written(const Problem& p, const CutTimes& times, int64_t keys) {
+  const int64_t dims = pd_max(p.head_dim_v, kUsualDim), most = kMostSplits * kUsualDim / dims;
+  if (!times.reads()) return pd_max(most, keys * dims / (2 * kSplitKeys * kUsualDim));
+  return pd_max(most, pd_max(pd_min(keys / kIdleSplitKeys, kMostSplits), keys / kSplitKeys));
+}
+
 // The same where few tiles leave most multiprocessors idle: as many splits as there are multiprocessors for.
 Cuts cut_to_fill(const Problem& p, const CutTimes& times, int64_t tiles, int64_t keys, int64_t room,
                  int64_t processors) {
-  const int64_t least = tiles <= kVeryFewTiles || times.reads() ? kShortSplitKeys : kIdleSplitKeys;
-  const int64_t most_written = kMostSplits * kUsualDim / pd_max(p.head_dim_v, kUsualDim);
-  const int64_t most = pd_min(pd_min(processors / tiles, keys / least), pd_min(most_written, room));
+  const int64_t free = pd_min(pd_min(processors / tiles, room), most_written(p, times, keys));
+  const bool short_ones = tiles <= kVeryFewTiles || times.reads();
+  const int64_t least = short_ones && free <= kMostSplits ? kShortSplitKeys : kIdleSplitKeys;
+  const int64_t most = pd_min(free, keys / least);
   double from = INFINITY;
   for (int64_t splits = 2; splits <= most; ++splits)
     from = std::min(from, std::max(times.least_keys_when_idle(splits), static_cast<double>(splits * least)));
@@ -318,30 +341,28 @@ Choice choice_of(const Problem& p, const PrefillInstance& instance, const Device
 }
 
 // Whether the model of a call's time holds: requests are about equally long, each has several tiles of rows, and all
-// tiles take two rounds at most.
-bool has_few_even_rounds(const Problem& p, int rows, int processors) {
-  return even(p) && longest_query(p) * p.group > rows && likely_tiles(p, rows) <= 2 * processors;
+// tiles take so many rounds at most.
+bool has_few_even_rounds(const Problem& p, int rows, int processors, int64_t rounds = 2) {
+  return even(p) && longest_query(p) * p.group > rows && likely_tiles(p, rows) <= rounds * processors;
 }
 
-// Whether a call costs less with tall tiles. They may fit into one round where others take two, or leave fewer
-// multiprocessors idle where their keys are cut.
-bool costs_less(const Problem& p, const Choice& tall, const Choice& other, const DeviceLimits& limits) {
+// Whether a call costs less with these tiles than with others. Tall ones may fit into one round where others take two,
+// or leave fewer multiprocessors idle where their keys are cut.
+bool costs_less(const Problem& p, const Choice& these, const Choice& others, const DeviceLimits& limits,
+                double save = kChoiceSaves) {
   const auto cost = [&](const Choice& choice) {
     const int rows = choice.instance.rows;
     const CutTimes times(p, likely_tiles(p, rows), choice.instance, limits, false);
     return cost_of(p, times, choice.cuts, most_keys(p, rows));
   };
-  return cost(tall) < (1 - kChoiceSaves) * cost(other);
+  return cost(these) < (1 - save) * cost(others);
 }
 
 // Whether rows see few keys, many of them at their edge: prompts with no more keys before them than they have
 // themselves. There smaller tiles of keys save more than a third consumer costs. Tiles of rows then differ in length,
 // so there must be several for each block.
 bool short_prompts(const Problem& p, int64_t tiles, int processors) {
-  if (p.window_right != 0 || tiles < kTilesOfShortPrompts * processors) return false;
-  const bool alone = p.cache.cu_seqlens_k && p.total_q == p.cache.page_size;
-  const int64_t queries = longest_query(p), keys = alone ? queries : p.max_kv_len;
-  return queries <= kShortPrompt && keys <= 2 * queries;
+  return tiles >= kTilesOfShortPrompts * processors && longest_query(p) <= kShortPrompt && prompts(p);
 }
 
 // An 8-bit cache has instances of its own: one for products of 8 bits, one that widens it. Tall tiles of rows are
@@ -365,7 +386,22 @@ Choice choose(const Problem& p, const DeviceLimits& limits) {
     takes_tall = many && !p.deterministic && fewer_rounds(p, tall.rows, rows, processors);
   else if (tall.head_dim == TallPrefillSizes128::kDim)
     takes_tall = many && !p.deterministic && short_prompts(p, most_tiles(p, tall.rows), processors);
-  return takes_tall ? choice_of(p, tall, limits) : other;
+  if (!takes_tall) return other;
+  const Choice taller = choice_of(p, tall, limits);
+  const bool few_rounds = !p.deterministic && prompts(p) && has_few_even_rounds(p, rows, processors, 3);
+  return few_rounds && costs_less(p, other, taller, limits, kPromptRowsSave) ? other : taller;
+}
+
+// Whether a request has no more rows than one tile of the decode kernel, which is as fast there. Widening takes long,
+// so for it all rounds of tiles must be full enough. `deterministic` needs the splits that decode alone has.
+bool suits_decode(const Problem& p, const DeviceLimits& limits) {
+  if (!has_few_rows(p)) return false;
+  if (p.deterministic || pd_max(p.head_dim, p.head_dim_v) <= kDecodeDims || has_few_rows(p, kDecodeWideRows))
+    return true;
+  const int64_t tiles = p.batch * p.kv_heads, processors = limits.processors;
+  const int64_t rounds = pd_ceil_div(tiles, processors);
+  if (widens(p)) return rounds < 2 || 4 * tiles < 3 * rounds * processors;
+  return 3 * tiles < 2 * processors && most_keys(p, kFewRows) <= kFewKeys;
 }
 
 // Whether the decode kernel takes less time. It reads all keys for each 16 rows: on an H200 in 0.05, 0.2 and 0.9 ns for
@@ -405,7 +441,7 @@ int64_t most_tiles(const Problem& p, int rows) {
 
 const char* prefill_why_not(const Problem& p, const DeviceLimits& limits) {
   if (*hopper_why_not(limits) != '\0') return hopper_why_not(limits);
-  if (has_few_rows(p)) return "no more rows than one tile of the decode kernel";
+  if (suits_decode(p, limits)) return "no more rows than one tile of the decode kernel";
   if (p.q_dtype == DType::kFloat32) return "float32";
   const char* const reason = decode_why_not(p, limits);
   if (*reason != '\0') return reason;
@@ -451,7 +487,7 @@ PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere. A box begins
   // where the swizzle does.
   const int64_t rows = c.block_table ? std::gcd(plan.instance.keys, c.page_size) : plan.instance.keys;
-  const bool bulk = rows % kSwizzledRows == 0 && !plan.widens;
+  const bool bulk = rows % kSwizzledRows == 0 && rows >= plan.instance.least_box_rows && !plan.widens;
   plan.box_rows = bulk ? static_cast<int32_t>(rows) : 0;
   return plan;
 }

@@ -220,7 +220,7 @@ struct Scheduler {
     if (number > kFirstBucket) return own.rows;
     const int bound = bucket_bound(known.longest, number) * splits;
     if (own.most < bound) return own.rows;
-    if (own.rows <= 1 || number == 0 || p.window_right < 0 || p.window_left >= 0 || p.attention_chunk > 0) return 0;
+    if (own.rows <= 1 || bound <= 1 || p.window_right < 0 || p.window_left >= 0 || p.attention_chunk > 0) return 0;
     // Causal: the number of keys falls by kRows / group from one row tile to the one before.
     const int64_t keys = int64_t{own.most - bound} * Shape::kKeys;
     const int64_t above = keys * p.group / Shape::kRows + 1;

@@ -23,8 +23,7 @@ struct PrefillShape : Sizes {
   // Of two consumers that do not take turns, the second begins when the first has its first scores. If both began at
   // once they would stay in step, and no product would run while they compute weights (docs/cuda.md).
   static constexpr bool kStaggers = Sizes::kConsumers == 2 && requires { requires !Sizes::kTurns; };
-  // Warps that copy values in pieces, at the edges of what is seen.
-  static constexpr int kEdgeCopiers = Sizes::kOwnDirector && Sizes::kColumns > 1 ? 2 : 1;
+  static constexpr int kEdgeCopiers = kEdgeCopiersOf<Sizes>;
   // Instructions between the director's code and that of the loaders. With them the loops of the loaders lie where the
   // loop of the consumers leaves the instruction cache free (docs/cuda.md). Measured at head_dim 128 and 192.
   static constexpr int kCodeGap = !Sizes::kOwnDirector ? 0 : Sizes::kDim == 192 ? 218 : 184;

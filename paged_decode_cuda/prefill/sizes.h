@@ -59,14 +59,29 @@ struct PrefillSizes {
   static_assert(kDim % 16 == 0 && kDimV % 32 == 0 && kKeys % 16 == 0, "whole products and stores");
 };
 
+// Warps that copy values in pieces, at the edges of what is seen. As many ask for the boxes of a tile where these are
+// small; else one does.
+template <typename Sizes>
+constexpr int kEdgeCopiersOf = Sizes::kOwnDirector && Sizes::kColumns > 1 ? 2 : 1;
+
+// The least rows of a box: a lane asks for one box of a tile.
+template <typename Sizes>
+constexpr int least_box_rows() {
+  const int columns = Sizes::kColumns > Sizes::kColumnsV ? Sizes::kColumns : Sizes::kColumnsV;
+  int rows = kSwizzledRows;
+  while (Sizes::kKeys / rows * columns > (rows < kLargeBoxRows ? kEdgeCopiersOf<Sizes> : 1) * 32) rows *= 2;
+  return rows;
+}
+
 // The same as numbers.
 struct PrefillInstance {
-  int head_dim, head_dim_v, rows, keys, threads, shared_bytes;
+  int head_dim, head_dim_v, rows, keys, threads, shared_bytes, least_box_rows;
 };
 
 template <typename Sizes>
 constexpr PrefillInstance prefill_instance() {
-  return {Sizes::kDim, Sizes::kDimV, Sizes::kRows, Sizes::kKeys, Sizes::kThreads, Sizes::kSharedBytes};
+  return {Sizes::kDim,     Sizes::kDimV,        Sizes::kRows,           Sizes::kKeys,
+          Sizes::kThreads, Sizes::kSharedBytes, least_box_rows<Sizes>()};
 }
 
 template <typename Sizes>
