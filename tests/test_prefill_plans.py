@@ -138,6 +138,45 @@ def test_what_is_deterministic_does_not_see_the_batch_on_other_gpus(library, nam
     assert len(routes) > 2 and "" in routes
 
 
+def test_rows_of_wide_heads_that_decode_serves(library):
+    """Up to 16 with 128 dimensions, above only 8, but in a short window with few tiles, and with `deterministic`."""
+    few_rows = "no more rows than one tile of the decode kernel"
+
+    def taken(requests, tokens, head_dim=192, **options):
+        sizes = {"kv_heads": 2, "group": 1, "max_q_len": tokens, "head_dim": head_dim, "head_dim_v": head_dim}
+        reason = refusal(library, [1000] * requests, **sizes | options)
+        assert reason in ("", few_rows)
+        return reason == ""
+
+    for head_dim in (136, 192, 256):
+        assert taken(8, 9, head_dim) and not taken(8, 8, head_dim)
+    assert not taken(8, 16, 128) and taken(8, 17, 128)
+    assert not taken(8, 16, deterministic=1) and taken(8, 17, deterministic=1)
+    # 88 tiles are two thirds of the multiprocessors. 240 keys before 16 tokens are 256.
+    assert not taken(43, 16, window_left=240) and taken(44, 16, window_left=240) and taken(43, 16, window_left=241)
+    assert taken(43, 16, max_seqlen_k=257) and not taken(43, 16, max_seqlen_k=256)
+    # Widening needs rounds of which three quarters are full: two from 198 tiles on.
+    eight_bits = {"kv_bytes": 1}
+    assert not taken(66, 16, **eight_bits) and not taken(98, 16, **eight_bits) and taken(99, 16, **eight_bits)
+    assert taken(132, 16, **eight_bits) and not taken(134, 16, **eight_bits)
+
+
+def test_prompts_of_several_rounds_stay_whole(library):
+    """Cuts must save a fifth there, and tiles that are not tall 15 percent."""
+
+    def plan(q_lens, heads, head_dim=64, **options):
+        kv_heads, group = heads
+        sizes = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim, "head_dim_v": head_dim, "page_size": 16}
+        n = numbers_of(library, q_lens, q_lens=q_lens, **sizes | {"max_seqlen_k": max(q_lens)} | options)
+        return n.rows, n.splits
+
+    assert plan([2254, 758, 3797, 3615, 2670], (2, 2)) == (256, 1)
+    assert plan([5000], (3, 3)) == (128, 1) and plan([2600], (8, 2)) == (128, 1)
+    assert plan([3000], (8, 2)) == plan([1500, 1500], (8, 2)) == plan([2048] * 3, (3, 3)) == (256, 1)
+    # A table that is much wider does not tell that they are prompts.
+    assert plan([5000], (3, 3), max_seqlen_k=0) != (128, 1)
+
+
 def test_where_widening_begins(library):
     """With more than 32 rows, or where three quarters of the multiprocessors have work; products of 8 bits widen
     nothing. What must not depend on other requests widens 33 rows and packed ones."""
