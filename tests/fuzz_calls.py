@@ -41,8 +41,7 @@ NEUTRAL = {
         "k": (None,), "v": (None,), "rotary_cos": (None,), "rotary_sin": (None,), "cache_batch_idx": (None,),
         "cache_leftpad": (None,), "block_table": (None,), "page_table": (None,), "rotary_interleaved": (True, False),
         "cu_seqlens_q": (None,), "cu_seqlens_k_new": (None,), "max_seqlen_q": (None,), "max_seqlen_k": (None,),
-        "rotary_seqlens": (None,),
-        "scheduler_metadata": (None,), "ver": (None,),
+        "rotary_seqlens": (None,), "scheduler_metadata": (None,), "ver": (None,),
     },
     "flash_attn_func": PLAIN,
     "flash_attn_varlen_func": PLAIN | {

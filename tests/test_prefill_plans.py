@@ -782,10 +782,14 @@ def test_prefill_tiles_are_dealt_once(library, seed):
 
 def long_ones_first(tiles, keys, classes=8):
     """Classes by length: a tile is behind others that are shorter by no more than a class, and one tile. Those without
-    keys take no time, so they may stand anywhere."""
-    counts = [-(-t.key_end // keys) - t.key_begin // keys for t in tiles if t.key_end > t.key_begin]
-    behind = [b - a for a, b in zip(itertools.accumulate(counts, min), counts[1:])]
-    return max([0, *behind]) <= max([0, *counts]) / classes + 1
+    keys take no time, and stand where those with one tile of keys do."""
+    counts = [max(0, -(-t.key_end // keys) - t.key_begin // keys) for t in tiles]
+
+    def most_behind(counts):
+        return max([0, *(b - a for a, b in zip(itertools.accumulate(counts, min), counts[1:]))])
+
+    allowed = max([0, *counts]) / classes + 1
+    return most_behind([n for n in counts if n > 0]) <= allowed and most_behind(counts) <= allowed + 1
 
 
 @pytest.mark.parametrize("cut", [False, True])

@@ -188,6 +188,8 @@ void check_scores(const AttendArguments& a, const Like& q, Sizes& s, Problem* p)
   p->softcap = softcap_of(a.softcap);
   p->window_left = pd_min(a.window_left, kBeyondAllKeys);
   p->window_right = pd_min(a.window_right, kBeyondAllKeys);
+  // A window as wide as the cache hides nothing. With an end on the right alone: rotary asks whether there is a window.
+  if (p->window_right >= 0 && p->window_left + 1 >= capacity_of(*p)) p->window_left = -1;
   p->attention_chunk = pd_min(a.attention_chunk, kBeyondAllKeys);
   if (a.alibi_slopes) {
     if (a.alibi_slopes->dim() == 1) {
@@ -226,8 +228,6 @@ Problem problem_of(const AttendArguments& a) {
   check_rotary(a, q, sizes, &p);
   check_qv(a, q, sizes, queries, &p);
   check_scores(a, q, sizes, &p);
-  // A window as wide as the cache hides nothing. With an end on the right alone: rotary asks whether there is a window.
-  if (p.window_right >= 0 && p.window_left + 1 >= capacity_of(p)) p.window_left = -1;
   check_memory(p);
   if (a.num_splits < 0) fail("num_splits: expected at least 0 (0 chooses), got " + str(a.num_splits));
   if (a.max_seqlen_k < -1) fail("max_seqlen_k: expected at least 0, or -1 for none, got " + str(a.max_seqlen_k));

@@ -336,7 +336,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   static_assert(Shape::kSharedBytes + sizeof(PrefillControl<Shape>) <= 227 * 1024, "there is room");
   const uint32_t shared = (shared_address(raw) + kBlockBytes - 1) & ~(kBlockBytes - 1u);
   const bool gathers = plan.box_rows == 0;
-  const int askers = plan.box_rows < kLargeBoxRows ? Shape::kEdgeCopiers : 1;  // warps that ask for the boxes of a tile
+  const int askers = askers_of<Shape>(plan.box_rows);
   constexpr bool kTransposes = Shape::kTransposedStages > 0;
   if (threadIdx.x == 0) init_prefill_barriers<Shape>(plan, control, askers);
   __syncthreads();

@@ -222,7 +222,8 @@ double cost_of(const Problem& p, const CutTimes& times, const Cuts& cuts, int64_
 // All tiles into as many splits, `most` at most: the number that pays from the fewest keys on; or, where tiles compute
 // and are even or of prompts, that with which the call costs least.
 Cuts cut_alike(const Problem& p, const CutTimes& times, int64_t tiles, int64_t keys, int64_t most, int64_t processors) {
-  const bool by_cost = (even(p) || prompts(p)) && !times.reads(), in_rounds = prompts(p) && times.rounds(1) > 1;
+  const bool are_prompts = prompts(p), in_rounds = are_prompts && times.rounds(1) > 1;
+  const bool by_cost = (even(p) || are_prompts) && !times.reads();
   const double save = in_rounds ? kPromptCutsSave : kChoiceSaves;
   most = pd_min(most, kMostSplits);
   Cuts best = kWhole;

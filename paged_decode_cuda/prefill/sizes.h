@@ -3,6 +3,8 @@
 
 #include <stdint.h>
 
+#include "spec/qualifiers.h"
+
 namespace paged_attn {
 
 constexpr int kWarpgroup = 128;    // threads
@@ -59,17 +61,22 @@ struct PrefillSizes {
   static_assert(kDim % 16 == 0 && kDimV % 32 == 0 && kKeys % 16 == 0, "whole products and stores");
 };
 
-// Warps that copy values in pieces, at the edges of what is seen. As many ask for the boxes of a tile where these are
-// small; else one does.
+// Warps that copy values in pieces, at the edges of what is seen.
 template <typename Sizes>
 constexpr int kEdgeCopiersOf = Sizes::kOwnDirector && Sizes::kColumns > 1 ? 2 : 1;
+
+// Warps that ask for the boxes of a tile.
+template <typename Sizes>
+PD_FN constexpr int askers_of(int box_rows) {
+  return box_rows < kLargeBoxRows ? kEdgeCopiersOf<Sizes> : 1;
+}
 
 // The least rows of a box: a lane asks for one box of a tile.
 template <typename Sizes>
 constexpr int least_box_rows() {
   const int columns = Sizes::kColumns > Sizes::kColumnsV ? Sizes::kColumns : Sizes::kColumnsV;
   int rows = kSwizzledRows;
-  while (Sizes::kKeys / rows * columns > (rows < kLargeBoxRows ? kEdgeCopiersOf<Sizes> : 1) * 32) rows *= 2;
+  while (Sizes::kKeys / rows * columns > askers_of<Sizes>(rows) * 32) rows *= 2;
   return rows;
 }
 

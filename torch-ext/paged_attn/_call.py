@@ -126,6 +126,10 @@ def run(
         if writes:
             written = {"k_cache": k_cache, "v_cache": v_cache, "out": out} if append else {"out": out}
             refuse_negations(written)
+        # A tensor is no hint: to read it would wait for the device. A compiled graph serves any length, and a number in
+        # it would make a new one.
+        if max_seqlen_k is not None and (isinstance(max_seqlen_k, torch.Tensor) or is_compiling()):
+            max_seqlen_k = None
         if features is None and window_left == -1 and max_seqlen_k is None:
             if append:
                 _append_and_attend(
@@ -135,11 +139,10 @@ def run(
                 _attend_plainly(q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right)
         else:
             operator = _append_and_attend if append else _attend
-            # Only bounds. A tensor is replaced by what the host knows: to read it would wait for the device.
+            # Only a bound. A tensor is replaced by a bound that the host knows: to read it would wait for the device.
             if max_seqlen_q is None or isinstance(max_seqlen_q, torch.Tensor):
                 max_seqlen_q = q_shape[0]
-            # A compiled graph serves any length, and a number in it would make a new one.
-            if max_seqlen_k is None or isinstance(max_seqlen_k, torch.Tensor) or is_compiling():
+            if max_seqlen_k is None:
                 max_seqlen_k = -1
             operator(
                 q, k_cache, v_cache, out, lse, cache_seqlens, block_table, softmax_scale, window_right, k, v,
