@@ -17,7 +17,7 @@ CALL = [
     *("k_stride_page", "k_stride_slot", "k_stride_head", "v_stride_page", "v_stride_slot", "v_stride_head"),
     *("num_pages", "page_size", "max_pages"),
     *("window_left", "window_right", "chunk", "num_splits", "deterministic", "processors", "seed", "little_shared"),
-    *("q_descale", "k_descale", "cache_batch_idx", "sinks_of_q"),
+    *("q_descale", "k_descale", "cache_batch_idx", "sinks_of_q", "fill"),
 ]
 
 
@@ -168,6 +168,7 @@ class Case:
             "processors": o.get("processors", 4), "seed": self.seed, "little_shared": o.get("little_shared", 0),
             "scale": self.scale,
             "softcap": o.get("softcap", 0.0), "sinks_of_q": o.get("sinks_of_q", 0),
+            "fill": o.get("fill", 0xFF),
         }.items():  # fmt: skip
             setattr(call, name, value)
         self.numbers = numbers_of(self.NUMBERS)

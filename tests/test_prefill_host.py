@@ -29,7 +29,7 @@ def library(tmp_path_factory):
 
 class Prompt(Case):
     DIMS, KEYS, VALUES = 256, slice(0, 128), slice(128, 256)
-    NUMBERS = ("blocks", "box_rows", "splits", "most_splits", "rows")
+    NUMBERS = ("blocks", "box_rows", "splits", "most_splits", "rows", "tile_rows")
 
 
 CASES = {
@@ -222,6 +222,34 @@ def test_attends_to_short_prompts(library, name):
     case.judge()
 
 
+WHOLE_TOKENS = [
+    (Prompt, 3, {"num_splits": 1}),
+    (Prompt, 5, {"window": (60, 0)}),
+    (Prompt, 7, {"num_splits": 1, "page_size": 1}),
+    (Prompt, 5, {"dtype": E4M3}),
+    (Prompt, 3, {"kv_dtype": E4M3}),
+    (MiddlePrompt, 12, {}),
+    (WidePrompt, 7, {"sinks": True}),
+    (NarrowPrompt, 7, {"window": (60, 0)}),
+    (ThreeConsumers, 5, {"leftpads": [37, 0, 3]}),
+]
+
+
+@pytest.mark.parametrize("prompt, group, options", WHOLE_TOKENS)
+def test_tiles_of_whole_tokens(library, prompt, group, options):
+    """Where rows of the kernel are no multiple of the group, a few stay empty. What stood in their place matters to
+    nobody."""
+    sizes = {"lens": [250, 120, 200], "q_lens": [100, 120, 33], "q_heads": 2 * group, "kv_heads": 2, "processors": 2}
+    results = []
+    for fill in (0xFF, 0x7F):  # NaN, and the largest numbers
+        case = prompt(**sizes, **{"page_size": 16, "fill": fill} | options)
+        numbers = case.run(library)
+        case.judge()
+        assert numbers.blocks == 2 and numbers.tile_rows == numbers.rows // group * group < numbers.rows
+        results.append((case.out.clone(), case.lse.clone()))
+    assert all(torch.equal(*pair) for pair in zip(*results))
+
+
 def test_attends_with_many_narrow_rows(library):
     case = NarrowPrompt(lens=[300, 270], q_lens=[300, 90], q_heads=4, page_size=16, processors=3, window=(-1, -1))
     assert case.run(library).blocks == 3
@@ -386,7 +414,7 @@ def test_attends_some_call(library, prompt, seed):
     case = prompt(
         lens=lens,
         q_lens=[rng.randint(0, 60) for _ in lens[1:]] + [rng.randint(1, 60)],
-        q_heads=rng.choice([4, 6]),
+        q_heads=rng.choice([4, 6, 10]),
         kv_heads=2,
         page_size=(8, 16, 1, rng.choice([2, 24, 40, 128]))[seed],
         processors=rng.choice([1, 3]),

@@ -170,7 +170,7 @@ struct E4m3Consumer {
       const float l = row_sum(rows.l[r]);
       if (row >= item.rows) continue;
       if (work.cut) {
-        const int64_t place = begin_partial(p, plan, work, first, row, rows.base[r], l);
+        const int64_t place = begin_partial(p, plan, work, first, row, rows.base[r], l, t == 0);
 #pragma unroll
         for (int i = 0; i < Shape::kDimV / 16; ++i) {
           const int dim = i * 16 + t * 4;

@@ -20,6 +20,32 @@
 
 namespace paged_attn {
 
+// Writes the rows of a warp. A lane has two of them, finds where one goes, and learns of the other one from a lane that
+// has it too: long code that runs once for each tile is slow to fetch.
+template <typename Shape, bool kFull, bool kBf16>
+PD_DEVICE void store_rows(const Problem& p, const PrefillCall& plan, const Work& work,
+                          const float (&acc)[Shape::kDimV / 2], PrefillRows<Shape, kFull>& rows, int first_row) {
+  const Item& item = work.item;
+  const bool second = threadIdx.x % 2 > 0;
+  // The lanes of a row trade: each adds what it has of its own row to what the one beside it has.
+  float sum = (second ? rows.l[1] : rows.l[0]) + __shfl_xor_sync(~0u, second ? rows.l[0] : rows.l[1], 1);
+  sum += __shfl_xor_sync(~0u, sum, 2);
+  const int own = first_row + (second ? 8 : 0);
+  RowTarget target = {};
+  float factor = 0.f;
+  if (own < item.rows) {
+    target = row_target(p, plan, item, work.head, own);
+    factor =
+        finish_row(p, target, item.b, work.head, second ? rows.base[1] : rows.base[0], sum, threadIdx.x % kQuad < 2);
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int64_t out = __shfl_sync(~0u, target.out, r, kQuad);
+    store_row<kBf16>(acc, r, __shfl_sync(~0u, factor, r, kQuad), static_cast<uint16_t*>(p.out) + out,
+                     first_row + r * 8 < item.rows, p.head_dim_v);
+  }
+}
+
 template <typename Shape, bool kFull>
 PD_DEVICE void consume(const Problem& p, const PrefillCall& plan, PrefillControl<Shape>& control, uint32_t shared) {
   constexpr bool kBf16 = IsBf16<typename Shape::Type>::value;
@@ -327,6 +353,18 @@ PD_DEVICE void init_prefill_barriers(const PrefillCall& plan, PrefillControl<Sha
   fence_async_proxy();
 }
 
+// Rows of the kernel that a tile of whole tokens leaves empty become zero, as no box brings them: whatever stood there
+// would move the references of their warp. By all threads, of which each has a piece of a column.
+template <typename Shape>
+PD_DEVICE void clear_empty_rows(const PrefillCall& plan, uint32_t shared) {
+  const uint32_t first = plan.tile_rows.divisor * kRowBytes + threadIdx.x * 16;
+  if (first >= Shape::kRows * kRowBytes) return;
+#pragma unroll 1
+  for (int column = 0; column < Shape::kQueryStages * Shape::kColumns; ++column)
+    store_piece(shared + column * Shape::kRows * kRowBytes + first, 0, 0, 0, 0);
+  fence_async_proxy();
+}
+
 template <typename Shape, bool kFull>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     prefill_kernel(const __grid_constant__ Problem p, const __grid_constant__ PrefillCall plan) {
@@ -339,6 +377,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int askers = askers_of<Shape>(plan.box_rows);
   constexpr bool kTransposes = Shape::kTransposedStages > 0;
   if (threadIdx.x == 0) init_prefill_barriers<Shape>(plan, control, askers);
+  clear_empty_rows<Shape>(plan, shared);
   __syncthreads();
   wait_for_predecessor();
   // `cut` becomes unknown before blocks of the combine kernel start, or they would read what an earlier call left. The
@@ -360,6 +399,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (threadIdx.x < kWarpgroup) {
     give_registers<Shape::kProducerRegisters>();
     if constexpr (!Shape::kOwnDirector) survey();
+    if (!Shape::kOwnDirector && plan.splits == 0) leave_gap<Shape::kCodeGap>();  // never runs
     const int warp = threadIdx.x / kWarp;
     constexpr int kTransposer = 2, kDirector = 3;
     if (!Shape::kOwnDirector && warp == kDirector) {

@@ -312,7 +312,7 @@ template <typename Shape>
 PD_DEVICE void copy_query_boxes(const Problem& p, const PrefillCall& plan, const Work& work, uint32_t queries,
                                 uint32_t arrived) {
   const int token = work.item.q_begin + plan.group.divide(work.item.first_row);
-  barrier_arrive_expecting(arrived, Shape::kQueryBytes);
+  barrier_arrive_expecting(arrived, static_cast<int>(plan.tile_rows.divisor) * Shape::kColumns * kRowBytes);
 #pragma unroll
   for (int c = 0; c < Shape::kColumns; ++c) {
     copy_query_box(queries + c * Shape::kRows * kRowBytes, plan.queries, arrived, c * Shape::kColumnDims, work.head,

@@ -16,14 +16,14 @@ PD_DEVICE int64_t partial_index(const Problem& p, int split, int token, int q_he
   return (split * p.total_q + token) * p.q_heads + q_head;
 }
 
-// Begins the partial of a row, by the four lanes that hold it: stores its reference score and the sum of its weights,
-// and with the first split also how many there are and whose row it is. `first`: the first token of the request.
-// Returns the number of the partial.
+// Begins the partial of a row: where `writes`, stores its reference score and the sum of its weights, and with the
+// first split also how many there are and whose row it is. `first`: the first token of the request. Returns the number
+// of the partial.
 PD_DEVICE int64_t begin_partial(const Problem& p, const PrefillCall& plan, const Work& work, int first, int row,
-                                float base, float l) {
+                                float base, float l, bool writes) {
   const QueryRow query = query_row(p, plan, work.item, work.head, row);
   const int64_t place = partial_index(p, work.split, first + query.token, query.q_head);
-  if (threadIdx.x % 4 == 0) {
+  if (writes) {
     plan.ml[place] = make_float2(base, l);
     if (work.split == 0) plan.row_splits[place] = make_int2(work.splits, work.item.b);
   }
@@ -40,20 +40,24 @@ PD_DEVICE void leave_out(const Problem& p, const PrefillCall& plan, const Work& 
   }
 }
 
-// Leaves partials of the rows of a warp for the combine kernel.
+// Leaves partials of the rows of a warp for the combine kernel. As in store_rows(), a lane finds the place of one row.
 template <typename Shape, bool kFull>
 PD_DEVICE void store_partial(const Problem& p, const PrefillCall& plan, const Work& work,
                              const float (&acc)[Shape::kDimV / 2], const PrefillRows<Shape, kFull>& rows,
                              int first_row) {
   const Item& item = work.item;
-  const int t = threadIdx.x % 4;
-  const int first = first_token(p, item);
+  const int t = threadIdx.x % kQuad;
+  const float first_sum = row_sum(rows.l[0]), second_sum = row_sum(rows.l[1]);
+  const bool second = t % 2 > 0;
+  const int own = first_row + (second ? 8 : 0);
+  int64_t place = 0;
+  if (own < item.rows)
+    place = begin_partial(p, plan, work, first_token(p, item), own, second ? rows.base[1] : rows.base[0],
+                          second ? second_sum : first_sum, t < 2);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = first_row + r * 8;
-    const float l = row_sum(rows.l[r]);
-    if (row >= item.rows) continue;
-    float* const sums = plan.sums + begin_partial(p, plan, work, first, row, rows.base[r], l) * p.head_dim_v;
+    float* const sums = plan.sums + __shfl_sync(~0u, place, r, kQuad) * p.head_dim_v;
+    if (first_row + r * 8 >= item.rows) continue;
 #pragma unroll
     for (int j = 0; j < Shape::kDimV / 8; ++j) {
       const int dim = j * 8 + t * 2;

@@ -30,8 +30,8 @@ constexpr double kIdleCombineTime = 2800, kIdlePartialRate = 6500, kIdleComputeR
 // ns that a call takes beside its tiles, where each block has one and where some have several, and that a block takes
 // between two tiles.
 constexpr double kFixedTime = 6300, kFixedTimeOfRounds = 9000, kBetweenTiles = 1200;
-// How long a multiprocessor alone reads, in ns: keys that are worth a cut where there are more rounds of tiles than
-// one, and what a table must have room for.
+// How long a multiprocessor alone has keys, in ns: those that are worth a cut, and what a table must have room for
+// where there are more rounds of tiles than one.
 constexpr double kLong = 30000, kMayBeLong = 60000;
 // The combine kernel: where a row may have kManySplits, four warps add it if there are very few rows, two if few. Rows
 // and blocks are counted for each multiprocessor. More blocks would take long to start where nothing was cut.
@@ -39,6 +39,7 @@ constexpr int64_t kManySplits = 8, kVeryFewCombinedRows = 8, kFewCombinedRows = 
 constexpr double kComputeRate = 5300;  // operations of a multiprocessor in a ns
 constexpr int64_t kMostE4m3Dims = 128;
 constexpr int64_t kUsualDim = 128;
+constexpr int64_t kShortWindow = 512;  // keys
 constexpr int64_t kShortPrompt = 4096, kTilesOfShortPrompts = 3;
 // Keys for each query, where many are likely and where most are: a table may have room for many more.
 constexpr int64_t kManyKeys = 4, kMostKeys = 16;
@@ -51,6 +52,8 @@ constexpr int64_t kFewWidenedRows = 32;  // take less time in the decode kernel 
 // Up to so many dimensions the decode kernel reads keys at full rate for 16 rows, above only for 8: for 16 at half of
 // it.
 constexpr int64_t kDecodeDims = 128, kDecodeWideRows = 8;
+// Tiles of up to so many keys may have whole tokens, if that leaves no more than one of so many rows empty.
+constexpr int64_t kKeysOfWholeTokens = 1024, kMostEmptyRows = 16;
 constexpr int64_t kFewKeys = 256;  // for so many, as in a window, it is as fast where it has multiprocessors for all
 
 // Whether requests are prompts with no more keys before them than they have themselves, as far as the host can tell.
@@ -107,7 +110,7 @@ class CutTimes {
            bool may_read = true)
       : tiles_(static_cast<double>(tiles)), processors_(limits.processors), rate_(1. * limits.read_rate / processors_) {
     const double rows = static_cast<double>(longest_query(p) * p.group), dims = static_cast<double>(p.head_dim_v);
-    reads_ = may_read && rows <= instance.rows;
+    reads_ = may_read && rows <= instance.tile_rows;
     const bool sees_all = p.window_left < 0 || p.window_left + 1 >= p.max_kv_len;  // before it
     queries_ = p.window_right == 0 && sees_all && !reads_ ? static_cast<double>(longest_query(p)) : 0;
     key_bytes_ = static_cast<double>((p.head_dim + p.head_dim_v) * dtype_bytes(p.cache.dtype));
@@ -115,7 +118,7 @@ class CutTimes {
     even_ = even(p);
     cut_key_ = reads_ || !even_ ? 1 : key_time(p, instance, true) / key_;
     // A partial is written and read, as float32.
-    partial_bytes_ = (reads_ ? rows : instance.rows) * dims * 2 * sizeof(float);
+    partial_bytes_ = (reads_ ? rows : instance.tile_rows) * dims * 2 * sizeof(float);
     partial_ = partial_bytes_ / rate_ / key_;
     combine_ = kCombineTime / key_;
     idle_key_ = reads_ ? alone() : std::max(key_operations(p, instance) / kIdleComputeRate, kWeightsTime);
@@ -136,6 +139,9 @@ class CutTimes {
 
   // How long a multiprocessor alone reads a key, in ns.
   double alone() const { return key_bytes_ / kIdleRate; }
+
+  // How long a key takes a tile in a round of its own, in ns: to be read, or for all rows of one that computes.
+  double of_round() const { return std::max(alone(), key_); }
 
   // From how many keys on splits gain 10 %, where they are all there at the same time and most of the GPU is idle
   // without.
@@ -205,6 +211,13 @@ int64_t likely_tiles(const Problem& p, int rows) { return pd_min(most_tiles(p, r
 // Whether most requests have far fewer tokens than the longest, as decode steps beside a chunk of a prompt. Then some
 // tiles of rows only read, though others compute.
 bool mixed(const Problem& p) { return p.cu_seqlens_q && 2 * p.total_q <= p.batch * longest_query(p); }
+
+// As many as there will be: where lengths differ, about half of the last tile of every request is empty.
+int64_t usual_tiles(const Problem& p, int rows) {
+  if (even(p)) return likely_tiles(p, rows);
+  const int64_t tiles = (p.total_q * p.group + p.batch * rows / 2) / rows;
+  return pd_max(tiles, pd_min(p.batch, p.total_q)) * p.kv_heads;
+}
 
 // What a call with these cuts costs, to compare it with others: its time in ns, as the sum of four likely numbers of
 // keys. `keys` is the most: twice likely if it is not much more than there are queries, else prompts are.
@@ -276,7 +289,7 @@ Cuts cut_in_one_round(const Problem& p, const CutTimes& times, const Cuts& alike
                       int64_t room, int64_t processors) {
   const int64_t most = pd_min(pd_min(room, keys / alike.least_long), kMostSplits);
   if (most <= alike.splits || p.batch == 1) return alike;  // the only request has no others
-  const double from = times.reads() ? 2 * kSplitKeys : kLong / times.alone();
+  const double from = times.reads() ? 2 * kSplitKeys : kLong / times.of_round();
   const bool fits = 2 * tiles <= processors;  // all splits, with a long one cut, into one round
   const int64_t wanted = fits ? processors : 2 * processors;
   const Cuts by_length = {1, static_cast<int64_t>(from), wanted, most, 1, alike.least_long};
@@ -306,9 +319,9 @@ Cuts cut_in_rounds(const Problem& p, const CutTimes& times, const Cuts& alike, i
 Cuts cuts_of(const Problem& p, int64_t tiles, const PrefillInstance& instance, const DeviceLimits& limits) {
   if (p.num_splits > 0) return {p.num_splits, 0, 0, p.num_splits};
   if (p.deterministic) return kWhole;
-  const int64_t likely = likely_tiles(p, instance.rows);
+  const int64_t likely = likely_tiles(p, instance.tile_rows);
   if (likely == 0) return kWhole;
-  const int64_t keys = most_keys(p, instance.rows), processors = limits.processors;
+  const int64_t keys = most_keys(p, instance.tile_rows), processors = limits.processors;
   const int64_t room = kPartialTiles * processors / tiles;  // splits of each tile that there is memory for
   const CutTimes times(p, likely, instance, limits);
   const Cuts alike = likely * kIdle <= processors
@@ -316,7 +329,7 @@ Cuts cuts_of(const Problem& p, int64_t tiles, const PrefillInstance& instance, c
                          : cut_alike(p, times, likely, keys, pd_min(keys / kSplitKeys, room), processors);
   if (likely <= processors) return cut_in_one_round(p, times, alike, keys, likely, room, processors);
   if (likely > kMostRounds * processors) return alike;
-  return cut_in_rounds(p, times, alike, keys, likely, instance.rows, processors);
+  return cut_in_rounds(p, times, alike, keys, likely, instance.tile_rows, processors);
 }
 
 // Keys and values are widened to float16 in shared memory.
@@ -325,8 +338,23 @@ bool widens(const Problem& p) { return dtype_bytes(p.cache.dtype) == 1 && !in_8_
 // Whether tall tiles of rows take less time than others, of which each row takes 6 % more: every multiprocessor is busy
 // until the last round of tiles.
 bool fewer_rounds(const Problem& p, int tall, int other, int processors) {
-  const auto time = [&](int rows) { return pd_ceil_div(most_tiles(p, rows), int64_t{processors}) * rows; };
+  const auto time = [&](int rows) { return pd_ceil_div(usual_tiles(p, rows), int64_t{processors}) * rows; };
   return time(tall) * 100 < time(other) * 106;
+}
+
+// A tile of rows may have whole tokens, for then one bulk copy brings its queries. Else the director brings them row by
+// row, which takes it as long as 500 keys take the others. But a few rows of the kernel are left empty, so that tiles
+// are more. It pays where tiles have few keys, or most of them few rows, many blocks have two tiles, and none has one
+// more for it.
+PrefillInstance with_whole_tokens(const Problem& p, PrefillInstance instance, const DeviceLimits& limits) {
+  const int rows = instance.rows, empty = static_cast<int>(rows % p.group);
+  if (p.deterministic || kMostEmptyRows * empty > rows) return instance;
+  const bool few_keys = most_keys(p, rows) <= kKeysOfWholeTokens, few_rows = p.total_q * p.group < p.batch * rows;
+  const int64_t tiles = usual_tiles(p, rows), processors = limits.processors;
+  const int64_t rounds = pd_ceil_div(tiles, processors);
+  const bool same = rounds > kMostRounds || pd_ceil_div(usual_tiles(p, rows - empty), processors) == rounds;
+  if ((few_keys || few_rows) && 2 * tiles > 3 * processors && same) instance.tile_rows -= empty;
+  return instance;
 }
 
 // The kernel of a call, its tiles of rows at most, and how their keys are cut.
@@ -337,14 +365,21 @@ struct Choice {
 };
 
 Choice choice_of(const Problem& p, const PrefillInstance& instance, const DeviceLimits& limits) {
-  const int64_t tiles = most_tiles(p, instance.rows);
+  const int64_t tiles = most_tiles(p, instance.tile_rows);
   return {instance, tiles, cuts_of(p, tiles, instance, limits)};
 }
 
-// Whether the model of a call's time holds: requests are about equally long, each has several tiles of rows, and all
-// tiles take so many rounds at most.
+// Whether tiles of rows see few keys, whatever the lengths.
+bool has_short_window(const Problem& p) {
+  const int64_t window = p.window_left + p.window_right;
+  return p.window_left >= 0 && p.window_right >= 0 && window <= kShortWindow && window < p.max_kv_len;
+}
+
+// Whether the model of a call's time holds: tiles of rows are about equally long, each request has several, and all
+// take so many rounds at most.
 bool has_few_even_rounds(const Problem& p, int rows, int processors, int64_t rounds = 2) {
-  return even(p) && longest_query(p) * p.group > rows && likely_tiles(p, rows) <= rounds * processors;
+  return (even(p) || has_short_window(p)) && longest_query(p) * p.group > rows &&
+         usual_tiles(p, rows) <= rounds * processors;
 }
 
 // Whether a call costs less with these tiles than with others. Tall ones may fit into one round where others take two,
@@ -352,9 +387,9 @@ bool has_few_even_rounds(const Problem& p, int rows, int processors, int64_t rou
 bool costs_less(const Problem& p, const Choice& these, const Choice& others, const DeviceLimits& limits,
                 double save = kChoiceSaves) {
   const auto cost = [&](const Choice& choice) {
-    const int rows = choice.instance.rows;
-    const CutTimes times(p, likely_tiles(p, rows), choice.instance, limits, false);
-    return cost_of(p, times, choice.cuts, most_keys(p, rows));
+    const int rows = choice.instance.tile_rows;
+    const CutTimes times(p, usual_tiles(p, rows), choice.instance, limits, false);
+    return cost_of(p, times, choice.cuts, most_keys(p, rows) + (has_short_window(p) ? choice.instance.keys : 0));
   };
   return cost(these) < (1 - save) * cost(others);
 }
@@ -371,22 +406,31 @@ bool short_prompts(const Problem& p, int64_t tiles, int processors) {
 // the latter case products of 8 bits above head_dim 64 ask for rounds enough, too, and those of 16 bits at head_dim 128
 // for short prompts. Where results must not depend on the other requests, neither may the tiles.
 Choice choose(const Problem& p, const DeviceLimits& limits) {
-  if (widens(p)) return choice_of(p, find_prefill_narrow_instance(p.head_dim, p.head_dim_v), limits);
-  const auto find = in_8_bits(p) ? find_prefill_e4m3_instance : find_prefill_instance;
-  const PrefillInstance tall = find(p.head_dim, p.head_dim_v, all_scores(p), true);
-  const Choice other = choice_of(p, find(p.head_dim, p.head_dim_v, all_scores(p), false), limits);
-  const int rows = other.instance.rows, processors = limits.processors;
-  if (tall.rows == rows) return other;  // no tall tiles
-  const bool full = 2 * p.max_q_len * p.group > tall.rows, many = full && most_tiles(p, tall.rows) >= processors;
+  if (widens(p)) {
+    const PrefillInstance only = find_prefill_narrow_instance(p.head_dim, p.head_dim_v);
+    return choice_of(p, with_whole_tokens(p, only, limits), limits);
+  }
+  const auto find = [&](bool tall) {
+    const auto instances = in_8_bits(p) ? find_prefill_e4m3_instance : find_prefill_instance;
+    return with_whole_tokens(p, instances(p.head_dim, p.head_dim_v, all_scores(p), tall), limits);
+  };
+  const PrefillInstance tall = find(true);
+  const Choice other = choice_of(p, find(false), limits);
+  if (tall.rows == other.instance.rows) return other;  // no tall tiles
+  const int rows = other.instance.tile_rows, processors = limits.processors;
+  const int64_t tiles = most_tiles(p, tall.tile_rows);
+  const bool full = 2 * p.max_q_len * p.group > tall.tile_rows, many = full && tiles >= processors;
   if (full && !p.deterministic && has_few_even_rounds(p, rows, processors)) {
     const Choice taller = choice_of(p, tall, limits);
     if (costs_less(p, taller, other, limits)) return taller;
   }
   bool takes_tall = many || p.deterministic;
   if (in_8_bits(p) && tall.head_dim > TallPrefillE4m3Sizes64::kDim)
-    takes_tall = many && !p.deterministic && fewer_rounds(p, tall.rows, rows, processors);
+    takes_tall = many && !p.deterministic && fewer_rounds(p, tall.tile_rows, rows, processors);
   else if (tall.head_dim == TallPrefillSizes128::kDim)
-    takes_tall = many && !p.deterministic && short_prompts(p, most_tiles(p, tall.rows), processors);
+    takes_tall = many && !p.deterministic &&
+                 (short_prompts(p, tiles, processors) ||
+                  (has_short_window(p) && fewer_rounds(p, tall.tile_rows, rows, processors)));
   if (!takes_tall) return other;
   const Choice taller = choice_of(p, tall, limits);
   const bool few_rounds = !p.deterministic && prompts(p) && has_few_even_rounds(p, rows, processors, 3);
@@ -410,7 +454,7 @@ bool suits_decode(const Problem& p, const DeviceLimits& limits) {
 // prefill kernel takes 11 or 20 ns for each key where it cuts none. The limits are where both were as fast.
 bool little_work(const Problem& p, const PrefillInstance& instance) {
   constexpr int kDecodeRows = 16;
-  const int64_t keys = pd_max(most_keys(p, instance.rows), 1), tiles = likely_tiles(p, kDecodeRows);
+  const int64_t keys = pd_max(most_keys(p, instance.tile_rows), 1), tiles = likely_tiles(p, kDecodeRows);
   const int64_t work = tiles * keys * dtype_bytes(p.cache.dtype);
   if (instance.head_dim <= 64) return work < 90000;
   if (instance.head_dim <= 128) return work < 45000 && tiles < 58 - (keys <= 128 ? 0 : 10000 / keys);
@@ -478,7 +522,7 @@ PrefillPlan plan_prefill(const Problem& p, const DeviceLimits& limits) {
   plan.least_split_keys = cuts.least;
   plan.least_long_split_keys = cuts.least_long;
   plan.blocks = pd_max(pd_min(tiles * plan.most_splits, limits.processors), 1);
-  plan.read_once = longest_query(p) * p.group <= plan.instance.rows;
+  plan.read_once = longest_query(p) * p.group <= plan.instance.tile_rows;
   // A warp looks at as many requests at once as it has lanes. Where they have one tile of rows each, finding the first
   // tile takes no time, nor does finding that none is left. Entries of cu_seqlens_q that fall make more tiles than all
   // tokens have: then some are left out.

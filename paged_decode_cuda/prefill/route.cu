@@ -39,9 +39,10 @@ PrefillCall prefill_call(const Problem& p, const PrefillPlan& plan, const Layout
   call.box_rows = bulk ? plan.box_rows : 0;
   // Queries come in boxes where they are multiplied as they are, and where they can be described. The box of a
   // request's last rows brings those of the next request too, whose scores may move the references of a warp.
-  const int rows = plan.instance.rows;
+  const int rows = plan.instance.tile_rows;
   const bool boxes = (dtype_bytes(p.q_dtype) == 2 || !plan.widens) && describe_queries(p, rows, call.queries);
   const int least_rows = hides_lengths(p) ? rows : 0;
+  call.tile_rows = FastDivisor(rows);
   call.query_box_rows = boxes ? least_rows : rows + 1;
   call.blocks_in_grid = static_cast<int32_t>(plan.blocks);
   call.one_round = plan.one_round;
@@ -66,7 +67,7 @@ PrefillCall prefill_call(const Problem& p, const PrefillPlan& plan, const Layout
 }  // namespace
 
 Numbers prefill_numbers(const PrefillPlan& plan) {
-  return {{"rows_per_tile", plan.instance.rows},
+  return {{"rows_per_tile", plan.instance.tile_rows},
           {"tile_keys", plan.instance.keys},
           {"items", plan.items},
           {"splits", plan.splits},

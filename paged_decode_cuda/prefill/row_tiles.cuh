@@ -21,11 +21,12 @@ PD_DEVICE Item request_item(const Problem& p, const Plan& plan, int b) {
   return item;
 }
 
-// Rows [tile * Shape::kRows, ...) of the item's request.
-template <typename Shape>
-PD_DEVICE void take_rows(const Problem& p, const Plan& plan, int tile, Item& item) {
-  item.first_row = tile * Shape::kRows;
-  item.rows = max(0, min(Shape::kRows, item.q_len * static_cast<int>(p.group) - item.first_row));
+// Tile number `tile` of the rows of the item's request.
+template <typename Shape, typename Call>
+PD_DEVICE void take_rows(const Problem& p, const Call& plan, int tile, Item& item) {
+  const int rows = static_cast<int>(plan.tile_rows.divisor);
+  item.first_row = tile * rows;
+  item.rows = max(0, min(rows, item.q_len * static_cast<int>(p.group) - item.first_row));
   find_keys(p, plan, item);
   item.first_tile = item.key_begin / Shape::kKeys;
   const int end_tile = (item.key_end + Shape::kKeys - 1) / Shape::kKeys;

@@ -5,7 +5,8 @@
 // keys of a split count. In a bucket tiles are ordered by request, then by sections of kv_heads whose keys L2 can hold,
 // then by row tile (latest first, whose keys are the most), then by kv_head. Nobody makes a list of them: a warp counts
 // the tiles of 32 requests and walks on from where its last one was. Where each kv_head has few tiles of rows, all this
-// is done for a section of the requests, then for the next one (end_section()).
+// is done for a section of the requests, then for the next one (end_section()). Where up to 32 requests have tiles of
+// few keys, which take about equally long, all of these are in one bucket: so blocks begin sooner.
 //
 // More than 32 requests are in four groups, and the tiles of every bucket of every group, a cell, are counted once. The
 // cells are in the order of the tiles, so a warp goes straight to that of its tile.
@@ -23,6 +24,7 @@ namespace paged_attn {
 constexpr int kBucketBits = 3;                        // with more buckets a block takes longer to find its first tile
 constexpr int kFirstBucket = (1 << kBucketBits) - 1;  // of the longest tiles
 constexpr int kGroups = kWarp >> kBucketBits;         // of many requests: every lane has a cell
+constexpr int kFewKeysOfTile = 384;                   // of a tile: their number matters little for its time
 constexpr int kSectionTiles = 32;                     // of rows: with as many a kv_head has several in every bucket
 
 // Walks through all tiles in their order. The lanes of one warp call everything together; each has a request. The lane
@@ -92,7 +94,7 @@ struct Scheduler {
     int above = own.rows;
 #pragma unroll 1
     for (int number = bucket_of(known.longest, own.most, splits); above > 0; --number) {
-      const int below = tiles_below(p, known, splits, number);
+      const int below = tiles_below(p, plan, known, splits, number);
       if (above > below) atomicAdd(known.cells + (kFirstBucket - number) * kGroups + group, (above - below) * pieces);
       above = below;
     }
@@ -113,14 +115,17 @@ struct Scheduler {
     decide_cuts(p, plan, known, own, totals, work);
     count_pieces(p, plan, work);
     ends = one_bucket ? min(lane + 1, static_cast<int>(p.batch)) * pieces : inclusive_sum(own.rows * pieces);
-    if (one_bucket || __shfl_sync(~0u, ends, kWarp - 1) <= plan.blocks_in_grid)
-      return take_in_order(p, plan, index, item, work);
-    // As if a bucket above the first one had been counted.
-    bucket = kFirstBucket + 1;
+    const int all = __shfl_sync(~0u, ends, kWarp - 1);
+    if (one_bucket || all <= plan.blocks_in_grid) return take_in_order(p, plan, index, item, work);
+    // As if all had been counted where tiles have few keys and hardly differ, or a block has several of them. Else as
+    // if a bucket above the first one had been.
     first = 0;
-    own.below = own.rows;
-    ends = 0;
-    left = true;
+    const bool alike = known.longest <= 2 || p.window_left >= 0 || all >= 2 * plan.blocks_in_grid;
+    left = !alike || known.longest * Shape::kKeys > kFewKeysOfTile;
+    bucket = left ? kFirstBucket + 1 : 0;
+    own.in_bucket = own.rows;
+    own.below = left ? own.rows : 0;
+    if (left) ends = 0;
     return take_none(work);  // so far
   }
 
@@ -186,7 +191,8 @@ struct Scheduler {
     if (b >= p.batch) return last;
     // No branch for a request without rows, so that all lengths are asked for together. Without rows it has no tiles.
     last = request_item(p, plan, b);
-    own.rows = max(0, (last.q_len * static_cast<int>(p.group) + Shape::kRows - 1) / Shape::kRows);
+    const int rows = last.q_len * static_cast<int>(p.group) + static_cast<int>(plan.tile_rows.divisor) - 1;
+    own.rows = plan.tile_rows.divide(max(0, rows));
     take_rows<Shape>(p, plan, max(own.rows - 1, 0), last);
     own.most = last.tiles;
     return last;
@@ -215,23 +221,22 @@ struct Scheduler {
   }
 
   // Row tiles of this lane's request that lie in buckets below this one.
-  template <typename Known>
-  PD_MEMBER int tiles_below(const Problem& p, const Known& known, int splits, int number) const {
+  template <typename Call, typename Known>
+  PD_MEMBER int tiles_below(const Problem& p, const Call& plan, const Known& known, int splits, int number) const {
     if (number > kFirstBucket) return own.rows;
     const int bound = bucket_bound(known.longest, number) * splits;
     if (own.most < bound) return own.rows;
     if (own.rows <= 1 || bound <= 1 || p.window_right < 0 || p.window_left >= 0 || p.attention_chunk > 0) return 0;
-    // Causal: the number of keys falls by kRows / group from one row tile to the one before.
-    const int64_t keys = int64_t{own.most - bound} * Shape::kKeys;
-    const int64_t above = keys * p.group / Shape::kRows + 1;
-    return static_cast<int>(max(own.rows - above, int64_t{0}));
+    // Causal: the number of keys falls by the tokens of a row tile from one to the one before.
+    const int64_t rows = int64_t{own.most - bound} * Shape::kKeys * p.group;
+    return max(own.rows - plan.tile_rows.divide(static_cast<int>(min(rows, int64_t{INT32_MAX}))) - 1, 0);
   }
 
   // The tiles of this bucket, behind so many others; own.below is still of the one above.
   template <typename Call, typename Known>
   PD_MEMBER void count(const Problem& p, const Call& plan, const Known& known, const Work& work, int before) {
     const int above = own.below;
-    own.below = tiles_below(p, known, splits_by_length(plan, own, work), bucket);
+    own.below = tiles_below(p, plan, known, splits_by_length(plan, own, work), bucket);
     own.in_bucket = above - own.below;
     left = __any_sync(~0u, own.below > 0);
     ends = before;
@@ -273,7 +278,7 @@ struct Scheduler {
       if (request >= 0) {
         hold(p, plan, known, request);
         count_pieces(p, plan, work);
-        own.below = tiles_below(p, known, splits_by_length(plan, own, work), bucket + 1);
+        own.below = tiles_below(p, plan, known, splits_by_length(plan, own, work), bucket + 1);
       }
       if constexpr (Call::kHasSections) {
         if (bucket == kFirstBucket) end_section(p, plan);

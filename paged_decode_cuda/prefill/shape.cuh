@@ -24,9 +24,12 @@ struct PrefillShape : Sizes {
   // once they would stay in step, and no product would run while they compute weights (docs/cuda.md).
   static constexpr bool kStaggers = Sizes::kConsumers == 2 && requires { requires !Sizes::kTurns; };
   static constexpr int kEdgeCopiers = kEdgeCopiersOf<Sizes>;
-  // Instructions between the director's code and that of the loaders. With them the loops of the loaders lie where the
-  // loop of the consumers leaves the instruction cache free (docs/cuda.md). Measured at head_dim 128 and 192.
-  static constexpr int kCodeGap = !Sizes::kOwnDirector ? 0 : Sizes::kDim == 192 ? 218 : 184;
+  // Instructions before the code of the loaders. With them their loops lie where the loop of the consumers leaves the
+  // instruction cache free (docs/cuda.md). Measured at head_dim 64 with four consumers, 128 and 192.
+  static constexpr int kCodeGap = Sizes::kConsumers == 4 ? 192
+                                  : !Sizes::kOwnDirector ? 0
+                                  : Sizes::kDim == 192   ? 368
+                                                         : 335;
 };
 
 // What the kernel reads beside the problem.
@@ -34,6 +37,7 @@ struct PrefillCall : Plan {
   static constexpr bool kHasSections = true, kCutsKeys = true;
   CUtensorMap keys, values;  // of the cache: [page, kv_head, slot, dim] from the slowest to the fastest
   CUtensorMap queries;       // [batch, token, kv_head, head of its group, dim]
+  FastDivisor tile_rows;     // rows of a tile: those of the kernel, or fewer that are whole tokens
   int32_t query_box_rows;    // tiles of so many rows or more get their queries in a box
   uint64_t copy_policy;      // of L2, for keys and values
   int32_t box_rows;          // slots of a box; 0: no bulk copies

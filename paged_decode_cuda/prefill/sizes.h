@@ -83,12 +83,19 @@ constexpr int least_box_rows() {
 // The same as numbers.
 struct PrefillInstance {
   int head_dim, head_dim_v, rows, keys, threads, shared_bytes, least_box_rows;
+  int tile_rows;  // that a tile of rows has in a call, see plan.cpp
 };
 
 template <typename Sizes>
 constexpr PrefillInstance prefill_instance() {
-  return {Sizes::kDim,     Sizes::kDimV,        Sizes::kRows,           Sizes::kKeys,
-          Sizes::kThreads, Sizes::kSharedBytes, least_box_rows<Sizes>()};
+  return {Sizes::kDim,
+          Sizes::kDimV,
+          Sizes::kRows,
+          Sizes::kKeys,
+          Sizes::kThreads,
+          Sizes::kSharedBytes,
+          least_box_rows<Sizes>(),
+          Sizes::kRows};
 }
 
 template <typename Sizes>

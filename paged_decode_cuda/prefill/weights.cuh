@@ -276,7 +276,9 @@ struct PrefillRows : RowDivisors<kDividesQueries<Shape>> {
   }
 };
 
-// The sum over the four lanes of a row.
+constexpr int kQuad = 4;  // lanes of a row
+
+// The sum over the lanes of a row.
 PD_DEVICE float row_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
@@ -338,26 +340,6 @@ PD_DEVICE void store_row(const float (&acc)[kCount], int r, float factor, uint16
     }
     const int dim = (j + t) * 8;
     if (exists && dim < dims) *reinterpret_cast<uint4*>(out + dim) = make_uint4(words[0], words[1], words[2], words[3]);
-  }
-}
-
-// Writes the rows of a warp.
-template <typename Shape, bool kFull, bool kBf16 = IsBf16<typename Shape::Type>::value, typename Call, typename Work>
-PD_DEVICE void store_rows(const Problem& p, const Call& plan, const Work& work, const float (&acc)[Shape::kDimV / 2],
-                          PrefillRows<Shape, kFull>& rows, int first_row) {
-  const Item& item = work.item;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = first_row + r * 8;
-    const float l = row_sum(rows.l[r]);
-    const bool exists = row < item.rows;
-    RowTarget target = {};
-    float factor = 0.f;
-    if (exists) {
-      target = row_target(p, plan, item, work.head, row);
-      factor = finish_row(p, target, item.b, work.head, rows.base[r], l, threadIdx.x % 4 == 0);
-    }
-    store_row<kBf16>(acc, r, factor, static_cast<uint16_t*>(p.out) + target.out, exists, p.head_dim_v);
   }
 }
 

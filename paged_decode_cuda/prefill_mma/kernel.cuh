@@ -82,6 +82,27 @@ PD_DEVICE void start_copies(const Problem& p, const Plan& plan, const PrefillMma
   tiles.start(p, plan, control.places[slot], work.head, last_tile(work.item), shared);
 }
 
+// Writes 16 rows of a warp, each lane its own two. `first_row`: of this lane.
+template <typename Shape>
+PD_DEVICE void store_rows(const Problem& p, const PrefillMmaCall& plan, const Work& work,
+                          const float (&acc)[Shape::kDimV / 2], PrefillRows<Shape, false>& rows, int first_row) {
+  const Item& item = work.item;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = first_row + r * 8;
+    const float l = row_sum(rows.l[r]);
+    const bool exists = row < item.rows;
+    RowTarget target = {};
+    float factor = 0.f;
+    if (exists) {
+      target = row_target(p, plan, item, work.head, row);
+      factor = finish_row(p, target, item.b, work.head, rows.base[r], l, threadIdx.x % 4 == 0);
+    }
+    uint16_t* const out = static_cast<uint16_t*>(p.out) + target.out;
+    store_row<IsBf16<typename Shape::Type>::value>(acc, r, factor, out, exists, p.head_dim_v);
+  }
+}
+
 // One tile of rows, whose first copies are on their way. `slot`: of its work; that of the next one is filled.
 template <typename Shape>
 PD_DEVICE void attend(const Problem& p, const PrefillMmaCall& plan, PrefillMmaControl<Shape>& control, int slot,
@@ -152,7 +173,7 @@ PD_DEVICE void attend(const Problem& p, const PrefillMmaCall& plan, PrefillMmaCo
   start_copies<Shape>(p, plan, control, slot ^ 1, shared, tiles);
 #pragma unroll
   for (int i = 0; i < Shape::kRowTiles; ++i) {
-    store_rows<Shape, false>(p, plan, work, acc[i], rows[i], first_row + i * 16);
+    store_rows<Shape>(p, plan, work, acc[i], rows[i], first_row + i * 16);
   }
   __syncthreads();
 }

@@ -29,6 +29,7 @@ void add_prefill_mma(const Problem& p, const PrefillMmaPlan& plan, Launches& lau
   PrefillMmaCall call = {};
   plan_tables(p, 0, call);
   plan_pieces(p, call);
+  call.tile_rows = FastDivisor(plan.instance.rows);
   call.blocks_in_grid = static_cast<int32_t>(plan.blocks);
   call.l2_keys = static_cast<int32_t>(plan.l2_keys);
   call.tickets = static_cast<unsigned long long*>(launches.workspace(sizeof(unsigned long long)));

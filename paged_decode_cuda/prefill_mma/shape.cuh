@@ -44,6 +44,7 @@ struct PrefillMmaShape : Sizes {
 struct PrefillMmaCall : Plan {
   static constexpr bool kHasSections = false;  // the warps that multiply find their tiles too: no registers left
   static constexpr bool kCutsKeys = false;
+  FastDivisor tile_rows;  // rows of a tile
   int32_t blocks_in_grid;
   int32_t l2_keys;              // of one head, that L2 keeps
   unsigned long long* tickets;  // one word

@@ -15,13 +15,13 @@ struct PrefillCase {
   int64_t batch, kv_heads, group, head_dim, head_dim_v, q_bytes, kv_bytes, total_q, max_q_len;
   int64_t page_size, paged, packed, qv;
   int64_t window_left, window_right, chunk, softcap, num_splits, deterministic, max_seqlen_k;
-  int64_t l2_keys, splits, most_splits, splits_wanted, cut_from_tiles, least_split_keys, least_long_split_keys,
-      one_round;
+  int64_t l2_keys, tile_rows, splits, most_splits, splits_wanted, cut_from_tiles, least_split_keys,
+      least_long_split_keys, one_round;
   int64_t cu_seqlens_q, cache_seqlens, leftpad;
 };
 
 struct PrefillNumbers {
-  int64_t rows, keys, threads, shared_bytes, all_scores, box_rows, items, blocks, l2_keys;
+  int64_t rows, tile_rows, keys, threads, shared_bytes, all_scores, box_rows, items, blocks, l2_keys;
   int64_t splits, most_splits, splits_wanted, cut_from_keys, least_split_keys, least_long_split_keys, one_round;
   int64_t combine_warps, combine_blocks, combine_bytes;
 };
@@ -94,6 +94,7 @@ void prefill_numbers(const PrefillCase* call, PrefillNumbers* numbers) {
   const PrefillPlan plan = plan_prefill(problem_of(*call), limits_of(*call));
   const PrefillInstance& i = plan.instance;
   *numbers = {i.rows,
+              i.tile_rows,
               i.keys,
               i.threads,
               i.shared_bytes,
@@ -138,6 +139,7 @@ int64_t prefill_order(const PrefillCase* call, Tile* tiles, int64_t most) {
   const Problem p = problem_of(*call);
   PrefillCall plan = {};
   plan_tables(p, 0, plan);
+  plan.tile_rows = FastDivisor(call->tile_rows > 0 ? call->tile_rows : Shape::kRows);
   plan.l2_keys = static_cast<int32_t>(call->l2_keys);
   plan.splits = static_cast<int32_t>(call->splits);
   plan.most_splits = static_cast<int32_t>(pd_max(call->most_splits, call->splits));

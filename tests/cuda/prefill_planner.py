@@ -19,12 +19,12 @@ CALL = [
     *("page_size", "paged", "packed", "qv"),
     *("window_left", "window_right", "chunk", "softcap", "num_splits", "deterministic"),
     "max_seqlen_k",
-    *("l2_keys", "splits", "most_splits", "splits_wanted", "cut_from_tiles"),
+    *("l2_keys", "tile_rows", "splits", "most_splits", "splits_wanted", "cut_from_tiles"),
     *("least_split_keys", "least_long_split_keys", "one_round"),
     *("cu_seqlens_q", "cache_seqlens", "leftpad"),
 ]
 NUMBERS = [
-    *("rows", "keys", "threads", "shared_bytes", "all_scores", "box_rows"),
+    *("rows", "tile_rows", "keys", "threads", "shared_bytes", "all_scores", "box_rows"),
     *("items", "blocks", "l2_keys", "splits", "most_splits", "splits_wanted", "cut_from_keys"),
     *("least_split_keys", "least_long_split_keys", "one_round", "combine_warps", "combine_blocks", "combine_bytes"),
 ]

@@ -41,7 +41,7 @@ using namespace paged_attn;
 extern "C" {
 
 struct PlanNumbers {
-  int64_t blocks, box_rows, splits, most_splits, rows;
+  int64_t blocks, box_rows, splits, most_splits, rows, tile_rows;
 };
 
 const char* attend(const Call* call, PlanNumbers* numbers) {
@@ -49,7 +49,8 @@ const char* attend(const Call* call, PlanNumbers* numbers) {
   const int processors = static_cast<int>(call->processors);
   Launches launches({processors, 232448, 233472, 90, processors * 3352 / 132});  // so much of an H100
   const PrefillPlan plan = plan_prefill(p, launches.limits());
-  *numbers = {plan.blocks, plan.box_rows, plan.splits, plan.most_splits, plan.instance.rows};
+  *numbers = {plan.blocks, plan.box_rows, plan.splits, plan.most_splits, plan.instance.rows, plan.instance.tile_rows};
+  machine.fill = static_cast<uint8_t>(call->fill);
   machine.dice.seed(static_cast<unsigned>(call->seed));
   const char* const failure = failure_of([&] { add_prefill(p, plan, launches); });
   if (*failure != '\0') return failure;

@@ -114,6 +114,7 @@ struct Machine {
   std::function<void()> when_block_ends;
   uint64_t events = 0;  // anything that might let somebody go on
   std::mt19937 dice{1};
+  uint8_t fill = 0xff;  // what shared memory holds before a block begins: NaN
 };
 inline Machine machine;
 
@@ -161,7 +162,7 @@ inline void start_cluster(int cluster, int threads, int x) {
   for (int y = 0; y < cluster; ++y) {
     machine.blocks[y].warps.resize(threads / kLanes);
     machine.blocks[y].running = threads;
-    memset(machine.blocks[y].arena.get(), 0xff, kArena);  // NaN
+    memset(machine.blocks[y].arena.get(), machine.fill, kArena);
     for (int t = 0; t < threads; ++t) {
       Thread& thread = machine.threads[y * threads + t];
       thread.done = false;
@@ -324,6 +325,10 @@ inline float __shfl_sync(unsigned, float value, int from) {
 inline uint32_t __shfl_sync(unsigned, uint32_t value, int from, int team) {
   const int own = lane();
   return static_cast<uint32_t>(exchange(value)[own / team * team + from % team]);
+}
+inline int64_t __shfl_sync(unsigned, int64_t value, int from, int team) {
+  const int own = lane();
+  return exchange(value)[own / team * team + from % team];
 }
 inline float __shfl_sync(unsigned mask, float value, int from, int team) {
   const int own = lane();
