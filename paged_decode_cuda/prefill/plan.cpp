@@ -348,7 +348,7 @@ bool fewer_rounds(const Problem& p, int tall, int other, int processors) {
 // more for it.
 PrefillInstance with_whole_tokens(const Problem& p, PrefillInstance instance, const DeviceLimits& limits) {
   const int rows = instance.rows, empty = static_cast<int>(rows % p.group);
-  if (p.deterministic || kMostEmptyRows * empty > rows) return instance;
+  if (empty == 0 || p.deterministic || kMostEmptyRows * empty > rows) return instance;
   const bool few_keys = most_keys(p, rows) <= kKeysOfWholeTokens, few_rows = p.total_q * p.group < p.batch * rows;
   const int64_t tiles = usual_tiles(p, rows), processors = limits.processors;
   const int64_t rounds = pd_ceil_div(tiles, processors);
@@ -389,7 +389,9 @@ bool costs_less(const Problem& p, const Choice& these, const Choice& others, con
   const auto cost = [&](const Choice& choice) {
     const int rows = choice.instance.tile_rows;
     const CutTimes times(p, usual_tiles(p, rows), choice.instance, limits, false);
-    return cost_of(p, times, choice.cuts, most_keys(p, rows) + (has_short_window(p) ? choice.instance.keys : 0));
+    // A short window begins and ends inside tiles of keys: in all one of them is computed for nothing.
+    const int outside = has_short_window(p) ? choice.instance.keys : 0;
+    return cost_of(p, times, choice.cuts, most_keys(p, rows) + outside);
   };
   return cost(these) < (1 - save) * cost(others);
 }

@@ -70,7 +70,7 @@ inline void end_block() {
   }
   own_pieces.clear();
   const uint8_t* const arena = machine.blocks.front().arena.get();
-  if (std::any_of(arena + kRawAt + 128 + own_shared_bytes, arena + kArena, [](uint8_t x) { return x != 0xff; }))
+  if (std::any_of(arena + kRawAt + 128 + own_shared_bytes, arena + kArena, [](uint8_t x) { return x != machine.fill; }))
     fail("a block has written behind its shared memory");
 }
 
