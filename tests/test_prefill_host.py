@@ -23,8 +23,10 @@ def library(tmp_path_factory):
             "SharedSums& shared_sums = *reinterpret_cast<SharedSums*>(block_raw());",
         ),
     )
-    sources = ["prefill/route.cu", "prefill/combine.cu", "prefill/plan.cpp", "decode/plan.cpp", "plan.cpp"]
-    return compile_kernels(root, [*(cuda / name for name in sources), HOST / "prefill.cpp"], in_shared_memory)
+    planners = ("facts", "call_times", "plan_cuts", "plan_tiles", "plan")
+    sources = [*(f"prefill/{name}.cpp" for name in planners), "prefill/route.cu", "prefill/combine.cu"]
+    sources = [cuda / name for name in (*sources, "decode/plan.cpp", "plan.cpp")]
+    return compile_kernels(root, [*sources, HOST / "prefill.cpp"], in_shared_memory)
 
 
 class Prompt(Case):

@@ -16,7 +16,7 @@ def library(tmp_path_factory):
     in_shared_memory = (
         (kernel, "extern __shared__ __align__(128) uint8_t raw[];", "uint8_t* const raw = block_raw() + 128 - kSkew;"),
     )
-    sources = ["prefill/plan.cpp", "prefill_mma/route.cu", "prefill_mma/plan.cpp", "decode/plan.cpp", "plan.cpp"]
+    sources = ["prefill/facts.cpp", "prefill_mma/route.cu", "prefill_mma/plan.cpp", "decode/plan.cpp", "plan.cpp"]
     return compile_kernels(root, [*(cuda / name for name in sources), HOST / "prefill_mma.cpp"], in_shared_memory)
 
 

@@ -44,6 +44,7 @@ ATTENTION, CALL = "torch-ext/paged_attn/attention.py", "torch-ext/paged_attn/_ca
 LONG_QUERIES = "paged_decode_cuda/plan.cpp"
 PREFILL_PLAN, PREFILL_ORDER = "paged_decode_cuda/prefill/plan.cpp", "paged_decode_cuda/prefill/schedule.cuh"
 PREFILL_CUTS = "paged_decode_cuda/prefill/cuts.cuh"
+PLAN_CUTS, PLAN_TILES = (f"paged_decode_cuda/prefill/plan_{name}.cpp" for name in ("cuts", "tiles"))
 FA3, MERGE = "torch-ext/paged_attn/fa3.py", "torch-ext/paged_attn/merge.py"
 PAGES, AMX = "torch-ext/paged_attn/integrations/paged_cache.py", "paged_decode_cpu/ops_amx.h"
 CUDA_PLANS, PREFILL_PLANS = "test_cuda_plans.py", "test_prefill_plans.py"
@@ -286,7 +287,7 @@ FAULTS = [
         "native",
         PREFILL_PLAN,
         "if (p.deterministic && splits > 1)",
-        "if (p.deterministic && splits > kMostSplits)",
+        "if (p.deterministic && splits > kPartialTiles)",
         PREFILL_PLANS,
     ),
     Fault(
@@ -348,7 +349,7 @@ FAULTS = [
     Fault(
         "prefill: tiles of whole tokens are counted as full ones",
         "native",
-        PREFILL_PLAN,
+        PLAN_TILES,
         "const int64_t tiles = most_tiles(p, instance.tile_rows);",
         "const int64_t tiles = most_tiles(p, instance.rows);",
         PREFILL_PLANS,
@@ -356,7 +357,7 @@ FAULTS = [
     Fault(
         "prefill: few tiles are cut for those that there may be",
         "native",
-        PREFILL_PLAN,
+        PLAN_CUTS,
         "cut_to_fill(p, times, likely, keys",
         "cut_to_fill(p, times, tiles, keys",
         PREFILL_PLANS,

@@ -32,14 +32,7 @@ struct PrefillPlan {
 
 // Of both routes for long queries.
 constexpr int64_t kFewTiles = 6;        // times the tiles of rows: with more multiprocessors decode may be faster
-constexpr int64_t kSplitKeys = 512;     // fewer are not worth a split, where multiprocessors are busy without
 constexpr int64_t kL2Bytes = 24 << 20;  // of keys and values that all blocks read together
-
-// Softcap or ALiBi, which half of the instances do without.
-inline bool all_scores(const Problem& p) { return p.softcap != 0.f || p.alibi_slopes; }
-
-// Tiles of rows of all requests and kv_heads, at most.
-int64_t most_tiles(const Problem& p, int rows);
 
 // "" or why the prefill kernel does not serve this.
 const char* prefill_why_not(const Problem& p, const DeviceLimits& limits);

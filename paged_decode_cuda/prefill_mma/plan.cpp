@@ -3,6 +3,7 @@
 #include "../decode/plan.h"
 #include "../layout.h"
 #include "../plan.h"
+#include "../prefill/facts.h"
 #include "../prefill/plan.h"
 
 namespace paged_attn {

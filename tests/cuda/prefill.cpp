@@ -2,6 +2,7 @@
 // prefill_host.h from the files themselves, without what only a GPU has.
 #include "prefill/plan.h"
 
+#include "prefill/plan_cuts.h"
 #include "prefill_host.h"
 #include "prefill_mma/plan.h"
 
