@@ -162,32 +162,35 @@ struct E4m3Consumer {
   // Writes the rows of a warp in bfloat16, or leaves them for the combine kernel.
   PD_MEMBER void store(const Problem& p, const PrefillCall& plan, const Work& work, int first_row) {
     const Item& item = work.item;
-    const int t = threadIdx.x % 4;
-    const int first = first_token(p, item);
+    const OwnRow own(rows, first_row);
+    int64_t place = 0;  // in elements, of out or of PrefillCall::sums
+    float normalizer = 0.f;
+    if (own.row < item.rows) {
+      if (work.cut) {
+        place = begin_partial(p, plan, work, own) * p.head_dim_v;
+      } else {
+        const RowTarget target = row_target(p, plan, item, work.head, own.row);
+        place = target.out;
+        normalizer = finish_row(p, target, item.b, work.head, own.base, own.sum, own.speaks());
+      }
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = first_row + r * 8;
-      const float l = row_sum(rows.l[r]);
-      if (row >= item.rows) continue;
-      if (work.cut) {
-        const int64_t place = begin_partial(p, plan, work, first, row, rows.base[r], l, t == 0);
-#pragma unroll
-        for (int i = 0; i < Shape::kDimV / 16; ++i) {
-          const int dim = i * 16 + t * 4;
-          if (dim < p.head_dim_v) *reinterpret_cast<float4*>(plan.sums + place * p.head_dim_v + dim) = sums(r, i);
-        }
-        continue;
-      }
-      const RowTarget target = row_target(p, plan, item, work.head, row);
-      const float normalizer = finish_row(p, target, item.b, work.head, rows.base[r], l, t == 0);
-      uint16_t* const out = static_cast<uint16_t*>(p.out) + target.out;
+      const int64_t begin = OwnRow::told(place, r) + threadIdx.x % kQuad * 4;
+      const float factor = OwnRow::told(normalizer, r);
+      if (first_row + r * 8 >= item.rows) continue;
 #pragma unroll
       for (int i = 0; i < Shape::kDimV / 16; ++i) {
-        const int dim = i * 16 + t * 4;
+        const int dim = i * 16 + threadIdx.x % kQuad * 4;
+        if (dim >= p.head_dim_v) continue;
         const float4 x = sums(r, i);
-        if (dim < p.head_dim_v)
-          *reinterpret_cast<uint2*>(out + dim) = make_uint2(pack_pair<true>(x.x * normalizer, x.y * normalizer),
-                                                            pack_pair<true>(x.z * normalizer, x.w * normalizer));
+        if (work.cut) {
+          *reinterpret_cast<float4*>(plan.sums + begin + i * 16) = x;
+        } else {
+          const uint32_t low = pack_pair<true>(x.x * factor, x.y * factor);
+          const uint32_t high = pack_pair<true>(x.z * factor, x.w * factor);
+          *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + begin + i * 16) = make_uint2(low, high);
+        }
       }
     }
   }

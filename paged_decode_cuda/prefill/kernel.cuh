@@ -20,28 +20,22 @@
 
 namespace paged_attn {
 
-// Writes the rows of a warp. A lane has two of them, finds where one goes, and learns of the other one from a lane that
-// has it too: long code that runs once for each tile is slow to fetch.
+// Writes the rows of a warp.
 template <typename Shape, bool kFull, bool kBf16>
 PD_DEVICE void store_rows(const Problem& p, const PrefillCall& plan, const Work& work,
-                          const float (&acc)[Shape::kDimV / 2], PrefillRows<Shape, kFull>& rows, int first_row) {
+                          const float (&acc)[Shape::kDimV / 2], const PrefillRows<Shape, kFull>& rows, int first_row) {
   const Item& item = work.item;
-  const bool second = threadIdx.x % 2 > 0;
-  // The lanes of a row trade: each adds what it has of its own row to what the one beside it has.
-  float sum = (second ? rows.l[1] : rows.l[0]) + __shfl_xor_sync(~0u, second ? rows.l[0] : rows.l[1], 1);
-  sum += __shfl_xor_sync(~0u, sum, 2);
-  const int own = first_row + (second ? 8 : 0);
+  const OwnRow own(rows, first_row);
   RowTarget target = {};
   float factor = 0.f;
-  if (own < item.rows) {
-    target = row_target(p, plan, item, work.head, own);
-    factor =
-        finish_row(p, target, item.b, work.head, second ? rows.base[1] : rows.base[0], sum, threadIdx.x % kQuad < 2);
+  if (own.row < item.rows) {
+    target = row_target(p, plan, item, work.head, own.row);
+    factor = finish_row(p, target, item.b, work.head, own.base, own.sum, own.speaks());
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int64_t out = __shfl_sync(~0u, target.out, r, kQuad);
-    store_row<kBf16>(acc, r, __shfl_sync(~0u, factor, r, kQuad), static_cast<uint16_t*>(p.out) + out,
+    const int64_t out = OwnRow::told(target.out, r);
+    store_row<kBf16>(acc, r, OwnRow::told(factor, r), static_cast<uint16_t*>(p.out) + out,
                      first_row + r * 8 < item.rows, p.head_dim_v);
   }
 }
@@ -399,7 +393,6 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (threadIdx.x < kWarpgroup) {
     give_registers<Shape::kProducerRegisters>();
     if constexpr (!Shape::kOwnDirector) survey();
-    if (!Shape::kOwnDirector && plan.splits == 0) leave_gap<Shape::kCodeGap>();  // never runs
     const int warp = threadIdx.x / kWarp;
     constexpr int kTransposer = 2, kDirector = 3;
     if (!Shape::kOwnDirector && warp == kDirector) {

@@ -25,12 +25,8 @@ struct PrefillShape : Sizes {
   static constexpr bool kStaggers = Sizes::kConsumers == 2 && requires { requires !Sizes::kTurns; };
   static constexpr int kEdgeCopiers = kEdgeCopiersOf<Sizes>;
   // Instructions before the code of the loaders. With them their loops lie where the loop of the consumers leaves the
-  // instruction cache free (docs/cuda.md). Measured at head_dim 128 and 192; with four consumers it gains 0.3 % at
-  // most.
-  static constexpr int kCodeGap = Sizes::kConsumers == 4 ? 192
-                                  : !Sizes::kOwnDirector ? 0
-                                  : Sizes::kDim == 192   ? 368
-                                                         : 335;
+  // instruction cache free (docs/cuda.md). Measured at head_dim 128 and 192.
+  static constexpr int kCodeGap = !Sizes::kOwnDirector ? 0 : Sizes::kDim == 192 ? 368 : 335;
 };
 
 // What the kernel reads beside the problem.
