@@ -9,7 +9,7 @@
 // to the first one.
 //
 // To read next: shape.cuh (messages and barriers), weights.cuh (online softmax), loader.cuh (producers, the director),
-// schedule.cuh (the tile scheduler). docs/cuda.md says why it is so.
+// schedule.cuh (the tile scheduler). docs/cuda/prefill.md says why it is so.
 #pragma once
 
 #include "e4m3_consumer.cuh"

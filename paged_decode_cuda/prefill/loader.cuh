@@ -74,8 +74,8 @@ struct PrefillLoader {
       barrier_arrive(shared_address(&control.work_empty[slot.stage]));
       slot.advance();
 
-      // Tiles in bulk have a loop of their own, short for the instruction cache (docs/cuda.md). What it needs of a lane
-      // is found again each time, for the other loop has no registers left.
+      // Tiles in bulk have a loop of their own, short for the instruction cache (docs/cuda/prefill.md). What it needs
+      // of a lane is found again each time, for the other loop has no registers left.
 #pragma unroll 1
       while (true) {
 #pragma unroll 1

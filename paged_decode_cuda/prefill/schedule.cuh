@@ -34,7 +34,7 @@ constexpr int kSectionTiles = 32;                     // of rows: with as many a
 // where start() does not have it, and for every later one.
 //
 // What is done for every tile is short, for it shares the cache of instructions with the loops of the other warps: 256
-// multiplications more cost 0.6 us of each tile (docs/cuda.md).
+// multiplications more cost 0.6 us of each tile (docs/cuda/prefill.md).
 template <typename Shape>
 struct Scheduler {
   int bucket, first;  // bucket and first request of the chunk that the lanes hold

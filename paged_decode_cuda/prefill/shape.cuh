@@ -21,11 +21,11 @@ struct PrefillShape : Sizes {
   // for them anyway, and one warp takes long. With short tiles the director has registers enough to be as fast.
   static constexpr bool kGathersFirst = Sizes::kTransposedStages == 0 && !Sizes::kNarrow && !kShortTiles;
   // Of two consumers that do not take turns, the second begins when the first has its first scores. If both began at
-  // once they would stay in step, and no product would run while they compute weights (docs/cuda.md).
+  // once they would stay in step, and no product would run while they compute weights (docs/cuda/prefill.md).
   static constexpr bool kStaggers = Sizes::kConsumers == 2 && requires { requires !Sizes::kTurns; };
   static constexpr int kEdgeCopiers = kEdgeCopiersOf<Sizes>;
   // Instructions before the code of the loaders. With them their loops lie where the loop of the consumers leaves the
-  // instruction cache free (docs/cuda.md). Measured at head_dim 128 and 192.
+  // instruction cache free (docs/cuda/prefill.md). Measured at head_dim 128 and 192.
   static constexpr int kCodeGap = !Sizes::kOwnDirector ? 0 : Sizes::kDim == 192 ? 368 : 335;
 };
 

@@ -2,7 +2,7 @@
 //
 // This is online softmax, but for the running maximum. In its place a row has a reference score near its largest one,
 // and weights are exp2(score - reference). It moves only where a later score is far above it, so sums are hardly ever
-// multiplied (docs/cuda.md).
+// multiplied (docs/cuda/prefill.md).
 #pragma once
 
 #include "../rows.cuh"
