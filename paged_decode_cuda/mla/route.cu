@@ -60,7 +60,7 @@ Numbers mla_numbers(const MlaPlan& plan) {
           {"cluster", plan.cluster},
           {"blocks", plan.clusters * plan.cluster},
           {"shared_bytes", plan.shared_bytes},
-          {"parts", plan.partial_count}};
+          {"partials", plan.partial_count}};
 }
 
 void add_mla(const Problem& p, const MlaPlan& plan, Launches& launches) {

@@ -269,7 +269,7 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
       products_wait<0>();
       settle(part);
     };
-    auto ask_again = [&]() {
+    auto do_again = [&]() {
       if (work.care != Work::kRepeated) control.again[slot.stage] = true;
     };
     // Where a reference moves, rescale() does the sums later.
@@ -280,7 +280,7 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
       own.rows.score(p, s, first_key);
       if (!own.sees_all(work.item, first_key)) own.rows.mask(s, first_key);
       moved = own.rows.move_base(s, factor);
-      if (moved && own.rows.is_far_out()) ask_again();
+      if (moved && own.rows.is_far_out()) do_again();
     };
     // From step kFrom of a tile, whose weights are there, to the one before it: kTo of this tile or of the next one.
     auto step = [&]<int kFrom, int kTo>() {
@@ -323,7 +323,7 @@ PD_DEVICE void consume_e4m3(const Problem& p, const PrefillCall& plan, PrefillCo
           typename Consumer::Weights of_step;
           const int first_key = tile * Shape::kKeys + at * kStepKeys;
           if (own.find_weights(p, plan, work.item, places, queries_at(), keys_at(at), first_row, first_key, of_step))
-            ask_again();
+            do_again();
           const uint64_t step_values = made_now(values_of(at));
           await(control.transposed_full[values.stage], values.phase);
           own.template add_values<0>(of_step, step_values);
