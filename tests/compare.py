@@ -22,7 +22,9 @@ import kept
 import reference
 import torch
 
-EIGHT_BIT_SUMS = 2**-9  # what sums of 8-bit products lose, relative to the size of what is summed: see docs/cuda/prefill.md
+EIGHT_BIT_SUMS = (
+    2**-9
+)  # what sums of 8-bit products lose, relative to the size of what is summed: see docs/cuda/prefill.md
 SAMPLES = 2  # orders of summation tried in PyTorch
 NOT_SEMANTIC = (
     "out", "max_seqlen_q", "max_seqlen_k", "return_softmax_lse", "num_splits", "deterministic", "scheduler_metadata",

@@ -197,6 +197,24 @@ def test_what_engines_ask_takes_the_basic_route(paged_attn, device, options):
     assert explain(paged_attn, device, **options).route == "decode_basic"
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"q_heads": 32, "kv_heads": 2},
+        {"q_heads": 12, "kv_heads": 1, "kv_len": 700, "sink": "bfloat16", "page_size": 1},
+        {"q_heads": 16, "kv_heads": 2, "q_len": 2, "causal": True, "dtype": "float16", "layout": "heads_first"},
+        {"q_heads": 16, "kv_heads": 4, "q_len": 4, "causal": True, "varlen_q": True, "kv_len": 300},
+        {"q_heads": 10, "kv_heads": 1, "append": 1, "rotary_dim": 64, "causal": True, "batch": 5},
+    ],
+    ids=str,
+)
+def test_halves_of_a_group(paged_attn, device, options):
+    """9 to 16 rows over few keys are two items of 8: each half of a group is planned as a KV head."""
+    explained = explain(paged_attn, device, **options)
+    assert explained.route == "decode_basic" and explained.plan["halves"] == 1 and explained.plan["rows_per_tile"] == 8
+    check(paged_attn, Case(**BASIC | options), device)
+
+
 def test_the_fallback_has_no_reason(paged_attn, device):
     explained = explain(paged_attn, device, head_dim=60)
     assert explained.route == "fallback" and "fallback" not in explained.why_not

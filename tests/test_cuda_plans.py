@@ -104,6 +104,8 @@ def random_call(rng):
 def judge(numbers, shares, lens, options):
     q_lens = options.get("q_lens") or [options.get("q_len", 1)] * len(lens)
     group, heads, append = options["group"], options["kv_heads"], options.get("append", 0)
+    if numbers.halves:
+        group, heads = group // 2, heads * 2
     written, covered, partials = {}, {}, {}
     for s in shares:
         item = (s.b, s.head, s.first_row)
@@ -298,6 +300,30 @@ def test_where_a_block_has_all_warps(library):
     assert [warps(batch) for batch in (16, 17, 49, 50)] == [12, 12, 12, 4]
     assert [warps(batch, kv_bytes=1) for batch in (16, 17)] == [12, 4]
     assert [warps(batch, q_len=4) for batch in (16, 17, 20, 21)] == [8, 8, 8, 4]
+
+
+def test_halves_of_a_group(library):
+    """9 to 16 rows over few keys: each half of a group is planned as a KV head, with items of 8 rows. Not where the
+    group is odd, where keys are many, nor where half of the multiprocessors have a pair each."""
+
+    def plan_of(lens=(4096,), **options):
+        sizes = {"kv_heads": 4, "group": 16, "head_dim": 128, "kv_bytes": 2} | options
+        return plan(library, GPUS["sm_90"], shares=100_000, lens=list(lens), **sizes)
+
+    def halves(**options):
+        return bool(plan_of(**options)[0].halves)
+
+    numbers, shares = plan_of()
+    assert numbers.halves and numbers.route == 0 and numbers.rows_per_tile == 8
+    assert {(s.head, s.first_row, s.rows) for s in shares if s.first} == {(head, 0, 8) for head in range(8)}
+    assert not plan_of(kv_bytes=1)[0].halves and not halves(head_dim=64)
+    assert [group for group in range(1, 33) if halves(group=group)] == [10, 12, 14, 16]
+    assert [q_len for q_len in range(1, 9) if halves(group=4, q_len=q_len)] == [3, 4]
+    assert [q_len for q_len in range(1, 9) if halves(group=4, q_lens=[q_len, 1], lens=[90, 90])] == [3, 4]
+    assert halves(lens=[11440]) and not halves(lens=[11472]) and halves(lens=[5720] * 2)  # an H100 reads these in 7 us
+    assert halves(lens=[60] * 16) and not halves(lens=[60] * 17)
+    assert halves(lens=[100], max_pages=4096, max_seqlen_k=100) and not halves(lens=[100], max_pages=4096)
+    assert not halves(deterministic=1) and not halves(num_splits=2)
 
 
 def test_rows_that_take_long_to_merge_have_few_splits(library):

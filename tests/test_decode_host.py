@@ -31,7 +31,7 @@ def library(tmp_path_factory):
 class Decode(Case):
     NUMBERS = (
         *("basic", "balanced", "blocks", "warps", "splits", "items", "rows", "each", "whole_pairs", "lines"),
-        "surplus_rounds",
+        *("surplus_rounds", "halves"),
     )
 
 
@@ -127,7 +127,21 @@ FEATURES = {
     # More than a lane counts at a time.
     "line_of_many": {"lens": [*[20] * 20, 700, *[40] * 20, 300], "processors": 3, "kv_heads": 1, "q_heads": 2},
     "two_levels": {"lens": [2600], "processors": 30, "q_heads": 2, "kv_heads": 1},
-    "two_levels_of_16_rows": {"lens": [1500], "processors": 20, "q_heads": 16, "kv_heads": 1},
+    "two_levels_of_16_rows": {"lens": [1500], "processors": 20, "q_heads": 15, "kv_heads": 1, "plan": {"halves": 0}},
+    "two_levels_of_halves": {"lens": [1500], "processors": 20, "q_heads": 16, "kv_heads": 1},
+    "halves": {"lens": [130, 77], "q_heads": 32, "kv_heads": 2, "processors": 8, "plan": {"halves": 1, "rows": 8}},
+    "halves_of_12": {"lens": [130, 0], "q_heads": 12, "kv_heads": 1, "processors": 9, "plan": {"halves": 1}},
+    "halves_of_drafts": {"lens": [130, 90], "q_lens": 3, "q_heads": 8, "processors": 8, "plan": {"halves": 1}},
+    "halves_of_packed": {
+        "lens": [90, 70, 20, 5],
+        "q_lens": [4, 1, 0, 9],
+        "max_q_len": 4,
+        "q_heads": 8,
+        "processors": 16,
+        "plan": {"halves": 1},
+        "sinks": True,
+        "sinks_of_q": 1,
+    },
     "few_rows_share_partials": {"lens": [900], "processors": 20, "q_heads": 1, "kv_heads": 1},
     "line_and_long": {"lens": [1900, 40, 700], "processors": 24, "q_heads": 16, "kv_heads": 1},
     "more_rows_than_said": {"lens": [256, 250, 240], "q_lens": [1, 9, 1], "max_q_len": 1, "processors": 3},

@@ -44,6 +44,7 @@ ATTENTION, CALL = "torch-ext/paged_attn/attention.py", "torch-ext/paged_attn/_ca
 LONG_QUERIES = "paged_decode_cuda/plan.cpp"
 PREFILL_PLAN, PREFILL_ORDER = "paged_decode_cuda/prefill/plan.cpp", "paged_decode_cuda/prefill/schedule.cuh"
 PREFILL_CUTS = "paged_decode_cuda/prefill/cuts.cuh"
+DECODE_LOADER = "paged_decode_cuda/decode/loader.cuh"
 PLAN_CUTS, PLAN_TILES = (f"paged_decode_cuda/prefill/plan_{name}.cpp" for name in ("cuts", "tiles"))
 FA3, MERGE = "torch-ext/paged_attn/fa3.py", "torch-ext/paged_attn/merge.py"
 PAGES, AMX = "torch-ext/paged_attn/integrations/paged_cache.py", "paged_decode_cpu/ops_amx.h"
@@ -249,6 +250,14 @@ FAULTS = [
         'if (!c.block_table) return "no block_table";',
         'return "no block_table";',
         CUDA_PLANS,
+    ),
+    Fault(
+        "halves of a group: the second half reads the keys of the next KV head",
+        "native",
+        DECODE_LOADER,
+        "segment.head >> plan.key_head_shift",
+        "segment.head",
+        "test_decode_host.py",
     ),
     Fault(
         "prefill: one row more for the decode kernel",

@@ -154,7 +154,9 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWar
   touch(p);
   touch(given);
   Plan plan = given;
-  plan.basic = false;  // as the host sees to, but now the compiler knows
+  // As the host sees to, but now the compiler knows.
+  plan.basic = false;
+  plan.key_head_shift = 0;
   decode<Kv, kHeadDim, kRowTiles>(p, plan);
 }
 

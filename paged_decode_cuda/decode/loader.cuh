@@ -45,8 +45,9 @@ struct DecodeLoader {
         if (!live) return;
         tile = segment.tile + threadIdx.x / kWarp;
       } while (tile >= segment.tile_end);
-      k_head = segment.head * plan.k_head_pieces;
-      v_head = segment.head * plan.v_head_pieces;
+      const int key_head = segment.head >> plan.key_head_shift;
+      k_head = key_head * plan.k_head_pieces;
+      v_head = key_head * plan.v_head_pieces;
       places.start(p, item);
     }
     // In pages of whole runs the first key of a run stands for all.

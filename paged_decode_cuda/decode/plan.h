@@ -14,6 +14,7 @@ struct DecodePlan {
   Plan work;                // what the kernel reads
   DecodeInstance instance;  // which kernel
   bool basic;               // the one for basic calls
+  bool halves;              // each half of a group is a KV head of its own: see in_halves()
   int64_t blocks;
   int warps, blocks_per_processor;  // of a block; blocks beside each other
   int shared_bytes;                 // of a block, as a launch asks for them
@@ -22,6 +23,15 @@ struct DecodePlan {
 
 // The dtype of the queries, the output and the sinks of basic calls.
 PD_METHOD DType basic_dtype(DType cache) { return dtype_bytes(cache) == 1 ? DType::kBFloat16 : cache; }
+
+// The same call with twice as many KV heads, of half a group each: items of 8 rows instead of 16. The keys of both
+// halves are those of one KV head.
+inline Problem in_halves(const Problem& p) {
+  Problem halves = p;
+  halves.kv_heads *= 2;
+  halves.group /= 2;
+  return halves;
+}
 
 // "" or why the kernel on the matrix unit cannot run this.
 const char* decode_why_not(const Problem& p, const DeviceLimits& limits);

@@ -26,6 +26,7 @@ Numbers decode_numbers(const DecodePlan& plan) {
   return {{"rows_per_tile", plan.instance.rows},
           {"tile_keys", int64_t{1} << plan.instance.tile_shift},
           {"items", plan.work.items},
+          {"halves", plan.halves},
           {"balanced", plan.work.balanced},
           {"splits", plan.work.max_splits.divisor},
           {"blocks", plan.blocks},
@@ -40,7 +41,7 @@ void add_decode(const Problem& p, const DecodePlan& plan, Launches& launches) {
   work.partials = static_cast<TaggedWord*>(launches.workspace(plan.workspace_bytes));
   const Grid grid = {plan.blocks, plan.warps * kWarp, plan.shared_bytes};
   if (plan.basic) {
-    launches.add(kernel_of(p, plan), grid, basic_call(p, work));
+    launches.add(kernel_of(p, plan), grid, basic_call(plan.halves ? in_halves(p) : p, work));
   } else {
     launches.add(kernel_of(p, plan), grid, p, work);
   }

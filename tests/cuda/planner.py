@@ -26,7 +26,7 @@ CALL = [
 ]
 NUMBERS = [
     *("route", "blocks", "warps", "blocks_per_processor", "shared_bytes", "workspace_bytes"),
-    *("balanced", "rows_per_tile", "tile_keys", "splits"),
+    *("balanced", "rows_per_tile", "tile_keys", "splits", "halves"),
 ]
 SHARE = [
     *("block", "b", "head", "first_row", "rows"),

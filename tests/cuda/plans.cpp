@@ -24,7 +24,7 @@ struct Call {
 struct PlanNumbers {
   int64_t route;  // 0 decode_basic, 1 decode, 2 fallback, 3 float32
   int64_t blocks, warps, blocks_per_processor, shared_bytes, workspace_bytes, balanced, rows_per_tile, tile_keys,
-      splits;
+      splits, halves;
 };
 
 // A segment: what a block does at a time.
@@ -124,7 +124,7 @@ static int64_t follow(const Problem& p, const Plan& plan, int64_t blocks, bool l
 }
 
 int64_t make_plan(const Call* call, PlanNumbers* numbers, Share* shares, int64_t most) {
-  const Problem p = problem_of(*call);
+  Problem p = problem_of(*call);
   const DeviceLimits limits = {static_cast<int>(call->processors), static_cast<int>(call->shared_per_block),
                                static_cast<int>(call->shared_per_processor)};
   memset(numbers, 0, sizeof(*numbers));
@@ -156,7 +156,9 @@ int64_t make_plan(const Call* call, PlanNumbers* numbers, Share* shares, int64_t
                 work.balanced,
                 work.rows_per_tile,
                 int64_t{1} << work.tile_shift,
-                work.max_splits.divisor};
+                work.max_splits.divisor,
+                plan.halves};
+    if (plan.halves) p = in_halves(p);
   } else {
     const FallbackPlan plan = plan_fallback(p, limits);
     work = plan.work;

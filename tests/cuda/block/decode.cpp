@@ -8,7 +8,7 @@ using namespace paged_attn;
 extern "C" {
 
 struct PlanNumbers {
-  int64_t basic, balanced, blocks, warps, splits, items, rows, each, whole_pairs, lines, surplus_rounds;
+  int64_t basic, balanced, blocks, warps, splits, items, rows, each, whole_pairs, lines, surplus_rounds, halves;
 };
 
 // "" or why it failed. With little shared memory, as compute capability 8.9 has, or with that of 9.0.
@@ -32,7 +32,8 @@ const char* attend(const Call* call, PlanNumbers* numbers) {
               work.blocks_each.divisor,
               work.whole_pairs,
               work.lines.divisor,
-              work.surplus_rounds};
+              work.surplus_rounds,
+              plan.halves};
   machine.dice.seed(static_cast<unsigned>(call->seed));
   add_decode(p, plan, launches);
   return run_within({bounds_of_keys(p), bounds_of_values(p)}, launches, plan.workspace_bytes, plan.shared_bytes);
