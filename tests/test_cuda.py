@@ -204,6 +204,7 @@ def test_what_engines_ask_takes_the_basic_route(paged_attn, device, options):
         {"q_heads": 12, "kv_heads": 1, "kv_len": 700, "sink": "bfloat16", "page_size": 1},
         {"q_heads": 16, "kv_heads": 2, "q_len": 2, "causal": True, "dtype": "float16", "layout": "heads_first"},
         {"q_heads": 16, "kv_heads": 4, "q_len": 4, "causal": True, "varlen_q": True, "kv_len": 300},
+        {"head_dim": 64, "q_heads": 64, "kv_heads": 4, "kv_len": 300, "sink": "bfloat16"},
         {"q_heads": 10, "kv_heads": 1, "append": 1, "rotary_dim": 64, "causal": True, "batch": 5},
     ],
     ids=str,

@@ -316,11 +316,13 @@ def test_halves_of_a_group(library):
     numbers, shares = plan_of()
     assert numbers.halves and numbers.route == 0 and numbers.rows_per_tile == 8
     assert {(s.head, s.first_row, s.rows) for s in shares if s.first} == {(head, 0, 8) for head in range(8)}
-    assert not plan_of(kv_bytes=1)[0].halves and not halves(head_dim=64)
+    assert [head_dim for head_dim in (64, 96, 128, 256) if halves(head_dim=head_dim)] == [64, 128]
+    assert not halves(kv_bytes=1) and not halves(kv_bytes=4)
     assert [group for group in range(1, 33) if halves(group=group)] == [10, 12, 14, 16]
     assert [q_len for q_len in range(1, 9) if halves(group=4, q_len=q_len)] == [3, 4]
     assert [q_len for q_len in range(1, 9) if halves(group=4, q_lens=[q_len, 1], lens=[90, 90])] == [3, 4]
-    assert halves(lens=[11440]) and not halves(lens=[11472]) and halves(lens=[5720] * 2)  # an H100 reads these in 7 us
+    most = 14 * 3352 // 4 // 16 * 16  # of each KV head, where memory reads 3352 GB/s
+    assert halves(lens=[most]) and not halves(lens=[most + 16]) and halves(lens=[most // 32 * 16] * 2)
     assert halves(lens=[60] * 16) and not halves(lens=[60] * 17)
     assert halves(lens=[100], max_pages=4096, max_seqlen_k=100) and not halves(lens=[100], max_pages=4096)
     assert not halves(deterministic=1) and not halves(num_splits=2)

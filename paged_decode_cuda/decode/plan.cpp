@@ -11,8 +11,8 @@ constexpr int kSplitKeys = 2048;  // of a request whose splits must not depend o
 constexpr int kDeterministicSplits = 16;
 // Tiles that a multiprocessor reads while one of its blocks ends one pair and begins another, see balance.cuh.
 constexpr int kPairCost = 12;
-constexpr int64_t kItemRows = 8;            // of the smaller items; the others have twice as many
-constexpr int64_t kHalvesTime = 7000;  // ns to read all keys and values: with more of them, to read them twice costs more
+constexpr int64_t kItemRows = 8;     // of the smaller items; the others have twice as many
+constexpr int64_t kHalvesKeys = 14;  // of all pairs, for each GB/s: with more, to read them twice costs more
 
 // How rows are cut into tiles.
 struct RowTiles {
@@ -165,14 +165,13 @@ void plan_fixed(const Problem& p, const RowTiles& tiles, const DeviceLimits& lim
 }
 
 // Few keys for few rows of 9 to 16: such a call takes most of its time to begin and to end, and with items of 8 rows
-// both are shorter. The keys are read twice then, the second time from L2. Measured for 128 dimensions in 16 bits; with
-// 64 nothing is gained.
+// both are shorter. The keys are read twice then, the second time from L2. Measured for 64 and 128 dimensions in 16
+// bits: up to the same number of keys.
 bool suits_halves(const Problem& p, const DeviceLimits& limits) {
-  const int64_t rows = longest_query(p) * p.group, bytes = dtype_bytes(p.cache.dtype), pairs = p.batch * p.kv_heads;
+  const int64_t rows = longest_query(p) * p.group, pairs = p.batch * p.kv_heads;
   const bool two_items = p.group % 2 == 0 && rows > kItemRows && rows <= 2 * kItemRows;
-  const int64_t read = pairs * p.max_kv_len * 2 * p.head_dim * bytes;
-  const bool few = 2 * pairs <= limits.processors && read <= kHalvesTime * limits.read_rate;
-  return two_items && few && bytes == 2 && p.head_dim == 128;
+  const bool few = 2 * pairs <= limits.processors && pairs * p.max_kv_len <= kHalvesKeys * limits.read_rate;
+  return two_items && few && dtype_bytes(p.cache.dtype) == 2 && p.head_dim <= 128;
 }
 
 DecodePlan plan_decode(const Problem& p, const DeviceLimits& limits, bool basic) {
