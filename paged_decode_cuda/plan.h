@@ -55,9 +55,9 @@ struct CommonPlan {
   // and at none where no request is that long.
   int32_t surplus_rounds;
 
-  // Basic calls: keys that an append has added; keys that the first token does not see; and those of KV head h are of
-  // h >> key_head_shift in the cache, see in_halves()
-  int32_t new_keys, hidden_keys, key_head_shift;
+  // `decode`: the keys of KV head h are those of h >> key_head_shift, see in_halves(). Basic calls: keys that an append
+  // has added; keys that the first token does not see
+  int32_t key_head_shift, new_keys, hidden_keys;
 
   // [blocks, rows_per_tile, row_words(partial_quads)]; nothing of it is set before the launch. Nowhere when nothing is
   // ever cut.

@@ -206,13 +206,15 @@ def test_what_engines_ask_takes_the_basic_route(paged_attn, device, options):
         {"q_heads": 16, "kv_heads": 4, "q_len": 4, "causal": True, "varlen_q": True, "kv_len": 300},
         {"head_dim": 64, "q_heads": 64, "kv_heads": 4, "kv_len": 300, "sink": "bfloat16"},
         {"q_heads": 10, "kv_heads": 1, "append": 1, "rotary_dim": 64, "causal": True, "batch": 5},
+        {"q_heads": 32, "kv_heads": 2, "window": (50, 0), "alibi": "head", "softcap": 20.0, "kv_len": 400},
     ],
     ids=str,
 )
 def test_halves_of_a_group(paged_attn, device, options):
     """9 to 16 rows over few keys are two items of 8: each half of a group is planned as a KV head."""
     explained = explain(paged_attn, device, **options)
-    assert explained.route == "decode_basic" and explained.plan["halves"] == 1 and explained.plan["rows_per_tile"] == 8
+    assert explained.route == ("decode" if "window" in options else "decode_basic")
+    assert explained.plan["halves"] == 1 and explained.plan["rows_per_tile"] == 8
     check(paged_attn, Case(**BASIC | options), device)
 
 

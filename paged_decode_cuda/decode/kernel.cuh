@@ -154,9 +154,7 @@ __global__ void __launch_bounds__(DecodeShape<Kv, kHeadDim, kRowTiles>::kMostWar
   touch(p);
   touch(given);
   Plan plan = given;
-  // As the host sees to, but now the compiler knows.
-  plan.basic = false;
-  plan.key_head_shift = 0;
+  plan.basic = false;  // as the host sees to, but now the compiler knows
   decode<Kv, kHeadDim, kRowTiles>(p, plan);
 }
 

@@ -14,6 +14,17 @@ constexpr int kPairCost = 12;
 constexpr int64_t kItemRows = 8;     // of the smaller items; the others have twice as many
 constexpr int64_t kHalvesKeys = 14;  // of all pairs, for each GB/s: with more, to read them twice costs more
 
+// Few keys for few rows of 9 to 16: such a call takes most of its time to begin and to end, and with items of 8 rows
+// both are shorter. The keys are read twice then, the second time from L2. Measured for 64 and 128 dimensions in 16
+// bits: up to the same number of keys. Not where cuts are fixed, nor where a KV head has a scale of its own.
+bool suits_halves(const Problem& p, const DeviceLimits& limits) {
+  if (p.deterministic || p.num_splits != 0 || p.cache.k_descale || p.cache.v_descale) return false;
+  const int64_t rows = longest_query(p) * p.group, pairs = p.batch * p.kv_heads;
+  const bool two_items = p.group % 2 == 0 && rows > kItemRows && rows <= 2 * kItemRows;
+  const bool few = 2 * pairs <= limits.processors && pairs * most_keys(p, rows) <= kHalvesKeys * limits.read_rate;
+  return two_items && few && dtype_bytes(p.cache.dtype) == 2 && pd_max(p.head_dim, p.head_dim_v) <= 128;
+}
+
 // How rows are cut into tiles.
 struct RowTiles {
   DecodeInstance instance;
@@ -164,25 +175,19 @@ void plan_fixed(const Problem& p, const RowTiles& tiles, const DeviceLimits& lim
   plan.blocks = work.blocks.divisor;
 }
 
-// Few keys for few rows of 9 to 16: such a call takes most of its time to begin and to end, and with items of 8 rows
-// both are shorter. The keys are read twice then, the second time from L2. Measured for 64 and 128 dimensions in 16
-// bits: up to the same number of keys.
-bool suits_halves(const Problem& p, const DeviceLimits& limits) {
-  const int64_t rows = longest_query(p) * p.group, pairs = p.batch * p.kv_heads;
-  const bool two_items = p.group % 2 == 0 && rows > kItemRows && rows <= 2 * kItemRows;
-  const bool few = 2 * pairs <= limits.processors && pairs * p.max_kv_len <= kHalvesKeys * limits.read_rate;
-  return two_items && few && dtype_bytes(p.cache.dtype) == 2 && p.head_dim <= 128;
-}
-
-DecodePlan plan_decode(const Problem& p, const DeviceLimits& limits, bool basic) {
+DecodePlan plan_decode(const Problem& whole, const DeviceLimits& limits, bool basic) {
+  const bool halves = suits_halves(whole, limits);
+  const Problem p = halves ? in_halves(whole) : whole;
   const RowTiles tiles = cut_rows(p, limits);
   DecodePlan plan = {};
   plan.instance = tiles.instance;
   plan.basic = basic;
+  plan.halves = halves;
   Plan& work = plan.work;
   plan_tables(p, tiles.instance.tile_shift, work);
   plan_prefetch(p, work);
   plan_pieces(p, work);
+  work.key_head_shift = halves;
   if (basic) plan_basic(p, work);
   if (*balanced_why_not(p, tiles) == '\0') {
     plan_balanced(p, tiles, limits, plan);
@@ -237,12 +242,6 @@ const char* decode_basic_why_not(const Problem& p, const DeviceLimits& limits) {
 }
 
 DecodePlan plan_decode(const Problem& p, const DeviceLimits& limits) { return plan_decode(p, limits, false); }
-DecodePlan plan_decode_basic(const Problem& p, const DeviceLimits& limits) {
-  if (!suits_halves(p, limits)) return plan_decode(p, limits, true);
-  DecodePlan plan = plan_decode(in_halves(p), limits, true);
-  plan.halves = true;
-  plan.work.key_head_shift = 1;
-  return plan;
-}
+DecodePlan plan_decode_basic(const Problem& p, const DeviceLimits& limits) { return plan_decode(p, limits, true); }
 
 }  // namespace paged_attn

@@ -40,10 +40,11 @@ void add_decode(const Problem& p, const DecodePlan& plan, Launches& launches) {
   Plan work = plan.work;
   work.partials = static_cast<TaggedWord*>(launches.workspace(plan.workspace_bytes));
   const Grid grid = {plan.blocks, plan.warps * kWarp, plan.shared_bytes};
+  const Problem planned = plan.halves ? in_halves(p) : p;
   if (plan.basic) {
-    launches.add(kernel_of(p, plan), grid, basic_call(plan.halves ? in_halves(p) : p, work));
+    launches.add(kernel_of(p, plan), grid, basic_call(planned, work));
   } else {
-    launches.add(kernel_of(p, plan), grid, p, work);
+    launches.add(kernel_of(p, plan), grid, planned, work);
   }
 }
 
