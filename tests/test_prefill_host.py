@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from blocks import HOST, Case, compile_kernels
+from blocks import HOST, REPOSITORY, Case, compile_kernels
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +23,9 @@ def library(tmp_path_factory):
             "SharedSums& shared_sums = *reinterpret_cast<SharedSums*>(block_raw());",
         ),
     )
-    planners = ("facts", "call_times", "plan_cuts", "plan_tiles", "plan")
-    sources = [*(f"prefill/{name}.cpp" for name in planners), "prefill/route.cu", "prefill/combine.cu"]
-    sources = [cuda / name for name in (*sources, "decode/plan.cpp", "plan.cpp")]
-    return compile_kernels(root, [*sources, HOST / "prefill.cpp"], in_shared_memory)
+    planners = [f"prefill/{path.name}" for path in sorted((REPOSITORY / "paged_decode_cuda/prefill").glob("*.cpp"))]
+    sources = [*planners, "prefill/route.cu", "prefill/combine.cu", "decode/plan.cpp", "plan.cpp"]
+    return compile_kernels(root, [*(cuda / name for name in sources), HOST / "prefill.cpp"], in_shared_memory)
 
 
 class Prompt(Case):

@@ -19,9 +19,9 @@ constexpr int64_t kHalvesKeys = 14;  // of all pairs, for each GB/s: with more, 
 // bits: up to the same number of keys. Not where cuts are fixed, nor where a KV head has a scale of its own.
 bool suits_halves(const Problem& p, const DeviceLimits& limits) {
   if (p.deterministic || p.num_splits != 0 || p.cache.k_descale || p.cache.v_descale) return false;
-  const int64_t rows = longest_query(p) * p.group, pairs = p.batch * p.kv_heads;
-  const bool two_items = p.group % 2 == 0 && rows > kItemRows && rows <= 2 * kItemRows;
-  const bool few = 2 * pairs <= limits.processors && pairs * most_keys(p, rows) <= kHalvesKeys * limits.read_rate;
+  const int64_t keys = most_keys(p, longest_query(p) * p.group), pairs = p.batch * p.kv_heads;
+  const bool two_items = p.group % 2 == 0 && has_few_rows(p) && !has_few_rows(p, kItemRows);
+  const bool few = 2 * pairs <= limits.processors && pairs * keys <= kHalvesKeys * limits.read_rate;
   return two_items && few && dtype_bytes(p.cache.dtype) == 2 && pd_max(p.head_dim, p.head_dim_v) <= 128;
 }
 
@@ -175,19 +175,15 @@ void plan_fixed(const Problem& p, const RowTiles& tiles, const DeviceLimits& lim
   plan.blocks = work.blocks.divisor;
 }
 
-DecodePlan plan_decode(const Problem& whole, const DeviceLimits& limits, bool basic) {
-  const bool halves = suits_halves(whole, limits);
-  const Problem p = halves ? in_halves(whole) : whole;
+DecodePlan plan_items(const Problem& p, const DeviceLimits& limits, bool basic) {
   const RowTiles tiles = cut_rows(p, limits);
   DecodePlan plan = {};
   plan.instance = tiles.instance;
   plan.basic = basic;
-  plan.halves = halves;
   Plan& work = plan.work;
   plan_tables(p, tiles.instance.tile_shift, work);
   plan_prefetch(p, work);
   plan_pieces(p, work);
-  work.key_head_shift = halves;
   if (basic) plan_basic(p, work);
   if (*balanced_why_not(p, tiles) == '\0') {
     plan_balanced(p, tiles, limits, plan);
@@ -196,6 +192,13 @@ DecodePlan plan_decode(const Problem& whole, const DeviceLimits& limits, bool ba
   }
   const bool cut = work.balanced || work.max_splits.divisor > 1;
   plan.workspace_bytes = cut ? partial_bytes(work, plan.blocks) : 0;
+  return plan;
+}
+
+DecodePlan plan_decode(const Problem& p, const DeviceLimits& limits, bool basic) {
+  if (!suits_halves(p, limits)) return plan_items(p, limits, basic);
+  DecodePlan plan = plan_items(in_halves(p), limits, basic);
+  plan.work.key_head_shift = 1;
   return plan;
 }
 
@@ -231,7 +234,7 @@ const char* decode_basic_why_not(const Problem& p, const DeviceLimits& limits) {
   if (c.block_table_stride > INT32_MAX) return "rows of block_table are 2^31 entries apart";
   const char* const reason = decode_why_not(p, limits);
   if (*reason != '\0') return reason;
-  const RowTiles tiles = cut_rows(suits_halves(p, limits) ? in_halves(p) : p, limits);
+  const RowTiles tiles = suits_halves(p, limits) ? cut_rows(in_halves(p), limits) : cut_rows(p, limits);
   if (tiles.each > 1) return "more rows of a request than one tile holds";
   // Where the compiler knows the head_dim it loads values so far ahead that registers spill.
   const DecodeInstance& instance = tiles.instance;

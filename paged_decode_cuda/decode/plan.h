@@ -14,11 +14,13 @@ struct DecodePlan {
   Plan work;                // what the kernel reads
   DecodeInstance instance;  // which kernel
   bool basic;               // the one for basic calls
-  bool halves;              // each half of a group is a KV head of its own: see in_halves()
   int64_t blocks;
   int warps, blocks_per_processor;  // of a block; blocks beside each other
   int shared_bytes;                 // of a block, as a launch asks for them
   int64_t workspace_bytes;          // 0: nothing is ever cut
+
+  // Each half of a group is a KV head of its own: see in_halves().
+  bool halves() const { return work.key_head_shift > 0; }
 };
 
 // The dtype of the queries, the output and the sinks of basic calls.

@@ -20,13 +20,24 @@ const void* kernel_of(const Problem& p, const DecodePlan& plan) {
   }
 }
 
+void add_items(const Problem& p, const DecodePlan& plan, Launches& launches) {
+  Plan work = plan.work;
+  work.partials = static_cast<TaggedWord*>(launches.workspace(plan.workspace_bytes));
+  const Grid grid = {plan.blocks, plan.warps * kWarp, plan.shared_bytes};
+  if (plan.basic) {
+    launches.add(kernel_of(p, plan), grid, basic_call(p, work));
+  } else {
+    launches.add(kernel_of(p, plan), grid, p, work);
+  }
+}
+
 }  // namespace
 
 Numbers decode_numbers(const DecodePlan& plan) {
   return {{"rows_per_tile", plan.instance.rows},
           {"tile_keys", int64_t{1} << plan.instance.tile_shift},
           {"items", plan.work.items},
-          {"halves", plan.halves},
+          {"halves", plan.halves()},
           {"balanced", plan.work.balanced},
           {"splits", plan.work.max_splits.divisor},
           {"blocks", plan.blocks},
@@ -37,14 +48,10 @@ Numbers decode_numbers(const DecodePlan& plan) {
 }
 
 void add_decode(const Problem& p, const DecodePlan& plan, Launches& launches) {
-  Plan work = plan.work;
-  work.partials = static_cast<TaggedWord*>(launches.workspace(plan.workspace_bytes));
-  const Grid grid = {plan.blocks, plan.warps * kWarp, plan.shared_bytes};
-  const Problem planned = plan.halves ? in_halves(p) : p;
-  if (plan.basic) {
-    launches.add(kernel_of(p, plan), grid, basic_call(planned, work));
+  if (plan.halves()) {
+    add_items(in_halves(p), plan, launches);
   } else {
-    launches.add(kernel_of(p, plan), grid, planned, work);
+    add_items(p, plan, launches);
   }
 }
 

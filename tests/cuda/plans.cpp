@@ -157,8 +157,8 @@ int64_t make_plan(const Call* call, PlanNumbers* numbers, Share* shares, int64_t
                 work.rows_per_tile,
                 int64_t{1} << work.tile_shift,
                 work.max_splits.divisor,
-                plan.halves};
-    if (plan.halves) p = in_halves(p);
+                plan.halves()};
+    if (plan.halves()) p = in_halves(p);
   } else {
     const FallbackPlan plan = plan_fallback(p, limits);
     work = plan.work;

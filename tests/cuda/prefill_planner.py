@@ -9,12 +9,10 @@ import subprocess
 
 from planner import FLAGS, FOLDERS, REPOSITORY, compiler, structure
 
-PLANNERS = ("plan", "decode/plan", "prefill_mma/plan")
-OF_PREFILL = ("facts", "call_times", "plan_cuts", "plan_tiles", "plan")
 SOURCES = (
     "tests/cuda/prefill.cpp",
-    *(f"paged_decode_cuda/{name}.cpp" for name in PLANNERS),
-    *(f"paged_decode_cuda/prefill/{name}.cpp" for name in OF_PREFILL),
+    *(f"paged_decode_cuda/{name}.cpp" for name in ("plan", "decode/plan", "prefill_mma/plan")),
+    *sorted((REPOSITORY / "paged_decode_cuda" / "prefill").glob("*.cpp")),
 )
 CALL = [
     *("capability", "processors", "shared_per_block", "shared_per_processor", "read_rate"),

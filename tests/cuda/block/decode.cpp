@@ -33,7 +33,7 @@ const char* attend(const Call* call, PlanNumbers* numbers) {
               work.whole_pairs,
               work.lines.divisor,
               work.surplus_rounds,
-              plan.halves};
+              plan.halves()};
   machine.dice.seed(static_cast<unsigned>(call->seed));
   add_decode(p, plan, launches);
   return run_within({bounds_of_keys(p), bounds_of_values(p)}, launches, plan.workspace_bytes, plan.shared_bytes);
