@@ -96,8 +96,14 @@ PD_DEVICE void write_partial(const Plan& plan, int row, int quad, const RowSum& 
   store_word(words + plan.partial_quads + quad, sum.acc[2], sum.acc[3], number);
 }
 
-// Ends the kernel with an error that the host finds (cudaErrorAssert) and these words on stderr.
+// Ends the kernel with an error that the host finds: cudaErrorAssert and these words on stderr, or
+// cudaErrorLaunchFailure where the kernel may call no function.
+template <bool kCallsNothing>
 PD_DEVICE void give_up() {
+  if constexpr (kCallsNothing) {
+    stop_with_error();
+    return;
+  }
   __assertfail("paged_attn: a block waited too long for the partial of another: were lengths changed during a call?",
                "exchange.cuh", __LINE__, "add_batch", sizeof(char));
 }
@@ -118,7 +124,7 @@ constexpr int kPartialsAtOnce = 5;  // whose words a thread holds
 
 // Adds kBatch partials to a quad of a sum: number `first` and then every step-th, as long as there are any. A team
 // calls it together. Each of its lanes also looks for (m, l) of one partial; lanes past the last quad do only that.
-template <int kBatch>
+template <int kBatch, bool kCallsNothing>
 PD_DEVICE void add_batch(const Plan& plan, int first, int step, const Partials& partials, int row, int quad,
                          RowSum& sum) {
   static_assert(kBatch <= kTeam, "there is a lane for every partial");
@@ -138,7 +144,7 @@ PD_DEVICE void add_batch(const Plan& plan, int first, int step, const Partials& 
   unsigned long long stale;
   int looks = 0;
   do {
-    if (++looks == PD_MOST_LOOKS) give_up();
+    if (++looks == PD_MOST_LOOKS) give_up<kCallsNothing>();
     // All loads before the first look at one.
     load_word(ml_word, ml_payload, ml_found);
 #pragma unroll
@@ -170,15 +176,16 @@ PD_DEVICE void add_batch(const Plan& plan, int first, int step, const Partials& 
   sum.add(ml, values);
 }
 
-// Adds every `step`-th of the partials, from `first` on, to a quad of a sum.
+// Adds every `step`-th of the partials, from `first` on, to a quad of a sum. kCallsNothing: see give_up().
+template <bool kCallsNothing = false>
 PD_DEVICE void add_partials(const Plan& plan, int first, int step, const Partials& partials, int row, int quad,
                             RowSum& sum) {
   if (quad / kTeam * kTeam >= plan.partial_quads) return;  // no lane of the team has a quad
 #pragma unroll 1
   for (; first + step < partials.count; first += step * kPartialsAtOnce) {
-    add_batch<kPartialsAtOnce>(plan, first, step, partials, row, quad, sum);
+    add_batch<kPartialsAtOnce, kCallsNothing>(plan, first, step, partials, row, quad, sum);
   }
-  if (first < partials.count) add_batch<1>(plan, first, step, partials, row, quad, sum);
+  if (first < partials.count) add_batch<1, kCallsNothing>(plan, first, step, partials, row, quad, sum);
 }
 
 // Adds the sink, writes output and lse. kBytes: of an element of an output in aligned groups of four; 0: any.

@@ -186,6 +186,9 @@ PD_DEVICE float2 pair_values(uint32_t pair) {
   return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 
+// Ends the kernel with an error (cudaErrorLaunchFailure).
+PD_DEVICE void stop_with_error() { asm volatile("trap;"); }
+
 // Of this launch, though the replays of a graph share it. Multiplied, so that no memory is likely to hold it.
 PD_DEVICE unsigned long long launch_number() {
   unsigned long long number;

@@ -17,6 +17,7 @@ CALL = [
     *("k_stride_page", "k_stride_slot", "k_stride_head", "v_stride_page", "v_stride_slot", "v_stride_head"),
     *("num_pages", "page_size", "max_pages"),
     *("window_left", "window_right", "chunk", "num_splits", "deterministic", "processors", "seed", "little_shared"),
+    "blackwell",
     *("q_descale", "k_descale", "cache_batch_idx", "sinks_of_q", "fill"),
 ]
 
@@ -166,6 +167,7 @@ class Case:
             "window_left": self.window[0], "window_right": self.window[1], "chunk": o.get("chunk", 0),
             "num_splits": o.get("num_splits", 0), "deterministic": o.get("deterministic", 0),
             "processors": o.get("processors", 4), "seed": self.seed, "little_shared": o.get("little_shared", 0),
+            "blackwell": o.get("blackwell", 0),
             "scale": self.scale,
             "softcap": o.get("softcap", 0.0), "sinks_of_q": o.get("sinks_of_q", 0),
             "fill": o.get("fill", 0xFF),

@@ -6,6 +6,15 @@ import pytest
 import torch
 from blocks import HOST, PARTIALS, Case, compile_kernels
 
+# What the warpgroups of a block share.
+WGMMA_CONTROL = """__shared__ WgmmaBarriers<Shape> barriers;
+  __shared__ float tops[Shape::kConsumers][kWarpgroup / kWarp][Shape::kRows];"""
+WGMMA_CONTROL_HERE = """struct Control {
+    WgmmaBarriers<Shape> barriers;
+    float tops[Shape::kConsumers][kWarpgroup / kWarp][Shape::kRows];
+  };
+  auto& [barriers, tops] = block_control<Control>();"""
+
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
@@ -19,10 +28,17 @@ def library(tmp_path_factory):
             "__shared__ int free_stages[Shape::kMostWarps];",
             "auto& free_stages = block_control<int[Shape::kMostWarps]>();",
         ),
+        (
+            "decode/wgmma_kernel.cuh",
+            "extern __shared__ __align__(1024) char ring_and_more[];",
+            "char* const ring_and_more = own_shared<1024>();",
+        ),
+        ("decode/wgmma_kernel.cuh", WGMMA_CONTROL, WGMMA_CONTROL_HERE),
         *PARTIALS,
     )
     dtypes = ("fp32", "bf16", "fp16", "e4m3", "e5m2")
-    sources = [*(f"decode/{name}.cu" for name in dtypes), "decode/route.cu", "decode/plan.cpp", "plan.cpp"]
+    wgmma = ("wgmma_bf16", "wgmma_fp16")
+    sources = [*(f"decode/{name}.cu" for name in (*dtypes, *wgmma)), "decode/route.cu", "decode/plan.cpp", "plan.cpp"]
     return compile_kernels(
         root, [HOST / "decode.cuh", *(cuda / name for name in sources), HOST / "decode.cpp"], instead
     )
@@ -31,7 +47,7 @@ def library(tmp_path_factory):
 class Decode(Case):
     NUMBERS = (
         *("basic", "balanced", "blocks", "warps", "splits", "items", "rows", "each", "whole_pairs", "lines"),
-        *("surplus_rounds", "halves"),
+        *("surplus_rounds", "halves", "wgmma"),
     )
 
 
@@ -63,18 +79,66 @@ ROWS = {
 HEADS = {"64": [64], "128": [128], "256": [256], "32_48": [32, 48], "112_80": [112, 80], "208_144": [208, 144]}
 
 
+# The same shared memory, with warpgroups that multiply and without.
+GPUS = {"hopper": {}, "blackwell": {"blackwell": 1}}
+
+
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
 def test_sizes(library, dtype, rows, heads):
-    judge(library, *HEADS[heads], **DTYPES[dtype], **ROWS[rows], processors=2)
+    judge(library, *HEADS[heads], **DTYPES[dtype], **ROWS[rows], processors=2, blackwell=1)
 
 
 @pytest.mark.parametrize("heads", ["64", "128", "256", "112_80"])
 @pytest.mark.parametrize("rows", ["token", "many_rows"])
 @pytest.mark.parametrize("dtype", ["fp16", "e5m2", "fp32"])
 def test_some_sizes(library, dtype, rows, heads):
-    judge(library, *HEADS[heads], **DTYPES[dtype], **ROWS[rows], processors=2)
+    judge(library, *HEADS[heads], **DTYPES[dtype], **ROWS[rows], processors=2, blackwell=1)
+
+
+@pytest.mark.parametrize("heads", [[128], [112, 80], [72, 128], [96]], ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_sizes_of_warpgroups(library, dtype, rows, heads):
+    judge(library, *heads, **DTYPES[dtype], **ROWS[rows], processors=3, plan={"wgmma": 1})
+
+
+TWO_TOKENS = {"lens": [600, 131], "q_lens": 2}  # 8 rows
+SOME_SIZES_OF_WARPGROUPS = {
+    "64": ([64], TWO_TOKENS),
+    "64_many_tiles": ([64], {"lens": [2500], "processors": 2}),
+    "64_pages_of_1": ([64], {"lens": [700, 130], "page_size": 1}),
+    "64_16_rows": ([64], ROWS["drafts"] | {"processors": 8}),
+    "40_64": ([40, 64], TWO_TOKENS),
+    "256": ([256], TWO_TOKENS),
+    "256_many_tiles": ([256], {"lens": [900], "processors": 2}),
+    "208_144": ([208, 144], TWO_TOKENS),
+    "192_pages_of_8": ([192], {"lens": [700, 130], "page_size": 8}),
+}
+
+
+@pytest.mark.parametrize("name", SOME_SIZES_OF_WARPGROUPS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_some_sizes_of_warpgroups(library, dtype, name):
+    heads, rows = SOME_SIZES_OF_WARPGROUPS[name]
+    judge(library, *heads, **DTYPES[dtype], **{"processors": 3} | rows, plan={"wgmma": 1})
+
+
+MANY_PAIRS = {"lens": [20] * 3, "processors": 2}  # 6 of 8 rows
+SIZES_OF_WARPS = {
+    "16_rows_of_256": ([256], "bf16", ROWS["drafts"]),
+    "many_pairs": ([128], "bf16", MANY_PAIRS),
+    "16_rows_of_64": ([64], "bf16", {"lens": [70, 130], "q_lens": 3, "processors": 7}),
+    "e4m3": ([128], "e4m3", ROWS["drafts"]),
+    "fp32": ([128], "fp32", ROWS["drafts"]),
+}
+
+
+@pytest.mark.parametrize("name", SIZES_OF_WARPS)
+def test_sizes_that_warpgroups_do_not_take(library, name):
+    heads, dtype, rows = SIZES_OF_WARPS[name]
+    judge(library, *heads, **DTYPES[dtype], **rows, plan={"wgmma": 0})
 
 
 FEATURES = {
@@ -182,17 +246,124 @@ SOME_FEATURES = (
     *("no_keys", "page_3", "values_apart", "window", "leftpad", "softcap", "alibi", "sinks_of_q", "lines"),
     "two_levels_of_16_rows",
 )
+# What warpgroups do not take: few keys of many, many pairs of 8 rows, fixed cuts.
+NOT_OF_WARPGROUPS = (
+    *("window", "window_at_a_tile", "window_of_pages_of_1", "chunk", "halves_of_features"),
+    *("large_scale_e4m3", "little_shared"),
+    *("lines_of_two_heads", "whole_pairs", "short_pairs", "line_of_many"),
+    *("num_splits", "num_splits_of_few_tiles", "num_splits_window", "num_splits_many", "num_splits_packed"),
+    *("deterministic", "deterministic_long", "deterministic_packed"),
+)
 
 
+@pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", FEATURES)
-def test_features(library, name):
-    judge(library, **FEATURES[name])
+def test_features(library, name, gpu):
+    wgmma = gpu == "hopper" and name not in NOT_OF_WARPGROUPS
+    plan = FEATURES[name].get("plan", {}) | {"wgmma": wgmma}
+    judge(library, **FEATURES[name] | GPUS[gpu] | {"plan": plan})
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32", "e4m3", "e5m2"])
 @pytest.mark.parametrize("name", SOME_FEATURES)
 def test_some_features(library, name, dtype):
-    judge(library, **DTYPES[dtype], **FEATURES[name])
+    judge(library, **DTYPES[dtype], **FEATURES[name], blackwell=1)
+
+
+# Of warpgroups, which take tiles of 64 keys in turns; cuts are between any 16 keys. The ring has 6 tiles.
+WARPGROUPS = {
+    "whole_tile": {"lens": [64], "processors": 1, "q_heads": 4, "kv_heads": 1},
+    "odd_tiles": {"lens": [1400], "processors": 1, "q_heads": 4, "kv_heads": 1, "plan": {"basic": 1, "rows": 8}},
+    "odd_tiles_of_16_rows": {"lens": [1400], "processors": 1, "q_lens": 3, "q_heads": 5, "kv_heads": 1},
+    # Segments of 9 units, which end inside a tile; then of 21
+    "cuts_inside_tiles": {"lens": [1000], "processors": 7, "kv_heads": 1, "plan": {"each": 7}},
+    "cuts_inside_tiles_of_16_rows": {"lens": [1000], "processors": 3, "q_lens": 2, "kv_heads": 1, "q_heads": 7},
+    "cuts_of_pages_of_1": {"lens": [700], "processors": 4, "kv_heads": 1, "page_size": 1},
+    "cuts_of_pages_of_24": {"lens": [700], "processors": 4, "kv_heads": 1, "page_size": 24, "q_lens": 2},
+    "cuts_of_contiguous_keys": {"lens": [700, 640], "processors": 6, "page_size": 701, "contiguous": True},
+    # Pages are looked up for 32 tiles at a time, or for 2.
+    "many_pages_in_turn": {"lens": [2400], "processors": 1, "q_heads": 2, "kv_heads": 1, "page_size": 32},
+    "two_levels": {"lens": [2560], "processors": 20, "q_heads": 8, "kv_heads": 1, "plan": {"each": 20}},
+    "two_levels_of_groups": {"lens": [4400], "processors": 34, "q_heads": 4, "kv_heads": 1, "plan": {"each": 34}},
+    "two_levels_of_16_rows": {"lens": [1500], "processors": 10, "q_heads": 15, "kv_heads": 1, "plan": {"rows": 16}},
+    # Buffers of queries and the ring in turns, beyond the ends of segments
+    "short_segments": {"lens": [70, 20, 130, 0, 64, 1, 200, 90], "processors": 1, "q_lens": 3},
+    "short_segments_of_full": {
+        "lens": [70, 20, 130, 0, 64, 1, 200, 90],
+        "processors": 1,
+        "q_lens": 3,
+        "leftpads": [3, 20, 70, 0, 0, 1, 130, 0],
+        "sinks": True,
+        "plan": {"basic": 0},
+    },
+    "line": {"lens": [300, 20, 700, 0, 64, 500], "processors": 4, "q_heads": 12, "kv_heads": 1, "q_lens": [1] * 6},
+    "line_of_8_rows": {"lens": [300, 20, 700, 0, 64, 500], "processors": 5, "q_heads": 4, "kv_heads": 1},
+    "packed": {
+        "lens": [300, 20, 140, 90],
+        "q_lens": [2, 0, 1, 2],
+        "spare": 2,
+        "q_heads": 4,
+        "kv_heads": 1,
+        "sinks": True,
+        "sinks_of_q": 1,
+        "plan": {"basic": 1, "rows": 8},
+    },
+    "surplus": {"lens": [256, 250, 240], "q_lens": [1, 9, 1], "max_q_len": 1, "processors": 3},
+    "halves": {"lens": [600, 400], "q_heads": 32, "processors": 9, "plan": {"halves": 1, "basic": 1}},
+    # A consumer whose rows see no key of its only tile, then some of them
+    "first_row_sees_one_tile": {"lens": [66], "q_lens": 4, "processors": 1},
+    "not_causal": {"lens": [500, 77], "q_lens": 3, "window": (-1, -1), "processors": 3},
+    "window_right": {"lens": [500, 77], "q_lens": 3, "window": (-1, 1), "processors": 3},
+    "wide_window": {"lens": [300, 77], "q_lens": 3, "window": (400, 0), "plan": {"basic": 0}},
+    "features": {
+        "lens": [400, 90, 130],
+        "q_lens": 2,
+        "leftpads": [70, 90, 3],
+        "alibi": True,
+        "softcap": 2.0,
+        "sinks": True,
+        "processors": 3,
+        "page_size": 24,
+        "plan": {"basic": 0},
+    },
+    "alibi": {"lens": [400, 77], "q_lens": 3, "alibi": True, "processors": 3},
+    "softcap": {"lens": [400, 77], "q_lens": 3, "softcap": 2.0, "processors": 3},
+    "values_apart": {"lens": [400, 77], "q_lens": 3, "values_apart": True, "processors": 3},
+    "large_scores": {"lens": [700], "q_times": 6.0, "processors": 2},
+}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", WARPGROUPS)
+def test_warpgroups(library, name, dtype):
+    plan = {"wgmma": 1} | WARPGROUPS[name].get("plan", {})
+    judge(library, **DTYPES[dtype], **WARPGROUPS[name] | {"plan": plan})
+
+
+@pytest.mark.parametrize("step", [0.05, 0.3, 2.0, -0.3])
+@pytest.mark.parametrize("q_lens", [1, 3])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_warpgroups_where_scores_grow(library, dtype, q_lens, step):
+    """By about `step` from a key to the next, for each head at a pace of its own, for some not at all."""
+    case = decode(128)(lens=[500, 130], q_lens=q_lens, q_heads=8, kv_heads=2, page_size=16, scale=1.0, **DTYPES[dtype])
+    case.q *= 0.1
+    case.q[..., 0] = step * torch.arange(8) / 4
+    for table, n in zip(case.table, case.lens, strict=True):
+        keys = torch.arange(n)
+        case.cache[table[keys // 16].long(), keys % 16, :, 0] = keys[:, None].to(case.dtype)
+    assert case.run(library).wgmma
+    case.judge()
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 24])
+def test_warpgroups_do_not_read_behind_the_table(library, page_size):
+    """What stands there is no page, or one of somebody else."""
+    case = decode(128)(lens=[500, 130, 0], q_lens=3, q_heads=8, kv_heads=2, page_size=page_size)
+    for table, n in zip(case.table, case.lens, strict=True):
+        behind = table[-(-n // page_size) :]
+        behind.copy_(torch.tensor([-1, 2**31 - 1, 2**30, case.num_pages, 0]).repeat(len(behind))[: len(behind)])
+    assert case.run(library).wgmma
+    case.judge()
 
 
 @pytest.mark.parametrize("q_lens", [1, 5])
@@ -225,10 +396,14 @@ def test_range_of_bf16_over_8_bits(library, times, q_heads):
 
 
 @pytest.mark.parametrize("score", [1e5, 1e11, 1e30, -1e5, -1e11, -1e30])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_scores_far_out(library, dtype, score):
+@pytest.mark.parametrize(
+    "dtype, gpu", [*((name, "blackwell") for name in DTYPES), ("bf16", "hopper"), ("fp16", "hopper")]
+)
+def test_scores_far_out(library, dtype, gpu, score):
     sizes = {"q_heads": 8, "kv_heads": 2, "page_size": 16}
-    decode(128)(lens=[200], window=(-1, -1), **sizes, **DTYPES[dtype]).judge_scores_far_out(library, score)
+    case = decode(128)(lens=[200], window=(-1, -1), **sizes, **DTYPES[dtype], **GPUS[gpu])
+    case.judge_scores_far_out(library, score)
+    assert case.numbers.wgmma == (gpu == "hopper")
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -244,7 +419,7 @@ def test_what_is_deterministic_does_not_see_the_batch(library, packed):
     assert torch.equal(alone.lse, case.lse[:, :2] if packed else case.lse[:1])
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(24))
 def test_attends_some_call(library, seed):
     """Lengths, heads, pages and processors at random."""
     rng = random.Random(seed)
@@ -260,7 +435,7 @@ def test_attends_some_call(library, seed):
         kv_heads=kv_heads,
         page_size=rng.choice([1, 8, 16, 64]),
         processors=rng.choice([1, 2, 5, 9]),
-        little_shared=rng.choice([0, 1]),
+        **rng.choice([{}, {"blackwell": 1}, {"little_shared": 1}]),
         seed=seed,
         **rng.choice([{}, {}, {"deterministic": 1}, {"num_splits": 3}, {"window": (70, 0)}, {"sinks": True}]),
         **rng.choice(list(DTYPES.values())),

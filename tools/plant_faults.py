@@ -45,6 +45,9 @@ LONG_QUERIES = "paged_decode_cuda/plan.cpp"
 PREFILL_PLAN, PREFILL_ORDER = "paged_decode_cuda/prefill/plan.cpp", "paged_decode_cuda/prefill/schedule.cuh"
 PREFILL_CUTS = "paged_decode_cuda/prefill/cuts.cuh"
 DECODE_LOADER = "paged_decode_cuda/decode/loader.cuh"
+WGMMA_KERNEL, WGMMA_ROWS, WGMMA_LOADER = (
+    f"paged_decode_cuda/decode/wgmma_{name}.cuh" for name in ("kernel", "rows", "loader")
+)
 PLAN_CUTS, PLAN_TILES = (f"paged_decode_cuda/prefill/plan_{name}.cpp" for name in ("cuts", "tiles"))
 FA3, MERGE = "torch-ext/paged_attn/fa3.py", "torch-ext/paged_attn/merge.py"
 PAGES, AMX = "torch-ext/paged_attn/integrations/paged_cache.py", "paged_decode_cpu/ops_amx.h"
@@ -257,6 +260,30 @@ FAULTS = [
         DECODE_LOADER,
         "segment.head >> plan.key_head_shift",
         "segment.head",
+        "test_decode_host.py",
+    ),
+    Fault(
+        "warpgroups: weights in one buffer",
+        "native",
+        WGMMA_KERNEL,
+        "turn ^= Shape::kWeightBytes;",
+        "turn ^= 0;",
+        "test_decode_host.py",
+    ),
+    Fault(
+        "warpgroups: keys of the next block are seen",
+        "native",
+        WGMMA_ROWS,
+        "min(static_cast<int>(keys.end), end_key)",
+        "static_cast<int>(keys.end)",
+        "test_decode_host.py",
+    ),
+    Fault(
+        "warpgroups: pages of the batch before",
+        "native",
+        WGMMA_LOADER,
+        "unit + now.kTiles * Shape::kUnits, segment.tile_end",
+        "unit, segment.tile_end",
         "test_decode_host.py",
     ),
     Fault(

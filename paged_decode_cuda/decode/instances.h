@@ -14,4 +14,8 @@ const void* decode_kernel_bf16(int head_dim, int row_tiles, DecodeKind kind);
 const void* decode_kernel_e4m3(int head_dim, int row_tiles, DecodeKind kind);
 const void* decode_kernel_e5m2(int head_dim, int row_tiles, DecodeKind kind);
 
+// Those of warpgroups, see wgmma_sizes.h.
+const void* wgmma_decode_kernel_fp16(int head_dim, int row_tiles, DecodeKind kind);
+const void* wgmma_decode_kernel_bf16(int head_dim, int row_tiles, DecodeKind kind);
+
 }  // namespace paged_attn

@@ -15,30 +15,12 @@
 #pragma once
 
 #include "basic_call.cuh"
+#include "find_work.cuh"
 #include "loader.cuh"
 #include "products.cuh"
 #include "segment_end.cuh"
 
 namespace paged_attn {
-
-// While the lengths are read, every thread fetches a line of a tensor into L2; most of that tensor will be needed.
-PD_DEVICE void prefetch_line(const void* tensor, int lines) {
-  const int line = threadIdx.x * gridDim.x + blockIdx.x;
-  if (line < lines) prefetch_l2(static_cast<const char*>(tensor) + static_cast<int64_t>(line) * kLine);
-}
-
-// Waits until the kernel before this one is done, then finds what this block shall do from the lengths.
-PD_DEVICE void find_work(const Problem& p, const Plan& plan, Walker& walker, Dealing& dealing) {
-  wait_for_predecessor();
-  let_successor_start();
-  prefetch_line(p.cache.block_table, plan.table_lines);
-  prefetch_line(p.q, plan.q_lines);
-  if (plan.balanced) {
-    find_stretch<true>(p, plan, walker, dealing);
-  } else {
-    find_split(p, plan, walker, dealing);
-  }
-}
 
 // What both kernels do; they differ in what is known when they are compiled.
 //
@@ -134,7 +116,8 @@ PD_DEVICE void decode(const Problem& p, const Plan& plan) {
       rows.publish(queue + free_stage * Shape::kStageBytes + Shape::kSumsAt, shared_ml + warp * Shape::kRows);
       if (threadIdx.x % kWarp == 0) free_stages[warp] = free_stage;
       __syncthreads();
-      finish_segment<Shape, WarpRows>(p, plan, item, segment, sharing, queues, free_stages, shared_ml, shared_sums);
+      const WarpSums<Shape, WarpRows> published = {queues, free_stages, shared_ml};
+      finish_segment<Shape>(p, plan, item, segment, sharing, published, shared_sums);
       __syncthreads();
     } else {
       clear_unclaimed(p);  // while the first tiles are on their way

@@ -3,6 +3,7 @@
 #include <initializer_list>
 
 #include "../layout.h"
+#include "wgmma_sizes.h"
 
 namespace paged_attn {
 namespace {
@@ -13,6 +14,9 @@ constexpr int kDeterministicSplits = 16;
 constexpr int kPairCost = 12;
 constexpr int64_t kItemRows = 8;     // of the smaller items; the others have twice as many
 constexpr int64_t kHalvesKeys = 14;  // of all pairs, for each GB/s: with more, to read them twice costs more
+// The same for blocks of warpgroups, which copy on while a segment ends; and how many units of a pair are worth a
+// block: a tile of 128 dimensions for each consumer, twice that where blocks have whole pairs too.
+constexpr int kWgmmaPairCost = 8, kWgmmaLeast = 8;
 
 // Few keys for few rows of 9 to 16: such a call takes most of its time to begin and to end, and with items of 8 rows
 // both are shorter. The keys are read twice then, the second time from L2. Measured for 64 and 128 dimensions in 16
@@ -23,6 +27,18 @@ bool suits_halves(const Problem& p, const DeviceLimits& limits) {
   const bool two_items = p.group % 2 == 0 && has_few_rows(p) && !has_few_rows(p, kItemRows);
   const bool few = 2 * pairs <= limits.processors && pairs * keys <= kHalvesKeys * limits.read_rate;
   return two_items && few && dtype_bytes(p.cache.dtype) == 2 && pd_max(p.head_dim, p.head_dim_v) <= 128;
+}
+
+// Whether warpgroups shall multiply. They take a block for each multiprocessor and are slower to begin and to end a
+// pair, so not where few keys are seen of many, nor where a block would have many pairs in turn, unless these have 16
+// rows of 128 dimensions. 16 rows of 64 take longer, of 256 too much shared memory. Measured on H200s.
+bool suits_wgmma(const Problem& p, const DeviceLimits& limits, int row_tiles) {
+  const int64_t dims = pd_max(p.head_dim, p.head_dim_v), pairs = p.batch * p.kv_heads;
+  if (*hopper_why_not(limits) != '\0' || dtype_bytes(p.cache.dtype) != 2 || dims > 256) return false;
+  if (p.deterministic || p.num_splits != 0) return false;  // a block for each cut
+  if (p.attention_chunk != 0 || (p.window_left >= 0 && p.window_left < p.max_kv_len)) return false;
+  if (row_tiles == 1) return pairs <= 2 * int64_t{limits.processors};
+  return dims <= 128 && (dims > 64 || 2 * pairs <= limits.processors);
 }
 
 // How rows are cut into tiles.
@@ -39,10 +55,14 @@ int64_t tiles_of(int64_t tokens, const Problem& p, const DecodeInstance& instanc
 // Without cu_seqlens_q max_q_len is the length of every request. With it, it is what the caller expects of the longest
 // one: too small, too large, or no more than the sum of all. It chooses how many tiles every request is given: as many
 // as it says, unless most of them would stay empty; then what an average request needs. Rows beyond are the surplus.
-RowTiles cut_rows(const Problem& p, const DeviceLimits& limits) {
+RowTiles cut_rows(const Problem& p, const DeviceLimits& limits, bool may_wgmma = true) {
   auto instance_for = [&](int64_t tokens) {
+    const int row_tiles = tokens * p.group <= kItemRows && !hides_lengths(p) ? 1 : 2;
+    if (may_wgmma && suits_wgmma(p, limits, row_tiles)) {
+      return find_wgmma_instance(pd_max(p.head_dim, p.head_dim_v), row_tiles);
+    }
     return find_decode_instance(static_cast<int>(dtype_bytes(p.cache.dtype)), pd_max(p.head_dim, p.head_dim_v),
-                                tokens * p.group <= kItemRows && !hides_lengths(p) ? 1 : 2);
+                                row_tiles);
   };
   int64_t tokens = p.max_q_len;
   if (p.cu_seqlens_q) {
@@ -69,6 +89,12 @@ const char* balanced_why_not(const Problem& p, const RowTiles& tiles) {
   if (p.batch * tiles.each * p.kv_heads * most > INT32_MAX) return "there are more tiles of keys than 32 bits count";
   if (tiles.surplus * p.kv_heads > INT32_MAX / 2) return "there are more tiles of rows than 32 bits count";
   return "";
+}
+
+// Warpgroups have balanced cuts alone.
+RowTiles tile_rows(const Problem& p, const DeviceLimits& limits) {
+  const RowTiles tiles = cut_rows(p, limits);
+  return !tiles.instance.wgmma || *balanced_why_not(p, tiles) == '\0' ? tiles : cut_rows(p, limits, false);
 }
 
 // Bytes of shared memory that `warps` warps take as a block.
@@ -133,31 +159,53 @@ bool has_about_one_pair_each(int64_t pairs, const DecodeInstance& instance, cons
   return long_ends && pairs > limits.processors && 4 * pairs <= 5 * int64_t{limits.processors};
 }
 
+void put_all_on_a_line(int64_t pairs, Plan& work) {
+  work.whole_pairs = 0;
+  work.line_pairs = static_cast<int32_t>(pairs);
+}
+
+// A block of warpgroups for each multiprocessor.
+void plan_warpgroups(const Problem& p, int64_t pairs, const DeviceLimits& limits, DecodePlan& plan) {
+  plan.warps = plan.instance.warps;
+  plan.blocks_per_processor = 1;
+  plan.shared_bytes = shared_bytes(plan.instance, plan.warps);
+  plan.blocks = limits.processors;
+  const int least = pairs > plan.blocks || plan.instance.head_dim == 64 ? 2 * kWgmmaLeast : kWgmmaLeast;
+  plan_balanced_cuts(p, plan.blocks, kWgmmaPairCost, least, plan.work);
+  // Few pairs more than whole ones for every block would be cut into many short parts.
+  if (plan.work.whole_pairs > 0 && 8 * plan.work.line_pairs < plan.blocks) put_all_on_a_line(pairs, plan.work);
+}
+
+// Blocks of warps that multiply each by itself.
+void plan_warps(const Problem& p, int64_t pairs, bool one_each, const DeviceLimits& limits, DecodePlan& plan) {
+  const DecodeInstance& instance = plan.instance;
+  const int64_t most = pd_ceil_div(most_keys(p, instance.rows), int64_t{1} << instance.tile_shift);
+  // Few pairs: most are cut, and a big block of each multiprocessor leaves fewer partials. With more of them, all its
+  // warps would meet too often. 8 rows of 16 bits make the end of a segment short: there a big block also pays where it
+  // has whole pairs and small ones would have none. Only where results may depend on the batch, as the number of warps
+  // decides the order of sums.
+  const bool short_ends = instance.row_tiles == 1 && instance.bytes == 2;
+  const int64_t most_few = limits.processors * (short_ends ? instance.blocks : 1);
+  // Not where big blocks would take more pairs in turn than a warp of a small one takes tiles.
+  const bool short_pairs = pd_ceil_div(most, int64_t{instance.warps}) < pd_ceil_div(pairs, int64_t{limits.processors});
+  const bool few = (pairs <= most_few || one_each) && !short_pairs && most_warps(instance, limits) > instance.warps;
+  plan_block(limits, few, pairs * most, plan);
+  plan.blocks = int64_t{limits.processors} * plan.blocks_per_processor;
+  plan_balanced_cuts(p, plan.blocks, kPairCost / plan.blocks_per_processor, (few ? 1 : 2) * plan.warps, plan.work);
+}
+
 // Deals by the lengths that the kernel finds.
 void plan_balanced(const Problem& p, const RowTiles& tiles, const DeviceLimits& limits, DecodePlan& plan) {
   Plan& work = plan.work;
   plan_direct_rows(p, tiles.instance.row_shift, tiles.each, work);
   const int64_t pairs = work.items * p.kv_heads;
-  const int64_t most = pd_ceil_div(most_keys(p, tiles.instance.rows), int64_t{1} << tiles.instance.tile_shift);
-  // Few pairs: most are cut, and a big block of each multiprocessor leaves fewer partials. With more of them, all its
-  // warps would meet too often. 8 rows of 16 bits make the end of a segment short: there a big block also pays where it
-  // has whole pairs and small ones would have none. Only where results may depend on the batch, as the number of warps
-  // decides the order of sums.
-  const bool short_ends = tiles.instance.row_tiles == 1 && tiles.instance.bytes == 2;
-  const int64_t most_few = limits.processors * (short_ends ? tiles.instance.blocks : 1);
   const bool one_each = has_about_one_pair_each(pairs, tiles.instance, limits);
-  // Not where big blocks would take more pairs in turn than a warp of a small one takes tiles.
-  const bool short_pairs =
-      pd_ceil_div(most, int64_t{tiles.instance.warps}) < pd_ceil_div(pairs, int64_t{limits.processors});
-  const bool few =
-      (pairs <= most_few || one_each) && !short_pairs && most_warps(tiles.instance, limits) > tiles.instance.warps;
-  plan_block(limits, few, pairs * most, plan);
-  plan.blocks = int64_t{limits.processors} * plan.blocks_per_processor;
-  plan_balanced_cuts(p, plan.blocks, kPairCost / plan.blocks_per_processor, (few ? 1 : 2) * plan.warps, work);
-  if (one_each) {
-    work.whole_pairs = 0;
-    work.line_pairs = static_cast<int32_t>(pairs);
+  if (tiles.instance.wgmma) {
+    plan_warpgroups(p, pairs, limits, plan);
+  } else {
+    plan_warps(p, pairs, one_each, limits, plan);
   }
+  if (one_each) put_all_on_a_line(pairs, work);
   plan_lines(p, plan.blocks, work);
   work.surplus_rounds = static_cast<int32_t>(pd_ceil_div(tiles.surplus * p.kv_heads, plan.blocks));
 }
@@ -176,7 +224,7 @@ void plan_fixed(const Problem& p, const RowTiles& tiles, const DeviceLimits& lim
 }
 
 DecodePlan plan_items(const Problem& p, const DeviceLimits& limits, bool basic) {
-  const RowTiles tiles = cut_rows(p, limits);
+  const RowTiles tiles = tile_rows(p, limits);
   DecodePlan plan = {};
   plan.instance = tiles.instance;
   plan.basic = basic;
@@ -234,7 +282,7 @@ const char* decode_basic_why_not(const Problem& p, const DeviceLimits& limits) {
   if (c.block_table_stride > INT32_MAX) return "rows of block_table are 2^31 entries apart";
   const char* const reason = decode_why_not(p, limits);
   if (*reason != '\0') return reason;
-  const RowTiles tiles = suits_halves(p, limits) ? cut_rows(in_halves(p), limits) : cut_rows(p, limits);
+  const RowTiles tiles = suits_halves(p, limits) ? tile_rows(in_halves(p), limits) : tile_rows(p, limits);
   if (tiles.each > 1) return "more rows of a request than one tile holds";
   // Where the compiler knows the head_dim it loads values so far ahead that registers spill.
   const DecodeInstance& instance = tiles.instance;

@@ -11,6 +11,10 @@ const void* kernel_of(const Problem& p, const DecodePlan& plan) {
   const DecodeKind kind = !plan.basic      ? DecodeKind::kFull
                           : p.cu_seqlens_q ? DecodeKind::kBasicPacked
                                            : DecodeKind::kBasic;
+  if (plan.instance.wgmma) {
+    return p.cache.dtype == DType::kBFloat16 ? wgmma_decode_kernel_bf16(head_dim, row_tiles, kind)
+                                             : wgmma_decode_kernel_fp16(head_dim, row_tiles, kind);
+  }
   switch (p.cache.dtype) {
     case DType::kFloat32: return decode_kernel_fp32(head_dim, row_tiles, kind);
     case DType::kFloat16: return decode_kernel_fp16(head_dim, row_tiles, kind);
@@ -38,6 +42,7 @@ Numbers decode_numbers(const DecodePlan& plan) {
           {"tile_keys", int64_t{1} << plan.instance.tile_shift},
           {"items", plan.work.items},
           {"halves", plan.halves()},
+          {"wgmma", plan.instance.wgmma},
           {"balanced", plan.work.balanced},
           {"splits", plan.work.max_splits.divisor},
           {"blocks", plan.blocks},

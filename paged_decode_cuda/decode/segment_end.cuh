@@ -9,45 +9,47 @@
 #pragma once
 
 #include "../exchange.cuh"
-#include "shape.cuh"
+#include "sizes.h"
 
 namespace paged_attn {
 
 static_assert(sizeof(RowSum) == DecodeSizes<2, 64, 1>::kSumBytes, "what a thread leaves");
 
-// What the warps of a block published for four dimensions of a row, kBatch warps at a time. free_stages: which stage of
-// each warp's queue holds its accumulators.
-template <typename Shape, typename Rows, int kBatch>
-PD_DEVICE RowSum sum_batches(char* queues, const int* free_stages, const float2* shared_ml, int row, int quad) {
-  const int warps = blockDim.x / kWarp;
-  RowSum sum;
-#pragma unroll 1
-  for (int first = 0; first < warps; first += kBatch) {
-    float2 ml[kBatch];
-    float4 values[kBatch];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int w = first + j;
-      ml[j] = shared_ml[w * Shape::kRows + row];
-      values[j] = *Rows::quad_of(queues + w * Shape::kQueueBytes + free_stages[w] * Shape::kStageBytes + Shape::kSumsAt,
-                                 row, quad);
-    }
-    sum.add(ml, values);
-  }
-  return sum;
-}
-
-// All warps of the biggest block at once, since a batch takes 0.14 us. Smaller blocks have a multiple of kWarps, or any
-// number of warps where shared memory is scarce.
+// What the warps of a block published. free_stages: which stage of each warp's queue holds its accumulators.
 template <typename Shape, typename Rows>
-PD_DEVICE RowSum sum_warps(char* queues, const int* free_stages, const float2* shared_ml, int row, int quad) {
-  if (blockDim.x == Shape::kMostWarps * kWarp) {
-    return sum_batches<Shape, Rows, Shape::kMostWarps>(queues, free_stages, shared_ml, row, quad);
+struct WarpSums {
+  char* queues;
+  const int* free_stages;
+  const float2* shared_ml;
+
+  // Four dimensions of a row, kBatch warps at a time.
+  template <int kBatch>
+  PD_MEMBER RowSum in_batches(int row, int quad) const {
+    const int warps = blockDim.x / kWarp;
+    RowSum sum;
+#pragma unroll 1
+    for (int first = 0; first < warps; first += kBatch) {
+      float2 ml[kBatch];
+      float4 values[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int w = first + j;
+        ml[j] = shared_ml[w * Shape::kRows + row];
+        values[j] = *Rows::quad_of(
+            queues + w * Shape::kQueueBytes + free_stages[w] * Shape::kStageBytes + Shape::kSumsAt, row, quad);
+      }
+      sum.add(ml, values);
+    }
+    return sum;
   }
-  return blockDim.x % (Shape::kWarps * kWarp) == 0
-             ? sum_batches<Shape, Rows, Shape::kWarps>(queues, free_stages, shared_ml, row, quad)
-             : sum_batches<Shape, Rows, 1>(queues, free_stages, shared_ml, row, quad);
-}
+
+  // All warps of the biggest block at once, since a batch takes 0.14 us. Smaller blocks have a multiple of kWarps, or
+  // any number of warps where shared memory is scarce.
+  PD_MEMBER RowSum of(int row, int quad) const {
+    if (blockDim.x == Shape::kMostWarps * kWarp) return in_batches<Shape::kMostWarps>(row, quad);
+    return blockDim.x % (Shape::kWarps * kWarp) == 0 ? in_batches<Shape::kWarps>(row, quad) : in_batches<1>(row, quad);
+  }
+};
 
 // How the threads of a block share the merge of a segment. Each takes four dimensions of a row at a time; where threads
 // are left over, groups of them share the partials. It is computed when the segment begins, as the end is in a hurry.
@@ -61,7 +63,7 @@ PD_DEVICE Sharing share_merge(const Item& item, const Segment& segment, const De
   // Where there are many more partials than a block can look at in one go, they are merged in two levels: some blocks
   // add their own partial and those of the blocks before them. Rows that take several rounds look several times.
   constexpr int kManyBatches = 3;
-  const int lines = dealing.lines, threads = blockDim.x, pieces = item.rows * Shape::kQuads;
+  const int lines = dealing.lines, threads = Shape::end_threads(), pieces = item.rows * Shape::kQuads;
   Sharing sharing = {{0, lines, lines}, 1};
   const int many = (pieces <= threads ? kManyBatches : 1) * kPartialsAtOnce * dealing.length;
   if (!segment.first && item.tiles <= many) return sharing;
@@ -79,13 +81,12 @@ PD_DEVICE Sharing share_merge(const Item& item, const Segment& segment, const De
   return sharing;
 }
 
-// Merges the warps and the partials that this block adds; writes the rows or their partial.
-template <typename Shape, typename Rows>
+// Merges what was published in this block with the partials that it adds; writes the rows or their partial.
+template <typename Shape, typename Published>
 PD_DEVICE void finish_segment(const Problem& p, const Plan& plan, const Item& item, const Segment& segment,
-                              const Sharing& sharing, char* queues, const int* free_stages, const float2* shared_ml,
-                              RowSum* shared_sums) {
+                              const Sharing& sharing, const Published& published, RowSum* shared_sums) {
   constexpr int kQuads = Shape::kQuads;
-  const int threads = blockDim.x, thread = threadIdx.x, pieces = item.rows * kQuads, groups = sharing.groups;
+  const int threads = Shape::end_threads(), thread = threadIdx.x, pieces = item.rows * kQuads, groups = sharing.groups;
 #pragma unroll 1
   for (int first = 0; first < pieces * groups; first += threads) {
     int row = (first + thread) / kQuads, group = 0;
@@ -96,12 +97,14 @@ PD_DEVICE void finish_segment(const Problem& p, const Plan& plan, const Item& it
     }
     const bool exists = group < groups && quad * 4 < p.head_dim_v;  // others are only in the team of such a thread
     RowSum sum;
-    if (exists && group == 0) sum = sum_warps<Shape, Rows>(queues, free_stages, shared_ml, row, quad);
-    if (group < groups) add_partials(plan, group, groups, sharing.partials, row, quad, sum);
+    if (exists && group == 0) sum = published.of(row, quad);
+    if (group < groups) {
+      add_partials<Shape::kCallsNothing>(plan, group, groups, sharing.partials, row, quad, sum);
+    }
     if (groups > 1) {
       // One round, in which all threads are.
       if (group > 0) shared_sums[thread] = sum;
-      __syncthreads();
+      Shape::end_sync();
 #pragma unroll 1
       for (int g = 1; g < groups && group == 0; ++g) {
         const RowSum& other = shared_sums[thread + g * pieces];
@@ -112,7 +115,7 @@ PD_DEVICE void finish_segment(const Problem& p, const Plan& plan, const Item& it
     }
     if (!exists || group > 0) continue;
     if (segment.first) {
-      write_output<Shape::kFp32 ? 4 : 2>(p, plan, item, segment.head, row, quad, sum);
+      write_output<Shape::kOutputBytes>(p, plan, item, segment.head, row, quad, sum);
     } else {
       write_partial(plan, row, quad, sum);
     }

@@ -12,6 +12,12 @@ struct DecodeShape : DecodeSizes<Kv::kBytes, kHeadDim, kRowTiles> {
   static constexpr bool kBf16 = IsBf16<Kv>::value;
   static constexpr bool kFp8 = Kv::kBytes == 1;
   static constexpr bool kFp32 = Kv::kBytes == 4;
+  static constexpr int kOutputBytes = kFp32 ? 4 : 2;
+
+  // Who takes part in the end of a segment.
+  static constexpr bool kCallsNothing = false;
+  static PD_MEMBER int end_threads() { return blockDim.x; }
+  static PD_MEMBER void end_sync() { __syncthreads(); }
 
   // Places of pieces in a row of shared memory, such that the 8 lanes that read at a time find them in different banks:
   // of keys, 4 pieces of rows g and g + 1; of values, 2 pieces of rows 2t. Rows of 64 bytes have too few for that.

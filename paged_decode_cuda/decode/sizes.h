@@ -62,13 +62,15 @@ struct DecodeInstance {
   int rows, row_shift, tile_shift;
   int warps, blocks, most_warps;             // beside each other on a large multiprocessor, and of a single block
   int warp_bytes, block_bytes, query_bytes;  // of shared memory; the last two of a block
+  bool wgmma;                                // whether warpgroups multiply, see wgmma_sizes.h
 };
 
 template <int kBytes, int kHeadDim, int kRowTiles>
 constexpr DecodeInstance decode_instance() {
   using Sizes = DecodeSizes<kBytes, kHeadDim, kRowTiles>;
   return {kBytes,        kHeadDim,       kRowTiles,         Sizes::kRows,      Sizes::kRowShift,   Sizes::kTileShift,
-          Sizes::kWarps, Sizes::kBlocks, Sizes::kMostWarps, Sizes::kWarpBytes, Sizes::kBlockBytes, Sizes::kQueryBytes};
+          Sizes::kWarps, Sizes::kBlocks, Sizes::kMostWarps, Sizes::kWarpBytes, Sizes::kBlockBytes, Sizes::kQueryBytes,
+          false};
 }
 
 // The instance for a cache of `bytes` per element. `head_dim` is the larger of head_dim and head_dim_v, up to 256; two

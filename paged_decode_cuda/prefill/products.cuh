@@ -1,5 +1,5 @@
-// Hopper's instructions that the prefill and mla kernels need: barriers in shared memory (mbarrier), bulk copies (TMA),
-// clusters, and products of a warpgroup (wgmma).
+// Hopper's instructions that the prefill, mla and decode kernels need: barriers in shared memory (mbarrier), bulk
+// copies (TMA), clusters, and products of a warpgroup (wgmma).
 #pragma once
 
 #include <cuda.h>
@@ -104,6 +104,22 @@ PD_DEVICE void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same; whether `mine` is true for any of the threads.
+PD_DEVICE bool named_barrier_any(int id, int threads, bool mine) {
+  uint32_t any;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, any;\n"
+      "setp.ne.u32 mine, %1, 0;\n"
+      "bar.red.or.pred any, %2, %3, mine;\n"
+      "selp.u32 %0, 1, 0, any;\n"
+      "}\n"
+      : "=r"(any)
+      : "r"(static_cast<uint32_t>(mine)), "r"(id), "r"(threads)
+      : "memory");
+  return any != 0;
+}
+
 PD_DEVICE void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -143,7 +159,7 @@ PD_DEVICE void await_word(const unsigned long long* word, unsigned long long val
   constexpr int kMostLooks = 1 << 25;
   int looks = 0;
   while (load_relaxed(word) != value) {
-    if (++looks == kMostLooks) asm volatile("trap;");
+    if (++looks == kMostLooks) stop_with_error();
   }
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
@@ -208,6 +224,18 @@ PD_DEVICE void load_or_zero(const void* global, bool valid, uint32_t (&words)[4]
       "}\n"
       : "=&r"(words[0]), "=&r"(words[1]), "=&r"(words[2]), "=&r"(words[3])
       : "l"(global), "r"(static_cast<int>(valid)));
+}
+
+// Transposes matrices of 8 x 8 16-bit values of a warp into shared memory, in order: lane i has values 2 (i % 4), + 1
+// of row i / 4 of each, and lane 8 m + j says where column j of matrix m shall be, 16 bytes.
+PD_DEVICE void store_transposed(uint32_t shared, const uint32_t (&w)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared), "r"(w[0]), "r"(w[1])
+               : "memory");
+}
+PD_DEVICE void store_transposed(uint32_t shared, const uint32_t (&w)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(w[0]),
+               "r"(w[1]), "r"(w[2]), "r"(w[3])
+               : "memory");
 }
 
 // ---- Clusters ----
@@ -312,6 +340,8 @@ PD_DEVICE void await_value(float sum) {
                : "memory");
 }
 
+#define PD_LIST_4 "%0, %1, %2, %3"
+#define PD_LIST_8 PD_LIST_4 ", %4, %5, %6, %7"
 #define PD_LIST_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define PD_LIST_32 PD_LIST_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define PD_LIST_48 PD_LIST_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
@@ -325,6 +355,7 @@ PD_DEVICE void await_value(float sum) {
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, " \
   "%114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
+#define PD_OPERANDS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define PD_OPERANDS_8(d, i)                                                                                   \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
@@ -385,6 +416,31 @@ PD_PRODUCTS_OF(Fp16)
 PD_LEFT_IN_REGISTERS(multiply_keys, "k16.f32.f16.f16", ", 0", 64, 32, 32, 33, 34, 35, 36, 37)
 PD_LEFT_IN_REGISTERS(multiply_keys, "k16.f32.f16.f16", ", 0", 32, 16, 16, 17, 18, 19, 20, 21)
 
+// d = or += 64 rows of `left` times the few rows of `right`, all in shared memory, for kCount = rows / 2 sums per
+// thread. kTransposed: the terms of the product are rows of `left`, as keys are where dimensions are its columns. The
+// high halves of all descriptors are alike, so only the low ones take registers.
+#define PD_FEW_ROWS(ROWS, COUNT, TYPE, A, B, C, D, E)                                                         \
+  template <bool kTransposed>                                                                                 \
+  PD_DEVICE void multiply_few(TYPE, float (&d)[COUNT], uint64_t left, uint64_t right, int keep) {             \
+    constexpr uint32_t kHigh = uint32_t{1} << 30 | kBlockBytes >> 4;                                          \
+    asm volatile("{\n.reg .pred keep;\n.reg .b64 left, right;\nmov.b64 left, {%" #A ", %" #E                  \
+                 "};\nmov.b64 right, {%" #B ", %" #E "};\nsetp.ne.b32 keep, %" #C                             \
+                 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #ROWS "k16.f32." PD_NAME_##TYPE "." PD_NAME_##TYPE \
+                 " {" PD_LIST_##COUNT "}, left, right, keep, 1, 1, %" #D ", 0;\n}\n"                          \
+                 : PD_OPERANDS_##COUNT(d, 0)                                                                  \
+                 : "r"(static_cast<uint32_t>(left)), "r"(static_cast<uint32_t>(right)), "r"(keep),            \
+                   "n"(kTransposed ? 1 : 0), "n"(kHigh)                                                       \
+                 : "memory");                                                                                 \
+  }
+
+#define PD_FEW_ROWS_OF(TYPE)             \
+  PD_FEW_ROWS(8, 4, TYPE, 4, 5, 6, 7, 8) \
+  PD_FEW_ROWS(16, 8, TYPE, 8, 9, 10, 11, 12)
+
+PD_FEW_ROWS_OF(Bf16)
+PD_FEW_ROWS_OF(Fp16)
+
+#undef PD_FEW_ROWS_OF
 #undef PD_PRODUCTS_OF
 #undef PD_PRODUCTS
 

@@ -11,7 +11,7 @@ struct Call {
   int64_t batch, q_heads, kv_heads, head_dim, head_dim_v, total_q, max_q_len, q_dtype, kv_dtype;
   int64_t k_stride_page, k_stride_slot, k_stride_head, v_stride_page, v_stride_slot, v_stride_head;
   int64_t num_pages, page_size, max_pages;
-  int64_t window_left, window_right, chunk, num_splits, deterministic, processors, seed, little_shared;
+  int64_t window_left, window_right, chunk, num_splits, deterministic, processors, seed, little_shared, blackwell;
   int64_t q_descale, k_descale, cache_batch_idx, sinks_of_q, fill;
   double scale, softcap;
 };

@@ -31,6 +31,10 @@ inline Bounds bounds_of_keys(const Problem& p) {
       (c.num_pages - 1) * c.k_stride_page + (c.page_size - 1) * c.k_stride_slot + (p.kv_heads - 1) * c.k_stride_head;
   return bounds_of(c.k, (last + p.head_dim) * dtype_bytes(c.dtype));
 }
+// Of packed tokens, or of as many for every request.
+inline Bounds bounds_of_queries(const Problem& p) {
+  return bounds_of(p.q, p.total_q * p.q_heads * p.head_dim * dtype_bytes(p.q_dtype));
+}
 inline Bounds bounds_of_values(const Problem& p) {
   const Cache& c = p.cache;
   const int64_t last =
@@ -40,11 +44,15 @@ inline Bounds bounds_of_values(const Problem& p) {
 
 // ---- Shared memory and copies into it ----
 
-inline int own_shared_bytes;             // that the launch asked for
-inline std::vector<Bounds> copied_from;  // from where the kernel may copy
+inline int own_shared_begin, own_shared_bytes;  // that the launch asked for
+inline std::vector<Bounds> copied_from;         // from where the kernel may copy
 
-// As aligned as the kernels ask for.
-PD_DEVICE char* own_shared() { return reinterpret_cast<char*>(block_raw() + 128 - kSkew); }
+// Where it begins, as aligned as the kernel asks for.
+template <int kAlignment = 128>
+PD_DEVICE char* own_shared() {
+  own_shared_begin = kRawAt + kAlignment;
+  return reinterpret_cast<char*>(shared_at(own_shared_begin));
+}
 PD_DEVICE uint64_t __cvta_generic_to_shared(const void* pointer) { return shared_address(pointer); }
 
 PD_DEVICE void copy_async(uint32_t shared, const void* global, bool valid, uint64_t = 0) {
@@ -69,8 +77,12 @@ inline void end_block() {
     if (!pieces.open.empty()) fail("a copy that is in no group");
   }
   own_pieces.clear();
+  for (const auto& [thread, products] : own_products) {
+    if (!products.groups.empty() || !products.open.empty()) fail("a product that nobody has awaited");
+  }
   const uint8_t* const arena = machine.blocks.front().arena.get();
-  if (std::any_of(arena + kRawAt + 128 + own_shared_bytes, arena + kArena, [](uint8_t x) { return x != machine.fill; }))
+  if (std::any_of(arena + own_shared_begin + own_shared_bytes, arena + kArena,
+                  [](uint8_t x) { return x != machine.fill; }))
     fail("a block has written behind its shared memory");
 }
 
@@ -114,6 +126,7 @@ const char* run_within(const std::vector<Bounds>& from, Launches& launches, int6
   own_shared_bytes = shared_bytes;
   late_words.clear();
   own_pieces.clear();
+  own_products.clear();
   machine.when_block_ends = end_block;
   const char* const failure = launches.run();
   machine.when_block_ends = nullptr;

@@ -127,6 +127,14 @@ PD_DEVICE void named_barrier_sync(int id, int threads) {
   static const char* const names[] = {"named barrier 0", "named barrier 1", "named barrier 2", "named barrier 3"};
   meet(own_block().named[id], threads, names[id % 4]);
 }
+// Who has read the votes of a meeting may come to the next one while others have not, but not to the one after it.
+PD_DEVICE bool named_barrier_any(int id, int threads, bool mine) {
+  NamedBarrier& barrier = own_block().named[id];
+  bool& any = barrier.any[barrier.generation % 2];
+  any = mine || (barrier.arrived > 0 && any);
+  named_barrier_sync(id, threads);
+  return any;
+}
 PD_DEVICE void named_barrier_arrive(int id, int threads) { arrive(own_block().named[id], threads); }
 template <int kCount>
 PD_DEVICE void give_registers() {}
@@ -221,6 +229,17 @@ PD_DEVICE void load_piece(uint32_t target, uint32_t& x, uint32_t& y, uint32_t& z
   memcpy(words, shared_at(target), 16);
   x = words[0], y = words[1], z = words[2], w = words[3];
 }
+// Of each matrix a lane has two values of a row, which go to two columns.
+template <int kMatrices>
+PD_DEVICE void store_transposed(uint32_t target, const uint32_t (&w)[kMatrices]) {
+  if (lane() < 8 * kMatrices && target % 16 != 0) fail("a column of a matrix at a place that is not aligned");
+  const int64_t* const columns = exchange(target);
+  for (int i = 0; i < 2 * kMatrices; ++i) {
+    const uint16_t value = static_cast<uint16_t>(w[i / 2] >> i % 2 * 16);
+    const int column = lane() % 4 * 2 + i % 2;
+    memcpy(shared_at(static_cast<uint32_t>(columns[i / 2 * 8 + column]) + lane() / 4 * 2), &value, 2);
+  }
+}
 PD_DEVICE void load_or_zero(const void* global, bool valid, uint32_t (&words)[4]) {
   memset(words, 0, 16);
   if (valid) memcpy(words, global, 16);
@@ -295,6 +314,32 @@ PD_DEVICE void multiply_scores(Type, float (&d)[kCount], uint64_t q, uint64_t k,
       for (int t = 0; t < 16; ++t) {
         sum += double(value_at<Type>(memory + a.at(m, t))) * value_at<Type>(memory + b.at(n, t));
       }
+      sums[i] = static_cast<float>(sum);
+    }
+  });
+}
+
+// Both operands in shared memory. The instruction takes the high half of both descriptors for granted.
+template <bool kTransposed, typename Type, int kCount>
+PD_DEVICE void multiply_few(Type, float (&d)[kCount], uint64_t left, uint64_t right, int keep) {
+  constexpr uint64_t kHigh = uint64_t{1} << 30 | kBlockBytes >> 4;
+  if (left >> 32 != kHigh || right >> 32 != kHigh) fail("a descriptor of another swizzle or of other distances");
+  const int row = threadIdx.x % kWarpgroup / kWarp * 16 + threadIdx.x % kWarp / 4, column = threadIdx.x % 4 * 2;
+  float* const sums = d;
+  uint8_t* const memory = shared_at(0);
+  issue_product([=] {
+    const Matrix a(left), b(right);
+    double x[2][16], y[kCount / 2][16];  // of the rows of both operands that meet in these sums
+    for (int t = 0; t < 16; ++t) {
+      for (int i = 0; i < 2; ++i) {
+        const int m = row + i * 8;
+        x[i][t] = value_at<Type>(memory + (kTransposed ? a.at(t, m) : a.at(m, t)));
+      }
+      for (int i = 0; i < kCount / 2; ++i) y[i][t] = value_at<Type>(memory + b.at(i / 2 * 8 + column + i % 2, t));
+    }
+    for (int i = 0; i < kCount; ++i) {
+      double sum = keep ? sums[i] : 0.;
+      for (int t = 0; t < 16; ++t) sum += x[i / 2 % 2][t] * y[i / 4 * 2 + i % 2][t];
       sums[i] = static_cast<float>(sum);
     }
   });

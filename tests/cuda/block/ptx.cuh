@@ -139,6 +139,7 @@ PD_DEVICE uint32_t narrow_e4m3(float x) {
 }
 
 PD_DEVICE int this_thread() { return threadIdx.x; }
+PD_DEVICE void stop_with_error() { fail("the kernel has stopped with an error"); }
 
 template <typename Kv, bool kHigh>
 PD_DEVICE uint32_t fp8_pair_to_fp16(uint32_t word) {

@@ -72,6 +72,10 @@ struct Meeting {  // of a named barrier, a block, a cluster
   uint64_t generation = 0;
 };
 
+struct NamedBarrier : Meeting {
+  bool any[2];  // of those who have voted, in turns
+};
+
 struct Team {
   int64_t left[2][kLanes];
   Meeting meeting;
@@ -87,7 +91,8 @@ struct Warp : Team {
 struct Block {
   std::unique_ptr<uint8_t[]> arena{new uint8_t[kArena]};
   std::unordered_map<uint32_t, Barrier> barriers;
-  Meeting named[16], all;
+  NamedBarrier named[16];
+  Meeting all;
   int running = 0;  // threads
   std::vector<Warp> warps;
 };
@@ -169,6 +174,7 @@ inline void start_cluster(int cluster, int threads, int x) {
       thread.thread = {t, 0};
       thread.block = {x, y};
       thread.waits_for = "its turn";
+      thread.may_go_on = nullptr;  // a call that failed may have left one
       getcontext(&thread.context);
       thread.context.uc_stack = {thread.stack.get(), 0, kStack};
       thread.context.uc_link = nullptr;

@@ -1,0 +1,126 @@
+// Attention of few rows over many keys where a warpgroup multiplies (wgmma): 16-bit caches on compute capability
+// 9.0, where cuts are balanced. See wgmma_rows.cuh.
+//
+// A block has three warpgroups and a multiprocessor of its own.
+//
+//     copies       K0 V0 K1 V1 K2 V2 K3 V3 | K0 V0 K1 ...      tiles of 64 keys, segment after segment
+//     consumer 0      [ 0 ]       [ 2 ]        end  [ 0 ]      the end: the consumers' sums become those of the block
+//     consumer 1            [ 1 ]       [ 3 ]  end
+//
+// Copies go on while a segment ends. Every warp finds the block's work by itself.
+//
+// Shared memory: the ring, two buffers of queries, then of each consumer its weights, which are its sums at the end of
+// a segment; (m, l), and sums of groups of threads.
+#pragma once
+
+#include "basic_call.cuh"
+#include "find_work.cuh"
+#include "segment_end.cuh"
+#include "wgmma_rows.cuh"
+
+namespace paged_attn {
+
+template <typename Shape>
+PD_DEVICE void decode_by_warpgroups(const Problem& p, const Plan& plan) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) char ring_and_more[];
+  __shared__ WgmmaBarriers<Shape> barriers;
+  __shared__ float tops[Shape::kConsumers][kWarpgroup / kWarp][Shape::kRows];
+  char* const shared = ring_and_more;
+  WgmmaRing<Shape> ring = {shared_address(shared), barriers};
+  WgmmaQueries<Shape> queries = {shared_address(shared + Shape::kQueriesAt), barriers};
+  if (threadIdx.x == 0) barriers.init();
+  Dealing dealing = {};
+  Walker walker = {};
+  if (plan.blocks_each.divisor > 0) expect_even_stretch(p, plan, walker);
+  __syncthreads();
+  find_work(p, plan, walker, dealing);
+  Segment segment = {};
+  Item item = {};
+  if (threadIdx.x >= Shape::kEndThreads) {
+    WgmmaLoader<Shape> loader;
+    while (walker.next(p, plan, dealing, segment, item)) loader.copy_segment(p, plan, segment, item, ring, queries);
+    await_pieces();
+    return;
+  }
+
+  const int consumer = threadIdx.x / kWarpgroup;
+  char* const sums = shared + Shape::kSumsAt + consumer * Shape::kSumBytes;
+  const uint32_t weights = shared_address(sums);
+  float2* const ml = reinterpret_cast<float2*>(shared + Shape::kMlAt);
+  RowSum* const group_sums = reinterpret_cast<RowSum*>(shared + Shape::kGroupSumsAt);
+  const WgmmaSums<Shape> published = {shared + Shape::kSumsAt, ml};
+  clear_unclaimed(p);
+  WgmmaRows<Shape> rows;
+  int tiles = 0;      // before this segment
+  uint32_t turn = 0;  // of the weights' buffers, in bytes
+  while (walker.next(p, plan, dealing, segment, item)) {
+    rows.start(p, item, segment.head);
+    const Sharing sharing = share_merge<Shape>(item, segment, dealing);
+    ring.go_to(tiles + consumer);
+    queries.await_full();
+#pragma unroll 1
+    for (int unit = segment.tile + consumer * Shape::kUnits; unit < segment.tile_end;
+         unit += Shape::kConsumers * Shape::kUnits) {
+      ring.template await_full<false>();
+      fence_async_proxy();
+      rows.score_keys(ring.template address<false>(), queries.address());
+      ring.template release<false>();
+      rows.attend(p, plan, item, segment, unit * Shape::kUnitKeys, ring, weights + turn, tops[consumer]);
+      turn ^= Shape::kWeightBytes;
+      ring.template release<true>();
+      ring.advance(Shape::kConsumers);
+    }
+    queries.release();
+    queries.advance();
+    tiles += (segment.tile_end - segment.tile + Shape::kUnits - 1) / Shape::kUnits;
+    rows.sync();  // the weights are used up
+    rows.publish(sums, ml + threadIdx.x / kWarp * Shape::kRows);
+    Shape::end_sync();
+    finish_segment<Shape>(p, plan, item, segment, sharing, published, group_sums);
+    Shape::end_sync();
+  }
+#endif
+}
+
+template <typename Kv, int kHeadDim, int kRowTiles>
+__global__ void __launch_bounds__(WgmmaSizes<kHeadDim, kRowTiles>::kThreads, 1)
+    wgmma_decode_kernel(const __grid_constant__ Problem p, const __grid_constant__ Plan given) {
+  touch(p);
+  touch(given);
+  Plan plan = given;
+  plan.basic = false;  // as the host sees to, but now the compiler knows
+  decode_by_warpgroups<WgmmaShape<Kv, kHeadDim, kRowTiles>>(p, plan);
+}
+
+// kPacked: with cu_seqlens_q.
+template <typename Kv, int kHeadDim, int kRowTiles, bool kPacked>
+__global__ void __launch_bounds__(WgmmaSizes<kHeadDim, kRowTiles>::kThreads, 1)
+    basic_wgmma_decode_kernel(const __grid_constant__ BasicCall call) {
+  using Shape = WgmmaShape<Kv, kHeadDim, kRowTiles>;
+  touch(call);
+  decode_by_warpgroups<Shape>(basic_problem(call, Kv::kDType, kHeadDim, kPacked),
+                              basic_plan(call, Shape::kRowShift, Shape::kTileShift, kHeadDim));
+}
+
+template <typename Kv, int kHeadDim, int kRowTiles>
+const void* wgmma_kernel_of(DecodeKind kind) {
+  switch (kind) {
+    case DecodeKind::kFull: return reinterpret_cast<const void*>(&wgmma_decode_kernel<Kv, kHeadDim, kRowTiles>);
+    case DecodeKind::kBasic:
+      return reinterpret_cast<const void*>(&basic_wgmma_decode_kernel<Kv, kHeadDim, kRowTiles, false>);
+    default: return reinterpret_cast<const void*>(&basic_wgmma_decode_kernel<Kv, kHeadDim, kRowTiles, true>);
+  }
+}
+
+template <typename Kv>
+const void* find_wgmma_kernel(int head_dim, int row_tiles, DecodeKind kind) {
+  const bool one = row_tiles == 1;
+  switch (head_dim) {
+    case 64: return one ? wgmma_kernel_of<Kv, 64, 1>(kind) : wgmma_kernel_of<Kv, 64, 2>(kind);
+    case 128: return one ? wgmma_kernel_of<Kv, 128, 1>(kind) : wgmma_kernel_of<Kv, 128, 2>(kind);
+    default: return wgmma_kernel_of<Kv, 256, 1>(kind);
+  }
+}
+
+}  // namespace paged_attn
