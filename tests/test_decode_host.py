@@ -8,10 +8,10 @@ from blocks import HOST, PARTIALS, Case, compile_kernels
 
 # What the warpgroups of a block share.
 WGMMA_CONTROL = """__shared__ WgmmaBarriers<Shape> barriers;
-  __shared__ float tops[Shape::kConsumers][kWarpgroup / kWarp][Shape::kRows];"""
+  __shared__ float tops[Shape::kConsumers][Shape::kWarps][Shape::kRows];"""
 WGMMA_CONTROL_HERE = """struct Control {
     WgmmaBarriers<Shape> barriers;
-    float tops[Shape::kConsumers][kWarpgroup / kWarp][Shape::kRows];
+    float tops[Shape::kConsumers][Shape::kWarps][Shape::kRows];
   };
   auto& [barriers, tops] = block_control<Control>();"""
 
@@ -281,7 +281,8 @@ WARPGROUPS = {
     "cuts_of_pages_of_1": {"lens": [700], "processors": 4, "kv_heads": 1, "page_size": 1},
     "cuts_of_pages_of_24": {"lens": [700], "processors": 4, "kv_heads": 1, "page_size": 24, "q_lens": 2},
     "cuts_of_contiguous_keys": {"lens": [700, 640], "processors": 6, "page_size": 701, "contiguous": True},
-    # Pages are looked up for 32 tiles at a time, or for 2.
+    # Pages are looked up for 32 tiles at a time, or for 16.
+    "many_pages_of_1_in_turn": {"lens": [2200], "processors": 1, "q_heads": 2, "kv_heads": 1, "page_size": 1},
     "many_pages_in_turn": {"lens": [2400], "processors": 1, "q_heads": 2, "kv_heads": 1, "page_size": 32},
     "two_levels": {"lens": [2560], "processors": 20, "q_heads": 8, "kv_heads": 1, "plan": {"each": 20}},
     "two_levels_of_groups": {"lens": [4400], "processors": 34, "q_heads": 4, "kv_heads": 1, "plan": {"each": 34}},

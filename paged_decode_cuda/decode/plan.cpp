@@ -44,8 +44,9 @@ bool suits_wgmma(const Problem& p, const DeviceLimits& limits, int row_tiles) {
 // How rows are cut into tiles.
 struct RowTiles {
   DecodeInstance instance;
-  int64_t each;     // tiles that every request is given
-  int64_t surplus;  // tiles that requests with more rows than those may need; 0: none has
+  int64_t each;                // tiles that every request is given
+  int64_t surplus;             // tiles that requests with more rows than those may need; 0: none has
+  const char* fixed_why = "";  // why the cuts of a request may not depend on the lengths of the others
 };
 
 int64_t tiles_of(int64_t tokens, const Problem& p, const DecodeInstance& instance) {
@@ -55,7 +56,7 @@ int64_t tiles_of(int64_t tokens, const Problem& p, const DecodeInstance& instanc
 // Without cu_seqlens_q max_q_len is the length of every request. With it, it is what the caller expects of the longest
 // one: too small, too large, or no more than the sum of all. It chooses how many tiles every request is given: as many
 // as it says, unless most of them would stay empty; then what an average request needs. Rows beyond are the surplus.
-RowTiles cut_rows(const Problem& p, const DeviceLimits& limits, bool may_wgmma = true) {
+RowTiles cut_rows(const Problem& p, const DeviceLimits& limits, bool may_wgmma) {
   auto instance_for = [&](int64_t tokens) {
     const int row_tiles = tokens * p.group <= kItemRows && !hides_lengths(p) ? 1 : 2;
     if (may_wgmma && suits_wgmma(p, limits, row_tiles)) {
@@ -93,8 +94,13 @@ const char* balanced_why_not(const Problem& p, const RowTiles& tiles) {
 
 // Warpgroups have balanced cuts alone.
 RowTiles tile_rows(const Problem& p, const DeviceLimits& limits) {
-  const RowTiles tiles = cut_rows(p, limits);
-  return !tiles.instance.wgmma || *balanced_why_not(p, tiles) == '\0' ? tiles : cut_rows(p, limits, false);
+  RowTiles tiles = cut_rows(p, limits, true);
+  tiles.fixed_why = balanced_why_not(p, tiles);
+  if (tiles.instance.wgmma && *tiles.fixed_why != '\0') {
+    tiles = cut_rows(p, limits, false);
+    tiles.fixed_why = balanced_why_not(p, tiles);
+  }
+  return tiles;
 }
 
 // Bytes of shared memory that `warps` warps take as a block.
@@ -233,7 +239,7 @@ DecodePlan plan_items(const Problem& p, const DeviceLimits& limits, bool basic) 
   plan_prefetch(p, work);
   plan_pieces(p, work);
   if (basic) plan_basic(p, work);
-  if (*balanced_why_not(p, tiles) == '\0') {
+  if (*tiles.fixed_why == '\0') {
     plan_balanced(p, tiles, limits, plan);
   } else {
     plan_fixed(p, tiles, limits, plan);
@@ -289,7 +295,7 @@ const char* decode_basic_why_not(const Problem& p, const DeviceLimits& limits) {
   if (instance.bytes == 4 && instance.head_dim == 128 && instance.row_tiles == 2) {
     return "more than 8 rows of a request in float32 at head_dim 128";
   }
-  return balanced_why_not(p, tiles);
+  return tiles.fixed_why;
 }
 
 DecodePlan plan_decode(const Problem& p, const DeviceLimits& limits) { return plan_decode(p, limits, false); }

@@ -25,10 +25,9 @@ PD_DEVICE void decode_by_warpgroups(const Problem& p, const Plan& plan) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char ring_and_more[];
   __shared__ WgmmaBarriers<Shape> barriers;
-  __shared__ float tops[Shape::kConsumers][kWarpgroup / kWarp][Shape::kRows];
-  char* const shared = ring_and_more;
-  WgmmaRing<Shape> ring = {shared_address(shared), barriers};
-  WgmmaQueries<Shape> queries = {shared_address(shared + Shape::kQueriesAt), barriers};
+  __shared__ float tops[Shape::kConsumers][Shape::kWarps][Shape::kRows];
+  WgmmaRing<Shape> ring = {shared_address(ring_and_more), barriers};
+  WgmmaQueries<Shape> queries = {shared_address(ring_and_more + Shape::kQueriesAt), barriers};
   if (threadIdx.x == 0) barriers.init();
   Dealing dealing = {};
   Walker walker = {};
@@ -45,11 +44,11 @@ PD_DEVICE void decode_by_warpgroups(const Problem& p, const Plan& plan) {
   }
 
   const int consumer = threadIdx.x / kWarpgroup;
-  char* const sums = shared + Shape::kSumsAt + consumer * Shape::kSumBytes;
+  char* const sums = ring_and_more + Shape::kSumsAt + consumer * Shape::kSumBytes;
   const uint32_t weights = shared_address(sums);
-  float2* const ml = reinterpret_cast<float2*>(shared + Shape::kMlAt);
-  RowSum* const group_sums = reinterpret_cast<RowSum*>(shared + Shape::kGroupSumsAt);
-  const WgmmaSums<Shape> published = {shared + Shape::kSumsAt, ml};
+  float2* const ml = reinterpret_cast<float2*>(ring_and_more + Shape::kMlAt);
+  RowSum* const group_sums = reinterpret_cast<RowSum*>(ring_and_more + Shape::kGroupSumsAt);
+  const WgmmaSums<Shape> published = {ring_and_more + Shape::kSumsAt, ml};
   clear_unclaimed(p);
   WgmmaRows<Shape> rows;
   int tiles = 0;      // before this segment

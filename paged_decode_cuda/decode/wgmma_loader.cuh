@@ -26,7 +26,7 @@ struct WgmmaBarriers {
     for (int i = 0; i < Shape::kStages; ++i) {
       for (int half = 0; half < 2; ++half) {
         barrier_init(shared_address(&full[i][half]), kWarpgroup);
-        barrier_init(shared_address(&empty[i][half]), kWarpgroup / kWarp);
+        barrier_init(shared_address(&empty[i][half]), Shape::kWarps);
       }
     }
     for (int i = 0; i < Shape::kQueryBuffers; ++i) {
@@ -117,7 +117,8 @@ struct WgmmaLoader {
     PD_MEMBER int key_of(int lookup) const {
       const int lane = threadIdx.x % kWarp;
       const int tile = kRuns ? lane : lookup * kTilesOfLookup + lane / Shape::kUnitKeys;
-      return (first_unit + tile * Shape::kUnits + part()) * Shape::kUnitKeys + (kRuns ? 0 : lane % Shape::kUnitKeys);
+      return (first_unit + tile * Shape::kUnits + Shape::part()) * Shape::kUnitKeys +
+             (kRuns ? 0 : lane % Shape::kUnitKeys);
     }
 
     PD_MEMBER void look_up(const Problem& p, const Plan& plan, const KeyPlaces& places, int unit, int end_unit) {
@@ -133,8 +134,6 @@ struct WgmmaLoader {
 
   KeyPlaces places;
   uint32_t k_head, v_head;  // where the head begins in a slot, in pieces
-
-  static PD_MEMBER int part() { return threadIdx.x / kWarp % (kWarpgroup / kWarp); }
 
   PD_MEMBER void copy_segment(const Problem& p, const Plan& plan, const Segment& segment, const Item& item,
                               WgmmaRing<Shape>& ring, WgmmaQueries<Shape>& queries) {
@@ -217,9 +216,10 @@ struct WgmmaLoader {
     constexpr int kStep = kAlone ? kRows : kRun;  // rows whose place takes one shuffle
     const int lane = threadIdx.x % kWarp, first_row = lane / kLanes, piece = lane % kLanes;
     const char* const first = static_cast<const char*>(cache) + piece * 16;
-    const int first_key = (unit + part()) * Shape::kUnitKeys + first_row - places.key_begin;  // of those that are seen
+    const int first_key =
+        (unit + Shape::part()) * Shape::kUnitKeys + first_row - places.key_begin;  // of those that are seen
     const uint64_t policy = read_once_policy(), slot_bytes = static_cast<uint64_t>(slot_pieces) * 16;
-    const uint32_t to = target + Shape::piece_at(Shape::kKeys, part() * Shape::kUnitKeys + first_row, piece);
+    const uint32_t to = target + Shape::piece_at(Shape::kKeys, Shape::part() * Shape::kUnitKeys + first_row, piece);
 #pragma unroll
     for (int run = 0; run < Shape::kUnitKeys; run += kStep) {
       const uint32_t offset = __shfl_sync(~0u, place_of_key, kAlone ? first_lane + run + first_row : first_lane);

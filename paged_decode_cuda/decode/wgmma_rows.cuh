@@ -16,7 +16,7 @@ namespace paged_attn {
 template <typename Shape>
 struct WgmmaRows {
   static constexpr int kRowTiles = Shape::kRows / 8, kLaneRows = 2 * kRowTiles, kSums = 4 * kRowTiles;
-  static constexpr int kWarps = kWarpgroup / kWarp;
+  static constexpr int kWarps = Shape::kWarps;
   static constexpr float kBelow = Shape::kBf16 ? 0.f : PD_HALF_BELOW;
   // A score that is so far above the base moves it. Before that a weight is 2^15 at most, which float16 holds.
   static constexpr float kFarAbove = kBelow + 8.f;
@@ -27,7 +27,6 @@ struct WgmmaRows {
   float l[kLaneRows];                     // of this lane's keys
   float scale;                            // of q.k, in log2 units
 
-  static PD_MEMBER int part() { return threadIdx.x / kWarp % kWarps; }
   static PD_MEMBER int barrier() { return Shape::kConsumerBarrier + threadIdx.x / kWarpgroup; }
   static PD_MEMBER void sync() { named_barrier_sync(barrier(), kWarpgroup); }
 
@@ -36,7 +35,7 @@ struct WgmmaRows {
   static PD_MEMBER int lane_row(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
   static PD_MEMBER int entry_of(int sum) { return sum / 4 * 2 + sum % 2; }
   static PD_MEMBER int sum_of(int i, int half) { return i / 2 * 4 + i % 2 + half * 2; }
-  static PD_MEMBER int key_of(int half) { return part() * 16 + half * 8 + threadIdx.x % kWarp / 4; }
+  static PD_MEMBER int key_of(int half) { return Shape::part() * 16 + half * 8 + threadIdx.x % kWarp / 4; }
 
   static PD_MEMBER int lane_token(const Plan& plan, const Item& item, int i) {
     return plan.group.divide(item.first_row + lane_row(i));
@@ -99,7 +98,7 @@ struct WgmmaRows {
     for (int i = 0; i < kSums / 2; ++i) pairs[i] = pack_pair<Shape::kBf16>(w[2 * i], w[2 * i + 1]);
     // A lane says where a row of a matrix of 8 x 8 shall be: of row tile n, of its first or second 8 keys.
     const int matrix = threadIdx.x % kWarp / 8, row = matrix / 2 % kRowTiles * 8 + threadIdx.x % 8;
-    store_transposed(weights + Shape::piece_at(Shape::kRows, row, part() * 2 + matrix % 2), pairs);
+    store_transposed(weights + Shape::piece_at(Shape::kRows, row, Shape::part() * 2 + matrix % 2), pairs);
   }
 
   // A tile of which this consumer has the scores. `tops`: room for the largest scores of each warp.
@@ -140,7 +139,7 @@ struct WgmmaRows {
       float top = fmaxf(s[sum_of(i, 0)], s[sum_of(i, 1)]);
 #pragma unroll
       for (int step = 4; step < kWarp; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-      if (threadIdx.x % kWarp < 4) tops[part()][lane_row(i)] = top;
+      if (threadIdx.x % kWarp < 4) tops[Shape::part()][lane_row(i)] = top;
     }
     sync();
 #pragma unroll
@@ -207,7 +206,7 @@ struct WgmmaRows {
       for (int c = 0; c < Shape::kColumns; ++c)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int dim = c * kColumn + part() * 16 + half * 8 + g;
+          const int dim = c * kColumn + Shape::part() * 16 + half * 8 + g;
           reinterpret_cast<float*>(quad_of(sums, lane_row(i), dim / 4))[dim % 4] = acc[c][sum_of(i, half)];
         }
     }
@@ -226,7 +225,7 @@ struct WgmmaSums {
   const float2* ml;
 
   PD_MEMBER RowSum of(int row, int quad) const {
-    constexpr int kWarps = kWarpgroup / kWarp;
+    constexpr int kWarps = Shape::kWarps;
     float2 both[Shape::kConsumers];
     float4 values[Shape::kConsumers];
 #pragma unroll

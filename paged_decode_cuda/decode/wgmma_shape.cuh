@@ -14,6 +14,10 @@ struct WgmmaShape : WgmmaSizes<kHeadDim, kRowTiles> {
   static constexpr int kOutputBytes = 2;
   static constexpr int kColumns = kHeadDim / kColumn;
 
+  static constexpr int kWarps = kWarpgroup / kWarp;  // of a warpgroup
+  // Which of them this is: whose part of a tile.
+  static PD_MEMBER int part() { return threadIdx.x / kWarp % kWarps; }
+
   // A piece of 16 bytes in columns of `rows` rows.
   static PD_MEMBER int piece_at(int rows, int row, int piece) {
     constexpr int kPieces = kRowBytes / 16;
