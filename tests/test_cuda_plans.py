@@ -36,7 +36,9 @@ def test_every_plan_fits_the_gpu(library, gpu, kv_bytes):
     for head_dim in (16, 64, 96, 128, 192, 256, 512):
         for q_len in (1, 2, 3, 16, 200):
             for batch in (1, 3, 64, 2000):
-                for options in ({}, {"deterministic": 1}, {"num_splits": 4}, {"window_left": 50}):
+                for options in ({}, {"deterministic": 1}, {"num_splits": 4}, {"window_left": 50}, {"capability": 90}):
+                    if "capability" in options and gpu != "sm_90":
+                        continue
                     numbers, _ = plan(
                         library,
                         GPUS[gpu],
@@ -189,6 +191,30 @@ def test_every_key_is_dealt_once(library, seed):
         except AssertionError as error:
             raise AssertionError(f"{shown}: {error}") from None
     assert routes == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_key_is_dealt_once_to_warpgroups(library, seed):
+    """Calls that they may take, on GPUs of a few multiprocessors with Hopper's shared memory."""
+    rng, halves, pairs_of_block = random.Random(seed), set(), set()
+    for _ in range(60):
+        lens, options = random_call(rng)
+        for name in ("chunk", "window_left", "deterministic", "num_splits"):
+            options.pop(name, None)
+        options |= {"gpu": (rng.choice([3, 10, 30]), *GPUS["sm_90"][1:]), "capability": 90, "kv_bytes": 2}
+        options["head_dim"] = rng.choice([64, 96, 128, 128, 256])
+        shown = {"lens": lens} | options
+        numbers, shares = plan(library, shares=1_000_000, lens=lens, **options)
+        if not numbers.wgmma:
+            continue
+        assert numbers.balanced and numbers.blocks == options["gpu"][0] and numbers.tile_keys == 16, shown
+        halves.add(numbers.halves)
+        pairs_of_block.add(max(Counter(s.block for s in shares).values(), default=0) > 1)
+        try:
+            judge(numbers, shares, lens, options)
+        except AssertionError as error:
+            raise AssertionError(f"{shown}: {error}") from None
+    assert pairs_of_block == {False, True} and halves == {0, 1}
 
 
 @pytest.mark.parametrize("gpu", GPUS)

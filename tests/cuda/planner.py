@@ -23,10 +23,11 @@ CALL = [
     *("page_size", "max_pages", "window_left", "window_right", "chunk", "num_splits", "deterministic", "append"),
     "max_seqlen_k",
     *("cu_seqlens_q", "cache_seqlens", "leftpad"),
+    "capability",  # 90: warpgroups multiply
 ]
 NUMBERS = [
     *("route", "blocks", "warps", "blocks_per_processor", "shared_bytes", "workspace_bytes"),
-    *("balanced", "rows_per_tile", "tile_keys", "splits", "halves"),
+    *("balanced", "rows_per_tile", "tile_keys", "splits", "halves", "wgmma"),
 ]
 SHARE = [
     *("block", "b", "head", "first_row", "rows"),

@@ -19,12 +19,13 @@ struct Call {
   int64_t batch, kv_heads, group, head_dim, kv_bytes, total_q, max_q_len;
   int64_t page_size, max_pages, window_left, window_right, chunk, num_splits, deterministic, append, max_seqlen_k;
   int64_t cu_seqlens_q, cache_seqlens, leftpad;
+  int64_t capability;  // 90: warpgroups multiply
 };
 
 struct PlanNumbers {
   int64_t route;  // 0 decode_basic, 1 decode, 2 fallback, 3 float32
   int64_t blocks, warps, blocks_per_processor, shared_bytes, workspace_bytes, balanced, rows_per_tile, tile_keys,
-      splits, halves;
+      splits, halves, wgmma;
 };
 
 // A segment: what a block does at a time.
@@ -126,7 +127,7 @@ static int64_t follow(const Problem& p, const Plan& plan, int64_t blocks, bool l
 int64_t make_plan(const Call* call, PlanNumbers* numbers, Share* shares, int64_t most) {
   Problem p = problem_of(*call);
   const DeviceLimits limits = {static_cast<int>(call->processors), static_cast<int>(call->shared_per_block),
-                               static_cast<int>(call->shared_per_processor)};
+                               static_cast<int>(call->shared_per_processor), static_cast<int>(call->capability)};
   memset(numbers, 0, sizeof(*numbers));
   Plan work;
   const bool float32 = *float32_why_not(p, limits) == '\0';
@@ -157,7 +158,8 @@ int64_t make_plan(const Call* call, PlanNumbers* numbers, Share* shares, int64_t
                 work.rows_per_tile,
                 int64_t{1} << work.tile_shift,
                 work.max_splits.divisor,
-                plan.halves()};
+                plan.halves(),
+                plan.instance.wgmma};
     if (plan.halves()) p = in_halves(p);
   } else {
     const FallbackPlan plan = plan_fallback(p, limits);
