@@ -224,6 +224,13 @@ PD_DEVICE void expect_even_stretch(const Problem& p, const Plan& plan, Walker& w
   walker.unit = (place + 1) * each - 1 - block;
 }
 
+// Whether even pairs of a line had better stay whole: where they are hardly fewer than blocks, or short, some blocks
+// are idle for less time than all would need to end one part more.
+PD_DEVICE bool stay_whole(const Plan& plan, int most) {
+  const int blocks = static_cast<int>(plan.blocks.divisor), idle = blocks - plan.line_pairs;
+  return most > 0 && idle >= 0 && int64_t{idle} * most <= plan.pair_cost * blocks;
+}
+
 // `most`: tiles of the longest item.
 template <bool kLines>
 PD_DEVICE void deal_evenly(const Plan& plan, int most, Walker& walker, Dealing& dealing) {
@@ -246,7 +253,8 @@ PD_DEVICE void deal_evenly(const Plan& plan, int most, Walker& walker, Dealing& 
   const bool several = kLines && pairs * static_cast<int>(plan.lines.divisor) == plan.line_pairs;
   walker.whole_pairs = plan.whole_pairs;
   // A whole pair is worth a block, however short.
-  const int total = (several ? pairs : plan.line_pairs) * most, least = min(plan.min_units, most);
+  const int least = kLines && stay_whole(plan, most) ? most : min(plan.min_units, most);
+  const int total = (several ? pairs : plan.line_pairs) * most;
   const int position = deal_line(plan, total, least, several, walker, dealing);
   divide_small(position, most, walker.pair, walker.unit);
   if (several) walker.pair = pair_of_line(plan, walker.pair);
@@ -271,7 +279,7 @@ PD_DEVICE void find_stretch(const Problem& p, const Plan& plan, Walker& walker, 
     if (plan.surplus_rounds > 0 && __any_sync(~0u, count.surplus)) dealing.surplus_rounds = plan.surplus_rounds;
     if (dealing.length == 0) {
       const int most = __reduce_max_sync(~0u, count.most), all = __reduce_add_sync(~0u, count.sum);
-      const bool even = plan.blocks_each.divisor > 0 || plan.whole_pairs > 0;
+      const bool even = plan.blocks_each.divisor > 0 || plan.whole_pairs > 0 || (kLines && stay_whole(plan, most));
       const bool short_pairs = 0 < most && most <= plan.min_units;
       if (short_pairs || (even && most * plan.items - all <= all / 16)) {
         deal_evenly<kLines>(plan, most, walker, dealing);

@@ -156,7 +156,8 @@ def judge(numbers, shares, lens, options):
         assert numbers.blocks <= 3 * processors
     else:
         assert numbers.blocks <= max(1, tiles * heads * numbers.splits)
-    words = 2 * -(-options["head_dim"] // 4) + -(-options["head_dim"] // 64)
+    dims = options["head_dim"] if numbers.rows_per_tile <= 16 else 64 if options["head_dim"] <= 64 else 128
+    words = 2 * -(-dims // 4) + -(-dims // 64)
     assert numbers.workspace_bytes <= numbers.blocks * numbers.rows_per_tile * words * 16
     if numbers.splits == 1 and not numbers.balanced:
         assert not partials and numbers.workspace_bytes == 0
@@ -196,11 +197,15 @@ def test_every_key_is_dealt_once(library, seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_every_key_is_dealt_once_to_warpgroups(library, seed):
     """Calls that they may take, on GPUs of a few multiprocessors with Hopper's shared memory."""
-    rng, halves, pairs_of_block = random.Random(seed), set(), set()
-    for _ in range(60):
+    rng, halves, pairs_of_block, rows = random.Random(seed), set(), set(), set()
+    for _ in range(120):
         lens, options = random_call(rng)
-        for name in ("chunk", "window_left", "deterministic", "num_splits"):
+        wide = rng.random() < 0.4
+        fixed = ("chunk", "window_left", "deterministic", "num_splits")
+        for name in (*fixed, *(("q_lens", "max_q_len") if wide else ())):
             options.pop(name, None)
+        if wide:
+            options |= {"group": 4, "q_len": rng.choice([5, 8])}
         options |= {"gpu": (rng.choice([3, 10, 30]), *GPUS["sm_90"][1:]), "capability": 90, "kv_bytes": 2}
         options["head_dim"] = rng.choice([64, 96, 128, 128, 256])
         shown = {"lens": lens} | options
@@ -209,12 +214,13 @@ def test_every_key_is_dealt_once_to_warpgroups(library, seed):
             continue
         assert numbers.balanced and numbers.blocks == options["gpu"][0] and numbers.tile_keys == 16, shown
         halves.add(numbers.halves)
+        rows.add(numbers.rows_per_tile)
         pairs_of_block.add(max(Counter(s.block for s in shares).values(), default=0) > 1)
         try:
             judge(numbers, shares, lens, options)
         except AssertionError as error:
             raise AssertionError(f"{shown}: {error}") from None
-    assert pairs_of_block == {False, True} and halves == {0, 1}
+    assert pairs_of_block == {False, True} and halves == {0, 1} and rows == {8, 16, 32}
 
 
 @pytest.mark.parametrize("gpu", GPUS)

@@ -341,8 +341,94 @@ def test_warpgroups(library, name, dtype):
     judge(library, **DTYPES[dtype], **WARPGROUPS[name] | {"plan": plan})
 
 
+# Items of 32 rows, of GPUs with about as many pairs as multiprocessors. The ring has 5 tiles.
+WIDE = {
+    "20_rows": {"lens": [300, 77], "q_lens": 5},
+    "32_rows": {"lens": [300, 77], "q_lens": 8},
+    "one_token_of_17_heads": {"lens": [300, 77], "q_heads": 17, "kv_heads": 1, "processors": 3},
+    "longer_than_keys": {"lens": [2, 66, 0], "q_lens": 8, "processors": 7},
+    "longer_than_keys_full": {
+        "lens": [2, 66, 0],
+        "q_lens": 7,
+        "leftpads": [0, 0, 0],
+        "processors": 7,
+        "plan": {"basic": 0},
+    },
+    "many_tiles": {"lens": [1500], "q_lens": 7, "processors": 1, "kv_heads": 1, "q_heads": 4},
+    "odd_tiles": {"lens": [1400, 1300], "q_lens": 5, "processors": 2, "kv_heads": 1, "q_heads": 4},
+    "cuts": {"lens": [1000], "q_lens": 4, "processors": 2, "kv_heads": 1, "plan": {"each": 2}},
+    "cuts_of_a_line": {"lens": [300, 20, 700, 0, 64, 500], "processors": 7, "kv_heads": 1, "q_lens": 3},
+    "cuts_inside_tiles": {"lens": [1000, 400, 90], "processors": 5, "kv_heads": 1, "q_lens": 4},
+    "many_cuts_of_one": {"lens": [7200, *[40] * 8], "processors": 20, "kv_heads": 1, "q_lens": 3},
+    "short_segments": {"lens": [70, 20, 130, 0, 64, 1, 2050, 90], "processors": 9, "q_lens": 5},
+    "packed": {
+        "lens": [300, 20, 140, 90],
+        "q_lens": [2, 0, 7, 1],
+        "spare": 2,
+        "max_q_len": 7,
+        "sinks": True,
+        "sinks_of_q": 1,
+        "processors": 8,
+    },
+    "surplus": {"lens": [256, 250, 240], "q_lens": [1, 40, 1], "max_q_len": 8, "processors": 7},
+    "pages_of_1": {"lens": [300, 77], "q_lens": 8, "page_size": 1},
+    "pages_of_24": {"lens": [300, 77], "q_lens": 7, "page_size": 24},
+    "contiguous": {"lens": [130, 77], "q_lens": 6, "page_size": 131, "contiguous": True, "plan": {"basic": 0}},
+    "values_apart": {"lens": [400, 77], "q_lens": 7, "values_apart": True},
+    "not_causal": {"lens": [500, 77], "q_lens": 6, "window": (-1, -1)},
+    "window_right": {"lens": [500, 77], "q_lens": 7, "window": (-1, 1)},
+    "wide_window": {"lens": [300, 77], "q_lens": 7, "window": (400, 0), "plan": {"basic": 0}},
+    "features": {
+        "lens": [400, 90, 130],
+        "q_lens": 7,
+        "leftpads": [70, 90, 3],
+        "alibi": True,
+        "softcap": 2.0,
+        "sinks": True,
+        "processors": 7,
+        "page_size": 24,
+        "plan": {"basic": 0},
+    },
+    "large_scores": {"lens": [700, 500], "q_times": 6.0, "q_lens": 8, "kv_heads": 1, "q_heads": 4, "processors": 3},
+}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", WIDE)
+def test_wide_items(library, name, dtype):
+    plan = {"wgmma": 1, "basic": 1, "rows": 32} | WIDE[name].get("plan", {})
+    judge(library, **DTYPES[dtype], **{"processors": 5} | WIDE[name] | {"plan": plan})
+
+
+@pytest.mark.parametrize("rows", ["packed", "cuts_of_a_line", "many_cuts_of_one", "features"])
+@pytest.mark.parametrize("heads", [[64], [40, 64], [112, 80], [96]], ids=str)
+def test_sizes_of_wide_items(library, heads, rows):
+    judge(library, *heads, **WIDE[rows] | {"plan": {"wgmma": 1, "rows": 32}})
+
+
+# As many rows, but few or many pairs, a head_dim or a window that other kernels are faster with.
+NOT_WIDE = {
+    "few_pairs": {"lens": [300]},
+    "many_pairs": {"lens": [2100] * 4, "processors": 3},
+    "more_pairs_than_blocks": {"lens": [300, 77], "processors": 3},
+    "256": {"head_dim": 256, "lens": [300, 77]},
+    "narrow_window": {"lens": [300, 77], "window": (70, 0)},
+    "chunk": {"lens": [300, 77], "chunk": 50},
+    "num_splits": {"lens": [300, 77], "num_splits": 2},
+    "deterministic": {"lens": [300, 77], "deterministic": 1},
+    "e4m3": {"lens": [300, 77], **E4M3},
+    "blackwell": {"lens": [300, 77], "blackwell": 1},
+}
+
+
+@pytest.mark.parametrize("name", NOT_WIDE)
+def test_items_that_are_not_wide(library, name):
+    case = {"processors": 5, "q_lens": 8} | NOT_WIDE[name]
+    assert judge(library, **case).numbers.rows <= 16
+
+
 @pytest.mark.parametrize("step", [0.05, 0.3, 2.0, -0.3])
-@pytest.mark.parametrize("q_lens", [1, 3])
+@pytest.mark.parametrize("q_lens", [1, 3, 7])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_warpgroups_where_scores_grow(library, dtype, q_lens, step):
     """By about `step` from a key to the next, for each head at a pace of its own, for some not at all."""
@@ -356,10 +442,11 @@ def test_warpgroups_where_scores_grow(library, dtype, q_lens, step):
     case.judge()
 
 
+@pytest.mark.parametrize("q_lens", [3, 7])
 @pytest.mark.parametrize("page_size", [1, 16, 24])
-def test_warpgroups_do_not_read_behind_the_table(library, page_size):
+def test_warpgroups_do_not_read_behind_the_table(library, page_size, q_lens):
     """What stands there is no page, or one of somebody else."""
-    case = decode(128)(lens=[500, 130, 0], q_lens=3, q_heads=8, kv_heads=2, page_size=page_size)
+    case = decode(128)(lens=[500, 130, 0], q_lens=q_lens, q_heads=8, kv_heads=2, page_size=page_size)
     for table, n in zip(case.table, case.lens, strict=True):
         behind = table[-(-n // page_size) :]
         behind.copy_(torch.tensor([-1, 2**31 - 1, 2**30, case.num_pages, 0]).repeat(len(behind))[: len(behind)])

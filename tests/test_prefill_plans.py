@@ -51,11 +51,18 @@ def test_why_not_prefill(library, reason):
 
 
 def test_where_prefill_begins(library):
-    """16 rows are one tile of the decode kernel. It is as fast with few such tiles and few keys, where a sixth of the
-    multiprocessors would have no tile of prefill."""
-    many = {"lens": [100] * 40, "group": 4}
-    assert refusal(library, max_q_len=4, **many) == "no more rows than one tile of the decode kernel"
-    assert refusal(library, max_q_len=5, **many) == ""
+    """16 rows are one tile of the decode kernel, or 32 where it has about a block for each (request, kv_head). It is
+    as fast with few such tiles and few keys, where a sixth of the multiprocessors would have no tile of prefill."""
+    few_rows = "no more rows than one tile of the decode kernel"
+    for requests, keys, rows in ((20, 1000, 16), (58, 1000, 16), (59, 1000, 32), (132, 1000, 32), (133, 1000, 16),
+                                 (133, 2048, 32), (264, 2048, 32), (265, 2048, 16)):  # fmt: skip
+        many = {"lens": [keys] * requests, "group": 4, "kv_heads": 1, "max_seqlen_k": keys}
+        assert refusal(library, max_q_len=rows // 4, **many) == few_rows, (requests, keys)
+        assert refusal(library, max_q_len=rows // 4 + 1, **many) == "", (requests, keys)
+    wide = {"lens": [100] * 100, "group": 4, "kv_heads": 1, "max_q_len": 5}
+    assert refusal(library, **wide) == few_rows
+    for change in ({"head_dim": 256}, {"window_left": 50}, {"deterministic": 1}, {"kv_bytes": 1}):
+        assert refusal(library, **wide | change) == "", change
     few = {"kv_heads": 1, "group": 1, "max_q_len": 128, "window_left": 100}  # no keys to cut
     too_few = "too few tiles of rows to fill the device"
     # A window of 100 and 128 queries see 228 keys: 14 tiles of 16 rows.

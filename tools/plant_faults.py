@@ -45,8 +45,8 @@ LONG_QUERIES = "paged_decode_cuda/plan.cpp"
 PREFILL_PLAN, PREFILL_ORDER = "paged_decode_cuda/prefill/plan.cpp", "paged_decode_cuda/prefill/schedule.cuh"
 PREFILL_CUTS = "paged_decode_cuda/prefill/cuts.cuh"
 DECODE_LOADER = "paged_decode_cuda/decode/loader.cuh"
-WGMMA_KERNEL, WGMMA_ROWS, WGMMA_LOADER = (
-    f"paged_decode_cuda/decode/wgmma_{name}.cuh" for name in ("kernel", "rows", "loader")
+WGMMA_KERNEL, WGMMA_ROWS, WGMMA_LOADER, WGMMA_WIDE_END = (
+    f"paged_decode_cuda/decode/wgmma_{name}.cuh" for name in ("kernel", "rows", "loader", "wide_end")
 )
 PLAN_CUTS, PLAN_TILES = (f"paged_decode_cuda/prefill/plan_{name}.cpp" for name in ("cuts", "tiles"))
 FA3, MERGE = "torch-ext/paged_attn/fa3.py", "torch-ext/paged_attn/merge.py"
@@ -276,6 +276,22 @@ FAULTS = [
         WGMMA_ROWS,
         "min(static_cast<int>(keys.end), end_key)",
         "static_cast<int>(keys.end)",
+        "test_decode_host.py",
+    ),
+    Fault(
+        "warpgroups: a wide item takes the factor of its own sums for those of the other consumer",
+        "native",
+        WGMMA_WIDE_END,
+        "look_up(tables().own[1 - Shape::consumer()], factors);",
+        "look_up(tables().own[Shape::consumer()], factors);",
+        "test_decode_host.py",
+    ),
+    Fault(
+        "warpgroups: weights of the next segment while somebody reads what was given",
+        "native",
+        WGMMA_WIDE_END,
+        "WgmmaRows<Shape>::sync();  // what was given",
+        "__syncwarp();  // what was given",
         "test_decode_host.py",
     ),
     Fault(

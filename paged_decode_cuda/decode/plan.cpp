@@ -13,10 +13,12 @@ constexpr int kDeterministicSplits = 16;
 // Tiles that a multiprocessor reads while one of its blocks ends one pair and begins another, see balance.cuh.
 constexpr int kPairCost = 12;
 constexpr int64_t kItemRows = 8;     // of the smaller items; the others have twice as many
+constexpr int64_t kWideRows = 32;    // of the largest items, which warpgroups alone have
 constexpr int64_t kHalvesKeys = 14;  // of all pairs, for each GB/s: with more, to read them twice costs more
-// The same for blocks of warpgroups, which copy on while a segment ends; and how many units of a pair are worth a
-// block: a tile of 128 dimensions for each consumer, twice that where blocks have whole pairs too.
-constexpr int kWgmmaPairCost = 8, kWgmmaLeast = 8;
+// The same for blocks of warpgroups, with 8, 16 and 32 rows; and how many units of a pair are worth a block: a tile of
+// 128 dimensions for each consumer, twice that where blocks have whole pairs too.
+constexpr int kWgmmaPairCosts[] = {8, 12, 20}, kWgmmaLeast = 8;
+constexpr int64_t kLongKeys = 2048;  // of requests that are worth several pairs of 32 rows for each multiprocessor
 
 // Few keys for few rows of 9 to 16: such a call takes most of its time to begin and to end, and with items of 8 rows
 // both are shorter. The keys are read twice then, the second time from L2. Measured for 64 and 128 dimensions in 16
@@ -31,14 +33,17 @@ bool suits_halves(const Problem& p, const DeviceLimits& limits) {
 
 // Whether warpgroups shall multiply. They take a block for each multiprocessor and are slower to begin and to end a
 // pair, so not where few keys are seen of many, nor where a block would have many pairs in turn, unless these have 16
-// rows of 128 dimensions. 16 rows of 64 take longer, of 256 too much shared memory. Measured on H200s.
+// rows of 128 dimensions. 16 rows of 64 take longer, of 256 too much shared memory. With 32 rows, which the route
+// prefill has too, the end of a pair takes longest: not where most pairs would be cut, nor where more than one for each
+// block may be short. Measured on H200s.
 bool suits_wgmma(const Problem& p, const DeviceLimits& limits, int row_tiles) {
-  const int64_t dims = pd_max(p.head_dim, p.head_dim_v), pairs = p.batch * p.kv_heads;
+  const int64_t dims = pd_max(p.head_dim, p.head_dim_v), pairs = p.batch * p.kv_heads, blocks = limits.processors;
   if (*hopper_why_not(limits) != '\0' || dtype_bytes(p.cache.dtype) != 2 || dims > 256) return false;
   if (p.deterministic || p.num_splits != 0) return false;  // a block for each cut
   if (p.attention_chunk != 0 || (p.window_left >= 0 && p.window_left < p.max_kv_len)) return false;
-  if (row_tiles == 1) return pairs <= 2 * int64_t{limits.processors};
-  return dims <= 128 && (dims > 64 || 2 * pairs <= limits.processors);
+  if (row_tiles == 1) return pairs <= 2 * blocks;
+  if (row_tiles == 2) return dims <= 128 && (dims > 64 || 2 * pairs <= blocks);
+  return dims <= 128 && 9 * pairs >= 4 * blocks && pairs <= (p.max_kv_len < kLongKeys ? 1 : 2) * blocks;
 }
 
 // How rows are cut into tiles.
@@ -53,21 +58,33 @@ int64_t tiles_of(int64_t tokens, const Problem& p, const DecodeInstance& instanc
   return pd_ceil_div(tokens * p.group, instance.rows);
 }
 
+// What the longest request has, as the caller expects.
+int64_t said_tokens(const Problem& p) {
+  return p.cu_seqlens_q ? pd_min(pd_max(p.max_q_len, 1), p.total_q) : p.max_q_len;
+}
+
+// Whether items shall have 32 rows: where a request has no more, but more than 16.
+bool suits_wide_items(const Problem& p, const DeviceLimits& limits) {
+  const int64_t rows = said_tokens(p) * p.group;
+  return rows > kFewRows && rows <= kWideRows && suits_wgmma(p, limits, kWideRows / 8);
+}
+
 // Without cu_seqlens_q max_q_len is the length of every request. With it, it is what the caller expects of the longest
 // one: too small, too large, or no more than the sum of all. It chooses how many tiles every request is given: as many
 // as it says, unless most of them would stay empty; then what an average request needs. Rows beyond are the surplus.
 RowTiles cut_rows(const Problem& p, const DeviceLimits& limits, bool may_wgmma) {
+  const bool wide = may_wgmma && suits_wide_items(p, limits);
   auto instance_for = [&](int64_t tokens) {
     const int row_tiles = tokens * p.group <= kItemRows && !hides_lengths(p) ? 1 : 2;
+    if (wide) return find_wgmma_instance(pd_max(p.head_dim, p.head_dim_v), kWideRows / 8);
     if (may_wgmma && suits_wgmma(p, limits, row_tiles)) {
       return find_wgmma_instance(pd_max(p.head_dim, p.head_dim_v), row_tiles);
     }
     return find_decode_instance(static_cast<int>(dtype_bytes(p.cache.dtype)), pd_max(p.head_dim, p.head_dim_v),
                                 row_tiles);
   };
-  int64_t tokens = p.max_q_len;
-  if (p.cu_seqlens_q) {
-    tokens = pd_min(pd_max(p.max_q_len, 1), p.total_q);
+  int64_t tokens = said_tokens(p);
+  if (p.cu_seqlens_q && !wide) {
     const DecodeInstance longest = instance_for(tokens);
     const int64_t enough = most_given_tiles(p, limits.processors, longest.row_shift);
     // The cuts of a request must not depend on the others where its result must not.
@@ -86,7 +103,7 @@ const char* balanced_why_not(const Problem& p, const RowTiles& tiles) {
   if (p.num_splits != 0) return "num_splits fixes the cuts";
   if (p.deterministic) return "deterministic fixes the cuts";
   if (p.batch * tiles.each > kMaxBalancedItems) return "there are more than 1024 tiles of rows";
-  const int64_t most = (capacity_of(p) >> tiles.instance.tile_shift) + 2 + kPairCost;
+  const int64_t most = (capacity_of(p) >> tiles.instance.tile_shift) + 2 + kWgmmaPairCosts[2];
   if (p.batch * tiles.each * p.kv_heads * most > INT32_MAX) return "there are more tiles of keys than 32 bits count";
   if (tiles.surplus * p.kv_heads > INT32_MAX / 2) return "there are more tiles of rows than 32 bits count";
   return "";
@@ -177,7 +194,8 @@ void plan_warpgroups(const Problem& p, int64_t pairs, const DeviceLimits& limits
   plan.shared_bytes = shared_bytes(plan.instance, plan.warps);
   plan.blocks = limits.processors;
   const int least = pairs > plan.blocks || plan.instance.head_dim == 64 ? 2 * kWgmmaLeast : kWgmmaLeast;
-  plan_balanced_cuts(p, plan.blocks, kWgmmaPairCost, least, plan.work);
+  const int pair_cost = kWgmmaPairCosts[plan.instance.row_shift - 3];
+  plan_balanced_cuts(p, plan.blocks, pair_cost, least, plan.work);
   // Few pairs more than whole ones for every block would be cut into many short parts.
   if (plan.work.whole_pairs > 0 && 8 * plan.work.line_pairs < plan.blocks) put_all_on_a_line(pairs, plan.work);
 }
@@ -236,6 +254,8 @@ DecodePlan plan_items(const Problem& p, const DeviceLimits& limits, bool basic) 
   plan.basic = basic;
   Plan& work = plan.work;
   plan_tables(p, tiles.instance.tile_shift, work);
+  // A partial of a wide item is registers of all dimensions that the kernel has.
+  if (tiles.instance.rows == kWideRows) work.partial_quads = tiles.instance.head_dim / 4;
   plan_prefetch(p, work);
   plan_pieces(p, work);
   if (basic) plan_basic(p, work);
@@ -296,6 +316,11 @@ const char* decode_basic_why_not(const Problem& p, const DeviceLimits& limits) {
     return "more than 8 rows of a request in float32 at head_dim 128";
   }
   return tiles.fixed_why;
+}
+
+bool takes_wide_items(const Problem& p, const DeviceLimits& limits) {
+  return *decode_why_not(p, limits) == '\0' && suits_wide_items(p, limits) &&
+         tile_rows(p, limits).instance.row_tiles > 2;
 }
 
 DecodePlan plan_decode(const Problem& p, const DeviceLimits& limits) { return plan_decode(p, limits, false); }

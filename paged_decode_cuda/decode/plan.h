@@ -41,6 +41,9 @@ const char* decode_why_not(const Problem& p, const DeviceLimits& limits);
 // "" or why the kernel for basic calls cannot.
 const char* decode_basic_why_not(const Problem& p, const DeviceLimits& limits);
 
+// Whether requests have more rows than those of two row tiles, and items hold them all the same.
+bool takes_wide_items(const Problem& p, const DeviceLimits& limits);
+
 // For problems that fit.
 DecodePlan plan_decode(const Problem& p, const DeviceLimits& limits);
 DecodePlan plan_decode_basic(const Problem& p, const DeviceLimits& limits);

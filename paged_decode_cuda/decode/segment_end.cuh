@@ -13,7 +13,7 @@
 
 namespace paged_attn {
 
-static_assert(sizeof(RowSum) == DecodeSizes<2, 64, 1>::kSumBytes, "what a thread leaves");
+static_assert(sizeof(RowSum) == kRowSumBytes, "what a thread leaves");
 
 // What the warps of a block published. free_stages: which stage of each warp's queue holds its accumulators.
 template <typename Shape, typename Rows>

@@ -6,6 +6,7 @@
 namespace paged_attn {
 
 constexpr int kWarp = 32;
+constexpr int kRowSumBytes = 6 * sizeof(float);  // a RowSum, see exchange.cuh
 
 // kBytes: of an element of the cache. kHeadDim: the class of head_dim, 64, 128 or 256. kRowTiles: tiles of 8 rows.
 template <int kBytes, int kHeadDim, int kRowTiles>
@@ -45,8 +46,7 @@ struct DecodeSizes {
 
   // Shared memory of a warp: its queue, (m, l) of its rows, a sum per thread. And of a block: what every warp has free.
   static constexpr int kQueueBytes = kStages * kStageBytes;
-  static constexpr int kSumBytes = 6 * sizeof(float);
-  static constexpr int kWarpBytes = kQueueBytes + kRows * 2 * static_cast<int>(sizeof(float)) + kWarp * kSumBytes;
+  static constexpr int kWarpBytes = kQueueBytes + kRows * 2 * static_cast<int>(sizeof(float)) + kWarp * kRowSumBytes;
   static constexpr int kBlockBytes = 128;
   // Queries stay in registers, but for float32 ones of many dimensions or rows: two words take the place of one.
   static constexpr bool kSharedQueries = kBytes == 4 && kHeadDim * kRowTiles > 128;

@@ -9,14 +9,13 @@
 //
 // Copies go on while a segment ends. Every warp finds the block's work by itself.
 //
-// Shared memory: the ring, two buffers of queries, then of each consumer its weights, which are its sums at the end of
-// a segment; (m, l), and sums of groups of threads.
+// Shared memory: the ring, two buffers of queries, then of each consumer its weights, which are sums at the end of a
+// segment, and what else the end needs.
 #pragma once
 
 #include "basic_call.cuh"
 #include "find_work.cuh"
-#include "segment_end.cuh"
-#include "wgmma_rows.cuh"
+#include "wgmma_end.cuh"
 
 namespace paged_attn {
 
@@ -43,29 +42,25 @@ PD_DEVICE void decode_by_warpgroups(const Problem& p, const Plan& plan) {
     return;
   }
 
-  const int consumer = threadIdx.x / kWarpgroup;
-  char* const sums = ring_and_more + Shape::kSumsAt + consumer * Shape::kSumBytes;
-  const uint32_t weights = shared_address(sums);
-  float2* const ml = reinterpret_cast<float2*>(ring_and_more + Shape::kMlAt);
-  RowSum* const group_sums = reinterpret_cast<RowSum*>(ring_and_more + Shape::kGroupSumsAt);
-  const WgmmaSums<Shape> published = {ring_and_more + Shape::kSumsAt, ml};
+  const WgmmaEnd<Shape> end = {ring_and_more};
+  const uint32_t weights = shared_address(ring_and_more + Shape::kSumsAt + Shape::consumer() * Shape::kSumBytes);
   clear_unclaimed(p);
   WgmmaRows<Shape> rows;
   int tiles = 0;      // before this segment
   uint32_t turn = 0;  // of the weights' buffers, in bytes
   while (walker.next(p, plan, dealing, segment, item)) {
     rows.start(p, item, segment.head);
-    const Sharing sharing = share_merge<Shape>(item, segment, dealing);
-    ring.go_to(tiles + consumer);
+    const auto merge = end.begin(item, segment, dealing);
+    ring.go_to(tiles + Shape::consumer());
     queries.await_full();
 #pragma unroll 1
-    for (int unit = segment.tile + consumer * Shape::kUnits; unit < segment.tile_end;
+    for (int unit = segment.tile + Shape::consumer() * Shape::kUnits; unit < segment.tile_end;
          unit += Shape::kConsumers * Shape::kUnits) {
       ring.template await_full<false>();
       fence_async_proxy();
       rows.score_keys(ring.template address<false>(), queries.address());
       ring.template release<false>();
-      rows.attend(p, plan, item, segment, unit * Shape::kUnitKeys, ring, weights + turn, tops[consumer]);
+      rows.attend(p, plan, item, segment, unit * Shape::kUnitKeys, ring, weights + turn, tops[Shape::consumer()]);
       turn ^= Shape::kWeightBytes;
       ring.template release<true>();
       ring.advance(Shape::kConsumers);
@@ -73,11 +68,7 @@ PD_DEVICE void decode_by_warpgroups(const Problem& p, const Plan& plan) {
     queries.release();
     queries.advance();
     tiles += (segment.tile_end - segment.tile + Shape::kUnits - 1) / Shape::kUnits;
-    rows.sync();  // the weights are used up
-    rows.publish(sums, ml + threadIdx.x / kWarp * Shape::kRows);
-    Shape::end_sync();
-    finish_segment<Shape>(p, plan, item, segment, sharing, published, group_sums);
-    Shape::end_sync();
+    end.finish(p, plan, item, segment, dealing, merge, rows);
   }
 #endif
 }
@@ -112,12 +103,20 @@ const void* wgmma_kernel_of(DecodeKind kind) {
   }
 }
 
+template <typename Kv, int kHeadDim>
+const void* find_wgmma_kernel(int row_tiles, DecodeKind kind) {
+  switch (row_tiles) {
+    case 1: return wgmma_kernel_of<Kv, kHeadDim, 1>(kind);
+    case 2: return wgmma_kernel_of<Kv, kHeadDim, 2>(kind);
+    default: return wgmma_kernel_of<Kv, kHeadDim, 4>(kind);
+  }
+}
+
 template <typename Kv>
 const void* find_wgmma_kernel(int head_dim, int row_tiles, DecodeKind kind) {
-  const bool one = row_tiles == 1;
   switch (head_dim) {
-    case 64: return one ? wgmma_kernel_of<Kv, 64, 1>(kind) : wgmma_kernel_of<Kv, 64, 2>(kind);
-    case 128: return one ? wgmma_kernel_of<Kv, 128, 1>(kind) : wgmma_kernel_of<Kv, 128, 2>(kind);
+    case 64: return find_wgmma_kernel<Kv, 64>(row_tiles, kind);
+    case 128: return find_wgmma_kernel<Kv, 128>(row_tiles, kind);
     default: return wgmma_kernel_of<Kv, 256, 1>(kind);
   }
 }

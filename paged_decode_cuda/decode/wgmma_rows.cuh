@@ -1,6 +1,6 @@
 // What a consumer does with a tile: scores, weights, and their product with the values.
 //
-//     S^T = K Q^T      64 keys x 8 or 16 rows          O^T = V^T P^T      64 dimensions x as many rows
+//     S^T = K Q^T      64 keys x 8 to 32 rows          O^T = V^T P^T      64 dimensions x as many rows
 //
 // As in products.cuh the rows are the columns of both results, but a whole warpgroup multiplies (wgmma), and both
 // operands are in shared memory. So a tile of 64 keys takes a warp some 300 instructions, where 16 keys take it 600
@@ -27,7 +27,7 @@ struct WgmmaRows {
   float l[kLaneRows];                     // of this lane's keys
   float scale;                            // of q.k, in log2 units
 
-  static PD_MEMBER int barrier() { return Shape::kConsumerBarrier + threadIdx.x / kWarpgroup; }
+  static PD_MEMBER int barrier() { return Shape::kConsumerBarrier + Shape::consumer(); }
   static PD_MEMBER void sync() { named_barrier_sync(barrier(), kWarpgroup); }
 
   // Row of the item that a lane's entry i stands for; the entry of a sum; a sum of an entry; the key of a sum, counted
@@ -98,7 +98,15 @@ struct WgmmaRows {
     for (int i = 0; i < kSums / 2; ++i) pairs[i] = pack_pair<Shape::kBf16>(w[2 * i], w[2 * i + 1]);
     // A lane says where a row of a matrix of 8 x 8 shall be: of row tile n, of its first or second 8 keys.
     const int matrix = threadIdx.x % kWarp / 8, row = matrix / 2 % kRowTiles * 8 + threadIdx.x % 8;
-    store_transposed(weights + Shape::piece_at(Shape::kRows, row, Shape::part() * 2 + matrix % 2), pairs);
+    const uint32_t place = weights + Shape::piece_at(Shape::kRows, row, Shape::part() * 2 + matrix % 2);
+    if constexpr (kRowTiles <= 2) {
+      store_transposed(place, pairs);
+    } else {
+#pragma unroll
+      for (int n = 0; n < kRowTiles; n += 2) {
+        store_transposed(place + n * kBlockBytes, {pairs[2 * n], pairs[2 * n + 1], pairs[2 * n + 2], pairs[2 * n + 3]});
+      }
+    }
   }
 
   // A tile of which this consumer has the scores. `tops`: room for the largest scores of each warp.
@@ -212,32 +220,22 @@ struct WgmmaRows {
     }
   }
 
+  // The same for the end of a wide item, which takes the sums from the registers.
+  PD_MEMBER void publish(WgmmaTables<Shape::kRows>& tables) {
+    const int lane = threadIdx.x % kWarp, consumer = Shape::consumer();
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+#pragma unroll
+      for (int step = 4; step < kWarp; step *= 2) l[i] += __shfl_xor_sync(~0u, l[i], step);
+      if (lane >= 4) continue;
+      tables.l[consumer][Shape::part()][lane_row(i)] = l[i];
+      if (Shape::part() == 0) tables.base[consumer][lane_row(i)] = far[i] == -INFINITY ? -INFINITY : base[i];
+    }
+  }
+
   // Quads are spread over the banks: the lanes that store at a time have two of four rows.
   static PD_MEMBER float4* quad_of(char* sums, int row, int quad) {
     return reinterpret_cast<float4*>(sums) + row * Shape::kQuads + (quad ^ row / 2 % 4 * 2);
-  }
-};
-
-// What the consumers of a block published. The warps of one have the same m, and l of different keys.
-template <typename Shape>
-struct WgmmaSums {
-  char* sums;
-  const float2* ml;
-
-  PD_MEMBER RowSum of(int row, int quad) const {
-    constexpr int kWarps = Shape::kWarps;
-    float2 both[Shape::kConsumers];
-    float4 values[Shape::kConsumers];
-#pragma unroll
-    for (int j = 0; j < Shape::kConsumers; ++j) {
-      both[j] = ml[j * kWarps * Shape::kRows + row];
-#pragma unroll
-      for (int w = 1; w < kWarps; ++w) both[j].y += ml[(j * kWarps + w) * Shape::kRows + row].y;
-      values[j] = *WgmmaRows<Shape>::quad_of(sums + j * Shape::kSumBytes, row, quad);
-    }
-    RowSum sum;
-    sum.add(both, values);
-    return sum;
   }
 };
 

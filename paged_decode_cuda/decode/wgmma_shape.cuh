@@ -14,6 +14,7 @@ struct WgmmaShape : WgmmaSizes<kHeadDim, kRowTiles> {
   static constexpr int kOutputBytes = 2;
   static constexpr int kColumns = kHeadDim / kColumn;
 
+  static PD_MEMBER int consumer() { return threadIdx.x / kWarpgroup; }
   static constexpr int kWarps = kWarpgroup / kWarp;  // of a warpgroup
   // Which of them this is: whose part of a tile.
   static PD_MEMBER int part() { return threadIdx.x / kWarp % kWarps; }

@@ -23,6 +23,7 @@ constexpr int64_t kFewKeys = 256;  // for so many, as in a window, it is as fast
 // Whether a request has no more rows than one tile of the decode kernel, which is as fast there. Widening takes long,
 // so for it all rounds of tiles must be full enough. `deterministic` needs the splits that decode alone has.
 bool suits_decode(const Problem& p, const DeviceLimits& limits) {
+  if (takes_wide_items(p, limits)) return true;
   if (!has_few_rows(p)) return false;
   if (p.deterministic || pd_max(p.head_dim, p.head_dim_v) <= kDecodeDims || has_few_rows(p, kDecodeWideRows))
     return true;

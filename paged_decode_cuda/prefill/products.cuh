@@ -228,6 +228,9 @@ PD_DEVICE void load_or_zero(const void* global, bool valid, uint32_t (&words)[4]
 
 // Transposes matrices of 8 x 8 16-bit values of a warp into shared memory, in order: lane i has values 2 (i % 4), + 1
 // of row i / 4 of each, and lane 8 m + j says where column j of matrix m shall be, 16 bytes.
+PD_DEVICE void store_transposed(uint32_t shared, const uint32_t (&w)[1]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(shared), "r"(w[0]) : "memory");
+}
 PD_DEVICE void store_transposed(uint32_t shared, const uint32_t (&w)[2]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared), "r"(w[0]), "r"(w[1])
                : "memory");
@@ -433,9 +436,10 @@ PD_LEFT_IN_REGISTERS(multiply_keys, "k16.f32.f16.f16", ", 0", 32, 16, 16, 17, 18
                  : "memory");                                                                                 \
   }
 
-#define PD_FEW_ROWS_OF(TYPE)             \
-  PD_FEW_ROWS(8, 4, TYPE, 4, 5, 6, 7, 8) \
-  PD_FEW_ROWS(16, 8, TYPE, 8, 9, 10, 11, 12)
+#define PD_FEW_ROWS_OF(TYPE)                 \
+  PD_FEW_ROWS(8, 4, TYPE, 4, 5, 6, 7, 8)     \
+  PD_FEW_ROWS(16, 8, TYPE, 8, 9, 10, 11, 12) \
+  PD_FEW_ROWS(32, 16, TYPE, 16, 17, 18, 19, 20)
 
 PD_FEW_ROWS_OF(Bf16)
 PD_FEW_ROWS_OF(Fp16)
