@@ -79,7 +79,7 @@ ELSEWHERE = {
     "VLLM_CPU_SO=<_C_AVX512.abi3.so> python benchmarks/compare_cpu.py --rounds 5 --batch 0.08": "vLLM",
     "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_cuda.py --rounds 7": "a GPU",
     "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_cuda_mla.py --rounds 9": "a GPU",
-    "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_models.py": "a GPU",
+    "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_models.py --rounds 5": "a GPU",
     "python benchmarks/compare_float32.py --rounds 3": "a GPU",
     "PEERS_DIR=<folder of fa3.so> python benchmarks/compare_prefill.py --rounds 7": "a GPU",
     COMPARE_TRANSFORMERS: "a GPU",
