@@ -62,7 +62,7 @@ def compile_kernels(root, sources, in_shared_memory, function="attend"):
         pytest.skip("needs g++")
     cuda = root / "paged_decode_cuda"
     shutil.copytree(REPOSITORY / "paged_decode_cuda", cuda)
-    own = ("prefill/products.cuh", "prefill/e4m3_products.cuh", "prefill/tensor_map.h", "matrices.cuh")
+    own = ("hopper.cuh", "prefill/e4m3_products.cuh", "prefill/tensor_map.h", "matrices.cuh")
     for name in ("ptx.cuh", "runtime.h", *own):
         shutil.copy(HOST / Path(name).name, cuda / name)
     for path, declared, instead in in_shared_memory:

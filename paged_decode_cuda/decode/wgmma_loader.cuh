@@ -7,7 +7,7 @@
 //             [ K | V | K | V | K | V | K | V | K | V | K | V ]
 //     taken by    0       1       0       1       0       1
 //
-// K and V lie as columns of 64 dimensions, rows of 128 bytes in the swizzle of wgmma (prefill/products.cuh).
+// K and V lie as columns of 64 dimensions, rows of 128 bytes in the swizzle of wgmma (hopper.cuh).
 #pragma once
 
 #include "../balance.cuh"

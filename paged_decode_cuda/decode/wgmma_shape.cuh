@@ -2,7 +2,7 @@
 // takes part in the end of a segment.
 #pragma once
 
-#include "../prefill/products.cuh"
+#include "../hopper.cuh"
 #include "wgmma_sizes.h"
 
 namespace paged_attn {

@@ -1,7 +1,7 @@
 // The sizes of the decode kernel of warpgroups, for the host and for the device. Nothing here needs CUDA.
 #pragma once
 
-#include "../prefill/sizes.h"
+#include "../hopper.h"
 #include "sizes.h"
 
 namespace paged_attn {

@@ -19,7 +19,7 @@
 #pragma once
 
 #include "../exchange.cuh"
-#include "../prefill/products.cuh"
+#include "../hopper.cuh"
 #include "loader.cuh"
 #include "products.cuh"
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../balance.cuh"
-#include "../prefill/products.cuh"
+#include "../hopper.cuh"
 #include "../prefill/ring.cuh"
 #include "sizes.h"
 

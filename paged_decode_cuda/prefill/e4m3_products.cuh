@@ -1,7 +1,7 @@
 // Instructions for 8-bit operands: products of a warpgroup, and numbers on their way into them.
 #pragma once
 
-#include "products.cuh"
+#include "../hopper.cuh"
 
 namespace paged_attn {
 

@@ -1,7 +1,7 @@
 // Copies of 16 bytes into shared memory (cp.async), and 8-bit values on their way to 16 bits.
 #pragma once
 
-#include "products.cuh"
+#include "../hopper.cuh"
 
 namespace paged_attn {
 

@@ -1,8 +1,8 @@
 // Scores that a warp computes once more, by itself (mma), where a guess gave too large weights: see weights.cuh.
 #pragma once
 
+#include "../hopper.cuh"
 #include "../matrices.cuh"
-#include "products.cuh"
 
 namespace paged_attn {
 

@@ -1,8 +1,8 @@
 // What the warps of a block tell each other, and what the kernel is told.
 #pragma once
 
+#include "../hopper.cuh"
 #include "../rows.cuh"
-#include "products.cuh"
 #include "ring.cuh"
 #include "sizes.h"
 

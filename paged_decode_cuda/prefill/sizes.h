@@ -3,15 +3,11 @@
 
 #include <stdint.h>
 
+#include "../hopper.h"
 #include "spec/qualifiers.h"
 
 namespace paged_attn {
 
-constexpr int kWarpgroup = 128;    // threads
-constexpr int kColumn = 64;        // 16-bit values of a row in one column of shared memory
-constexpr int kRowBytes = 128;     // of it
-constexpr int kBlockBytes = 1024;  // 8 such rows, the unit of the swizzle
-constexpr int kSwizzledRows = kBlockBytes / kRowBytes;
 constexpr int kLargeBoxRows = 16;  // one warp asks for all boxes of a tile of keys in time, and one for values
 
 // kDim_, kDimV_: head_dim and head_dim_v rounded up to what is compiled. kKeys_: keys of a tile.

@@ -1,7 +1,7 @@
 // The counter that all blocks share: whoever takes a ticket takes the tile of rows with that number.
 #pragma once
 
-#include "products.cuh"
+#include "../hopper.cuh"
 
 namespace paged_attn {
 

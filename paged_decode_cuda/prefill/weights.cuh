@@ -5,8 +5,8 @@
 // multiplied (docs/cuda/prefill.md).
 #pragma once
 
+#include "../hopper.cuh"
 #include "../rows.cuh"
-#include "products.cuh"
 
 namespace paged_attn {
 

@@ -1,7 +1,7 @@
 // The instructions of paged_decode_cuda/prefill/e4m3_products.cuh on the host, as the PTX manual describes them.
 #pragma once
 
-#include "products.cuh"
+#include "../hopper.cuh"
 
 namespace paged_attn {
 

@@ -1,10 +1,10 @@
 // What the routes decode and float32 have in common on the host, as the PTX manual describes it: words of 16 bytes that
-// blocks leave for each other, products of tf32, and the copies of products.cuh within bounds.
+// blocks leave for each other, products of tf32, and the copies of hopper.cuh within bounds.
 #pragma once
 
 #define PD_MOST_LOOKS 50  // blocks run one after the other: what does not come soon never comes
 
-#include "prefill/products.cuh"
+#include "prefill/../hopper.cuh"  // not the file beside this one, of which it is a copy
 #include "rows.cuh"
 
 extern "C" void __assertfail(const char* message, const char*, unsigned, const char*, size_t) {

@@ -1,7 +1,7 @@
-// Maps of a cache for the bulk copies of products.cuh beside this file.
+// Maps of a cache for the bulk copies of hopper.cuh beside this file.
 #pragma once
 
-#include "products.cuh"
+#include "../hopper.cuh"
 
 namespace paged_attn {
 

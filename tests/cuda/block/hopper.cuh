@@ -1,10 +1,10 @@
-// The instructions of paged_decode_cuda/prefill/products.cuh on the host, as the PTX manual describes them. The swizzle
+// The instructions of paged_decode_cuda/hopper.cuh on the host, as the PTX manual describes them. The swizzle
 // of 128 bytes is that of addresses: bits 4 to 6 are those of the place xor bits 7 to 9, for bulk copies and products
 // alike. A product or a copy of 16 bytes happens when it is asked for or when it is waited for, at random.
 #pragma once
 
-#include "../ptx.cuh"
-#include "sizes.h"
+#include "hopper.h"
+#include "ptx.cuh"
 
 struct CUtensorMap {
   const uint8_t* base;

@@ -1,11 +1,11 @@
-// Hopper's instructions that the prefill, mla and decode kernels need: barriers in shared memory (mbarrier), bulk
-// copies (TMA), clusters, and products of a warpgroup (wgmma).
+// Hopper's instructions that the kernels of prefill, mla, decode and float32 need: barriers in shared memory
+// (mbarrier), bulk copies (TMA), clusters, and products of a warpgroup (wgmma).
 #pragma once
 
 #include <cuda.h>
 
-#include "../ptx.cuh"
-#include "sizes.h"
+#include "hopper.h"
+#include "ptx.cuh"
 
 namespace paged_attn {
 
