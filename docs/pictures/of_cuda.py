@@ -354,7 +354,7 @@ def prefill_numbers(page_size: int):
 
 def boxes_and_pieces() -> Picture:
     """How the rows of a tile of keys come from pages into shared memory."""
-    row_values, row_bytes = constant("prefill/sizes.h", "kColumn"), constant("prefill/sizes.h", "kRowBytes")
+    row_values, row_bytes = constant("hopper.h", "kColumn"), constant("hopper.h", "kRowBytes")
     columns, gatherers = 128 // row_values, 4
     lanes = constant("prefill/pieces.cuh", "kCopyLanes")
     run = 32 // lanes
