@@ -228,9 +228,6 @@ PD_DEVICE void load_or_zero(const void* global, bool valid, uint32_t (&words)[4]
 
 // Transposes matrices of 8 x 8 16-bit values of a warp into shared memory, in order: lane i has values 2 (i % 4), + 1
 // of row i / 4 of each, and lane 8 m + j says where column j of matrix m shall be, 16 bytes.
-PD_DEVICE void store_transposed(uint32_t shared, const uint32_t (&w)[1]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(shared), "r"(w[0]) : "memory");
-}
 PD_DEVICE void store_transposed(uint32_t shared, const uint32_t (&w)[2]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared), "r"(w[0]), "r"(w[1])
                : "memory");

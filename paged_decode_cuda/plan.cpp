@@ -29,12 +29,15 @@ int64_t fixed_blocks(const Problem& p, const Plan& plan, int64_t splits) {
 
 }  // namespace
 
+int64_t said_query(const Problem& p) {
+  return p.cu_seqlens_q ? pd_min(pd_max(p.max_q_len, 1), p.total_q) : p.max_q_len;
+}
+
 // With cu_seqlens_q max_q_len is a hint, and may be no more than total_q, the sum of all. Then it says nothing of the
 // longest one, and the average stands in.
 int64_t longest_query(const Problem& p) {
-  if (!p.cu_seqlens_q) return p.max_q_len;
-  const int64_t said = pd_min(pd_max(p.max_q_len, 1), p.total_q);
-  const bool says_nothing = said == p.total_q && p.batch > 1;
+  const int64_t said = said_query(p);
+  const bool says_nothing = p.cu_seqlens_q && said == p.total_q && p.batch > 1;
   return says_nothing ? pd_ceil_div(p.total_q, p.batch) : said;
 }
 

@@ -104,7 +104,8 @@ int64_t most_given_tiles(const Problem& p, int64_t processors, int row_shift);
 // Keys that so many neighbouring rows see at most, as far as the host can tell.
 int64_t most_keys(const Problem& p, int64_t rows);
 
-// Tokens of the longest request, as far as the host can tell.
+// Tokens of the longest request as the caller says, which with cu_seqlens_q is a hint; and as far as the host can tell.
+int64_t said_query(const Problem& p);
 int64_t longest_query(const Problem& p);
 
 // Whether nothing may be planned by the lengths of packed requests: what the host knows of them is said of the longest

@@ -46,6 +46,8 @@ bool suits_wgmma(const Problem& p, const DeviceLimits& limits, int row_tiles) {
   return dims <= 128 && 9 * pairs >= 4 * blocks && pairs <= (p.max_kv_len < kLongKeys ? 1 : 2) * blocks;
 }
 
+bool is_wide(const DecodeInstance& instance) { return instance.rows == kWideRows; }
+
 // How rows are cut into tiles.
 struct RowTiles {
   DecodeInstance instance;
@@ -58,14 +60,9 @@ int64_t tiles_of(int64_t tokens, const Problem& p, const DecodeInstance& instanc
   return pd_ceil_div(tokens * p.group, instance.rows);
 }
 
-// What the longest request has, as the caller expects.
-int64_t said_tokens(const Problem& p) {
-  return p.cu_seqlens_q ? pd_min(pd_max(p.max_q_len, 1), p.total_q) : p.max_q_len;
-}
-
 // Whether items shall have 32 rows: where a request has no more, but more than 16.
 bool suits_wide_items(const Problem& p, const DeviceLimits& limits) {
-  const int64_t rows = said_tokens(p) * p.group;
+  const int64_t rows = said_query(p) * p.group;
   return rows > kFewRows && rows <= kWideRows && suits_wgmma(p, limits, kWideRows / 8);
 }
 
@@ -83,7 +80,7 @@ RowTiles cut_rows(const Problem& p, const DeviceLimits& limits, bool may_wgmma) 
     return find_decode_instance(static_cast<int>(dtype_bytes(p.cache.dtype)), pd_max(p.head_dim, p.head_dim_v),
                                 row_tiles);
   };
-  int64_t tokens = said_tokens(p);
+  int64_t tokens = said_query(p);
   if (p.cu_seqlens_q && !wide) {
     const DecodeInstance longest = instance_for(tokens);
     const int64_t enough = most_given_tiles(p, limits.processors, longest.row_shift);
@@ -255,7 +252,7 @@ DecodePlan plan_items(const Problem& p, const DeviceLimits& limits, bool basic) 
   Plan& work = plan.work;
   plan_tables(p, tiles.instance.tile_shift, work);
   // A partial of a wide item is registers of all dimensions that the kernel has.
-  if (tiles.instance.rows == kWideRows) work.partial_quads = tiles.instance.head_dim / 4;
+  if (is_wide(tiles.instance)) work.partial_quads = tiles.instance.head_dim / 4;
   plan_prefetch(p, work);
   plan_pieces(p, work);
   if (basic) plan_basic(p, work);
@@ -319,8 +316,7 @@ const char* decode_basic_why_not(const Problem& p, const DeviceLimits& limits) {
 }
 
 bool takes_wide_items(const Problem& p, const DeviceLimits& limits) {
-  return *decode_why_not(p, limits) == '\0' && suits_wide_items(p, limits) &&
-         tile_rows(p, limits).instance.row_tiles > 2;
+  return suits_wide_items(p, limits) && *decode_why_not(p, limits) == '\0' && is_wide(tile_rows(p, limits).instance);
 }
 
 DecodePlan plan_decode(const Problem& p, const DeviceLimits& limits) { return plan_decode(p, limits, false); }

@@ -202,14 +202,20 @@ struct WgmmaRows {
     }
   }
 
+  // At the end of a segment: the weights of all keys of this warp; m of an entry.
+  PD_MEMBER void add_up_weights(int i) {
+#pragma unroll
+    for (int step = 4; step < kWarp; step *= 2) l[i] += __shfl_xor_sync(~0u, l[i], step);
+  }
+  PD_MEMBER float m_of(int i) const { return far[i] == -INFINITY ? -INFINITY : base[i]; }
+
   // Leaves the sums of this consumer, and (m, l) of this warp.
   PD_MEMBER void publish(char* sums, float2* warp_ml) {
     const int lane = threadIdx.x % kWarp, g = lane / 4;
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
-#pragma unroll
-      for (int step = 4; step < kWarp; step *= 2) l[i] += __shfl_xor_sync(~0u, l[i], step);
-      if (lane < 4) warp_ml[lane_row(i)] = make_float2(far[i] == -INFINITY ? -INFINITY : base[i], l[i]);
+      add_up_weights(i);
+      if (lane < 4) warp_ml[lane_row(i)] = make_float2(m_of(i), l[i]);
 #pragma unroll
       for (int c = 0; c < Shape::kColumns; ++c)
 #pragma unroll
@@ -225,11 +231,10 @@ struct WgmmaRows {
     const int lane = threadIdx.x % kWarp, consumer = Shape::consumer();
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
-#pragma unroll
-      for (int step = 4; step < kWarp; step *= 2) l[i] += __shfl_xor_sync(~0u, l[i], step);
+      add_up_weights(i);
       if (lane >= 4) continue;
       tables.l[consumer][Shape::part()][lane_row(i)] = l[i];
-      if (Shape::part() == 0) tables.base[consumer][lane_row(i)] = far[i] == -INFINITY ? -INFINITY : base[i];
+      if (Shape::part() == 0) tables.base[consumer][lane_row(i)] = m_of(i);
     }
   }
 
