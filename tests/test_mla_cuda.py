@@ -98,6 +98,29 @@ FEATURES = {
     "e5m2_fp16": {"kv_dtype": "float8_e5m2", "dtype": "float16", "q_len": 2},
 }
 
+# Requests of up to 32 rows have kernels of their own.
+FEATURES |= {
+    f"{name}_heads_{heads}": FEATURES[name] | {"q_heads": heads}
+    for heads in (16, 32)
+    for name in (
+        *(
+            "fp16",
+            "long",
+            "one_long",
+            "equal",
+            "many",
+            "more_q_than_keys",
+            "window",
+            "window_right",
+            "chunk",
+            "softcap",
+        ),
+        *("alibi", "scale_0", "scale_negative", "leftpad", "sink", "sink_16bit", "batch_idx", "contiguous"),
+        *("deterministic", "deterministic_varlen", "num_splits", "num_splits_varlen", "varlen", "varlen_spare", "out"),
+    )
+}
+FEATURES |= {"heads_8": {"q_heads": 8}, "heads_16_drafts_2": {"q_heads": 16, "q_len": 2}}
+
 
 def on_the_route(paged_attn, case, device):
     """Checks the case after making sure that it is the kernel of the route that runs."""
@@ -117,11 +140,12 @@ def test_feature(paged_attn, device, feature, form):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("page_size", [1, 2, 3, 8, 16, 24, 48, 64, 128, 256, 0])
-def test_page_size(paged_attn, device, page_size, form):
-    """Bulk copies where a page holds whole boxes, piece by piece elsewhere."""
-    case = dataclasses.replace(FORMS[form], page_size=page_size, lens=(700, 0, 257, 256, 64), q_len=2)
+@pytest.mark.parametrize("q_heads", [16, 128])
+def test_page_size(paged_attn, device, page_size, form, q_heads):
+    """Bulk copies where a page holds whole boxes, piece by piece elsewhere and for few rows."""
+    case = dataclasses.replace(FORMS[form], page_size=page_size, lens=(700, 0, 257, 256, 64), q_len=2, q_heads=q_heads)
     explained = on_the_route(paged_attn, case, device)
-    assert (explained.plan["box_rows"] > 0) == (page_size % 16 == 0)
+    assert (explained.plan["box_rows"] > 0) == (q_heads == 128 and page_size % 16 == 0)
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])

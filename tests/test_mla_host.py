@@ -16,7 +16,7 @@ from blocks import HOST, Call, Case, compile_kernels, numbers_of
 def library(tmp_path_factory):
     root = tmp_path_factory.mktemp("mla")
     cuda = root / "paged_decode_cuda"
-    instances = ("bf16.cu", "fp16.cu", "e4m3.cu", "e5m2.cu")
+    instances = ("bf16.cu", "fp16.cu", "few_rows_bf16.cu", "few_rows_fp16.cu", "e4m3.cu", "e5m2.cu")
     sources = [cuda / "mla" / name for name in (*instances, "combine.cu", "route.cu", "plan.cpp")]
     in_shared_memory = [
         (
@@ -25,12 +25,16 @@ def library(tmp_path_factory):
             "WarpSums<kWarps>& sums = *reinterpret_cast<WarpSums<kWarps>*>(block_raw());",
         )
     ]
-    for path, control in (("mla/kernel.cuh", "MlaControl"), ("mla/narrow_kernel.cuh", "NarrowControl<Sizes>")):
+    for path, control in (
+        ("mla/kernel.cuh", "MlaControl"),
+        ("mla/few_rows_kernel.cuh", "FewRowsControl<Shape>"),
+        ("mla/narrow_kernel.cuh", "NarrowControl<Sizes>"),
+    ):
         in_shared_memory += [
             (path, f"__shared__ {control} control;", f"{control}& control = block_control<{control}>();"),
             (path, "extern __shared__ uint8_t raw[];", "uint8_t* const raw = block_raw();"),
         ]
-    return compile_kernels(root, [*sources, cuda / "plan.cpp", HOST / "mla.cpp"], in_shared_memory)
+    return compile_kernels(root, [HOST / "mla.cuh", *sources, cuda / "plan.cpp", HOST / "mla.cpp"], in_shared_memory)
 
 
 E5M2_FP16 = {"kv_dtype": torch.float8_e5m2, "dtype": torch.float16}
@@ -151,17 +155,29 @@ CASES = {
 }
 
 
-# Over 8-bit caches up to 32 rows have a kernel, and more have another one.
+# Up to 32 rows have kernels of their own, over 8-bit caches one, over 16-bit ones two: of up to 16 and up to 32 rows.
+# Most cases have 16 rows or fewer.
+FEATURES = (
+    *("apart", "chunk", "leftpad", "leftpad_all", "window", "window_right", "not_causal", "softcap", "alibi", "sinks"),
+    *("large_scores", "negative_scale", "scale_0", "fp16", "no_keys", "ragged", "whole_tiles", "kv_heads"),
+    *("page_3", "page_16", "page_24", "pages_of_1_line", "pages_of_1_num_splits", "pages_of_1_apart"),
+    *("line", "two_partials_of_a_block", "more_pairs_than_blocks", "num_splits", "deterministic"),
+    *("packed_decode", "packed_decode_uneven", "packed_decode_with_nobody", "other_queries", "same_queries"),
+)
+E4M3_FEATURES = ("leftpad", "alibi", "large_scores", "negative_scale", "packed")
+CASES |= {f"{name}_of_64_rows": CASES[name] | {"q_heads": 64} for name in FEATURES}
+CASES |= {f"{name}_of_32_rows": CASES[name] | {"q_heads": 32} for name in FEATURES if CASES[name].get("q_lens", 1) == 1}
 CASES |= {
     f"{name}_of_64_rows": CASES[name] | {"q_heads": 64}
-    for name in (
-        "e4m3_leftpad",
-        "e4m3_alibi",
-        "e4m3_large_scores",
-        "e4m3_negative_scale",
-        "e5m2_softcap",
-        "e4m3_packed",
-    )
+    for name in (*(f"e4m3_{x}" for x in E4M3_FEATURES), "e5m2_softcap")
+}
+CASES |= {
+    "rows_8": {"lens": [130, 1, 300], "q_heads": 8},
+    "rows_16_of_2_tokens": {"lens": [130, 1, 300], "q_lens": 2, "q_heads": 8},
+    "rows_20": {"lens": [130, 1, 300], "q_heads": 20},
+    "rows_32_of_2_tokens": {"lens": [130, 1, 300], "q_lens": 2, "window": (70, 0)},
+    "rows_32_of_4_tokens_packed": {"lens": [130, 90, 300], "q_lens": [4, 1, 3], "q_heads": 8, "alibi": True},
+    "rows_32_more_than_said": {"lens": [256, 250, 240], "q_lens": [2, 9, 1], "max_q_len": 2, "processors": 6},
 }
 
 
@@ -182,12 +198,14 @@ def test_v_descale_of_an_idle_request_does_not_matter(library, q_heads):
 
 
 @pytest.mark.parametrize("score", [1e5, 5e6, 1e8, 1e11, 1e30, -1e5, -1e8, -1e11, -1e30])
-@pytest.mark.parametrize("options", [{}, {"q_heads": 128}, {"dtype": torch.float16}, {"kv_dtype": torch.float8_e4m3fn}])
+@pytest.mark.parametrize(
+    "options", [{}, {"q_heads": 32}, {"q_heads": 128}, {"dtype": torch.float16}, {"kv_dtype": torch.float8_e4m3fn}]
+)
 def test_scores_far_out(library, options, score):
     Case(lens=[400], window=(-1, -1), **options).judge_scores_far_out(library, score)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 def test_attends_some_call(library, seed):
     """Lengths, groups, pages and processors at random."""
     rng = random.Random(seed)
@@ -197,7 +215,7 @@ def test_attends_some_call(library, seed):
     case = Case(
         lens=lens,
         q_lens=[rng.randint(0, longest) for _ in range(batch - 1)] + [longest] if packed else longest,
-        q_heads=rng.choice([16, 40, 64, 128]),
+        q_heads=rng.choice([8, 16, 32, 40, 64, 128]),
         page_size=rng.choice([1, 8, 16, 64, 128]),
         max_q_len=rng.choice([1, longest]) if packed else longest,
         apart=rng.random() < 0.5,
@@ -244,7 +262,11 @@ def test_plans(library):
         ({"kv_dtype": 1}, {"rows": 64, "clusters": 66}),
         ({"kv_dtype": 1, "q_heads": 32}, {"rows": 32, "clusters": 132, "partial_count": 264}),
         ({"kv_dtype": 1, "q_heads": 16, "max_q_len": 3}, {"rows": 64, "clusters": 132}),
-        ({"q_heads": 16}, {"rows": 64}),
+        ({"q_heads": 8}, {"rows": 16, "box_rows": 0}),
+        ({"q_heads": 16}, {"rows": 16, "box_rows": 0, "items": 32}),
+        ({"q_heads": 16, "max_q_len": 2}, {"rows": 32, "clusters": 132}),
+        ({"q_heads": 32, "cu_seqlens_q": 1 << 20}, {"rows": 32, "clusters": 132, "items": 32}),
+        ({"q_heads": 16, "max_q_len": 3}, {"rows": 64, "box_rows": 64}),
         ({"deterministic": 1}, {"clusters": 64, "splits": 2, "partial_count": 128, "balanced": 0}),
         ({"num_splits": 4}, {"clusters": 128, "splits": 4}),
         ({"batch": 4, "max_q_len": 1024}, {"balanced": 0, "cut": 0, "partial_count": 0, "clusters": 4096}),

@@ -48,6 +48,7 @@ DECODE_LOADER = "paged_decode_cuda/decode/loader.cuh"
 WGMMA_KERNEL, WGMMA_ROWS, WGMMA_LOADER, WGMMA_WIDE_END = (
     f"paged_decode_cuda/decode/wgmma_{name}.cuh" for name in ("kernel", "rows", "loader", "wide_end")
 )
+LATENT_ROWS = "paged_decode_cuda/mla/few_rows_products.cuh"
 PLAN_CUTS, PLAN_TILES = (f"paged_decode_cuda/prefill/plan_{name}.cpp" for name in ("cuts", "tiles"))
 FA3, MERGE = "torch-ext/paged_attn/fa3.py", "torch-ext/paged_attn/merge.py"
 PAGES, AMX = "torch-ext/paged_attn/integrations/paged_cache.py", "paged_decode_cpu/ops_amx.h"
@@ -298,9 +299,33 @@ FAULTS = [
         "warpgroups: pages of the batch before",
         "native",
         WGMMA_LOADER,
-        "unit + now.kTiles * Shape::kUnits, segment.tile_end",
-        "unit, segment.tile_end",
+        "unit + now.kTiles * Shape::kUnits, end_unit",
+        "unit, end_unit",
         "test_decode_host.py",
+    ),
+    Fault(
+        "latents: a part is free before it is added",
+        "native",
+        LATENT_ROWS,
+        "products_wait<2>();\n    release();",
+        "release();\n    products_wait<2>();",
+        "test_mla_host.py",
+    ),
+    Fault(
+        "latents: weights of the next tile while somebody multiplies these",
+        "native",
+        LATENT_ROWS,
+        "turn ^= Shape::kWeightBytes;",
+        "turn = 0;",
+        "test_mla_host.py",
+    ),
+    Fault(
+        "latents: two lanes trade the wrong row",
+        "native",
+        LATENT_ROWS,
+        "odd ? first_row : second_row, 4",
+        "odd ? second_row : first_row, 4",
+        "test_mla_host.py",
     ),
     Fault(
         "prefill: one row more for the decode kernel",

@@ -12,14 +12,16 @@ PD_DEVICE void prefetch_line(const void* tensor, int lines) {
   if (line < lines) prefetch_l2(static_cast<const char*>(tensor) + static_cast<int64_t>(line) * kLine);
 }
 
-// Waits until the kernel before this one is done, then finds what this block shall do from the lengths.
+// Waits until the kernel before this one is done, then finds what this block shall do from the lengths. kLines: there
+// may be several lines.
+template <bool kLines = true>
 PD_DEVICE void find_work(const Problem& p, const Plan& plan, Walker& walker, Dealing& dealing) {
   wait_for_predecessor();
   let_successor_start();
   prefetch_line(p.cache.block_table, plan.table_lines);
   prefetch_line(p.q, plan.q_lines);
   if (plan.balanced) {
-    find_stretch<true>(p, plan, walker, dealing);
+    find_stretch<kLines>(p, plan, walker, dealing);
   } else {
     find_split(p, plan, walker, dealing);
   }

@@ -12,6 +12,7 @@
 
 #include "../balance.cuh"
 #include "../key_places.cuh"
+#include "../rows.cuh"
 #include "wgmma_shape.cuh"
 
 namespace paged_attn {
@@ -132,16 +133,52 @@ struct WgmmaLoader {
     }
   };
 
+  // A lookup of this lane, and whose lookup is that of the first key.
+  struct Place {
+    int page, slot, first_lane;
+  };
+
+  // Of the tiles of a segment, one after the other.
+  template <bool kRuns>
+  struct Lookups {
+    Batch<kRuns> now, next;
+    int index = 0;  // of a tile in its batch
+
+    PD_MEMBER void start(const Problem& p, const Plan& plan, const KeyPlaces& places, const Segment& segment) {
+      next.look_up(p, plan, places, segment.tile, segment.tile_end);
+    }
+
+    PD_MEMBER Place find(const Problem& p, const Plan& plan, const KeyPlaces& places) {
+      if (index == 0) now = next;
+      int page = now.page[0];
+      const int lookup = kRuns ? 0 : index / kTilesOfLookup;
+#pragma unroll
+      for (int i = 1; i < now.kLookups; ++i) page = lookup == i ? now.page[i] : page;
+      const int slot = places.slot_of(p, plan, now.key_of(lookup));
+      return {page, slot, kRuns ? index : index % kTilesOfLookup * Shape::kUnitKeys};
+    }
+
+    // After the copies of a tile, as the first ones of a segment are in a hurry.
+    PD_MEMBER void go_on(const Problem& p, const Plan& plan, const KeyPlaces& places, int unit, int end_unit) {
+      if (index == 0) next.look_up(p, plan, places, unit + now.kTiles * Shape::kUnits, end_unit);
+      if (++index == now.kTiles) index = 0;
+    }
+  };
+
   KeyPlaces places;
   uint32_t k_head, v_head;  // where the head begins in a slot, in pieces
 
-  PD_MEMBER void copy_segment(const Problem& p, const Plan& plan, const Segment& segment, const Item& item,
-                              WgmmaRing<Shape>& ring, WgmmaQueries<Shape>& queries) {
+  PD_MEMBER void start(const Problem& p, const Plan& plan, const Segment& segment, const Item& item) {
     const int key_head = segment.head >> plan.key_head_shift;
     k_head = key_head * plan.k_head_pieces;
     v_head = key_head * plan.v_head_pieces;
     places.start(p, item);
     places.key_end = min(places.key_end, segment.tile_end * Shape::kUnitKeys);
+  }
+
+  PD_MEMBER void copy_segment(const Problem& p, const Plan& plan, const Segment& segment, const Item& item,
+                              WgmmaRing<Shape>& ring, WgmmaQueries<Shape>& queries) {
+    start(p, plan, segment, item);
     if (plan.whole_runs) {
       copy_tiles<true>(p, plan, segment, item, ring, queries);
     } else {
@@ -152,20 +189,13 @@ struct WgmmaLoader {
   template <bool kRuns>
   PD_MEMBER void copy_tiles(const Problem& p, const Plan& plan, const Segment& segment, const Item& item,
                             WgmmaRing<Shape>& ring, WgmmaQueries<Shape>& queries) const {
-    Batch<kRuns> now, next;
-    next.look_up(p, plan, places, segment.tile, segment.tile_end);
-    int index = 0;  // of a tile in its batch
+    Lookups<kRuns> lookups;
+    lookups.start(p, plan, places, segment);
 #pragma unroll 1
     for (int unit = segment.tile; unit < segment.tile_end; unit += Shape::kUnits) {
-      if (index == 0) now = next;
-      int page = now.page[0];
-      const int lookup = kRuns ? 0 : index / kTilesOfLookup;
-#pragma unroll
-      for (int i = 1; i < now.kLookups; ++i) page = lookup == i ? now.page[i] : page;
-      const int slot = places.slot_of(p, plan, now.key_of(lookup));
-      const int first_lane = kRuns ? index : index % kTilesOfLookup * Shape::kUnitKeys;
+      const Place place = lookups.find(p, plan, places);
       ring.template await_empty<false>();
-      copy_half<kRuns, false>(p, plan, page, slot, first_lane, unit, ring.template address<false>());
+      copy_half<kRuns, false>(p, plan, place, unit, ring.template address<false>());
       ring.template arrive_full<false>();
       if (unit == segment.tile) {
         queries.await_empty();
@@ -174,12 +204,10 @@ struct WgmmaLoader {
         queries.advance();
       }
       ring.template await_empty<true>();
-      copy_half<kRuns, true>(p, plan, page, slot, first_lane, unit, ring.template address<true>());
+      copy_half<kRuns, true>(p, plan, place, unit, ring.template address<true>());
       ring.template arrive_full<true>();
       ring.advance(1);
-      // Here, as the first copies of a segment are in a hurry.
-      if (index == 0) next.look_up(p, plan, places, unit + now.kTiles * Shape::kUnits, segment.tile_end);
-      if (++index == now.kTiles) index = 0;
+      lookups.go_on(p, plan, places, unit, segment.tile_end);
     }
   }
 
@@ -195,25 +223,31 @@ struct WgmmaLoader {
     }
   }
 
-  // page, slot: of this lane's lookup. first_lane: whose lookup is that of the first key.
   template <bool kRuns, bool kValues>
-  PD_MEMBER void copy_half(const Problem& p, const Plan& plan, int page, int slot, int first_lane, int unit,
-                           uint32_t target) const {
+  PD_MEMBER void copy_half(const Problem& p, const Plan& plan, const Place& place, int unit, uint32_t target) const {
     const uint32_t slot_pieces = kValues ? plan.v_slot_pieces : plan.k_slot_pieces;
-    const uint32_t page_pieces = kValues ? plan.v_page_pieces : plan.k_page_pieces;
-    const uint32_t place = page_exists(p, page) ? page * page_pieces + slot * slot_pieces + (kValues ? v_head : k_head)
-                                                : KeyPlaces::kNowhere;
     const void* const cache = kValues ? p.cache.v : p.cache.k;
     const int dims = static_cast<int>(kValues ? p.head_dim_v : p.head_dim);
-    copy_rows<kRuns ? kRunKeys : 1>(target, cache, place, first_lane, unit, slot_pieces, dims);
+    copy_rows<kRuns, Shape::kColumns>(target, cache, offset_of<kValues>(p, plan, place), place.first_lane, unit,
+                                      slot_pieces, dims);
   }
 
-  // The 16 rows of this warp, 8 consecutive lanes to a line. Where a run is kRun keys, the first one stands for all.
-  template <int kRun>
+  // Of a key or a value in the cache, in pieces.
+  template <bool kValues>
+  PD_MEMBER uint32_t offset_of(const Problem& p, const Plan& plan, const Place& place) const {
+    const uint32_t slot_pieces = kValues ? plan.v_slot_pieces : plan.k_slot_pieces;
+    const uint32_t page_pieces = kValues ? plan.v_page_pieces : plan.k_page_pieces;
+    if (!page_exists(p, place.page)) return KeyPlaces::kNowhere;
+    return place.page * page_pieces + place.slot * slot_pieces + (kValues ? v_head : k_head);
+  }
+
+  // kColumns columns of the 16 rows of this warp, 8 consecutive lanes to a line. Where pages hold whole runs the first
+  // key stands for all.
+  template <bool kRuns, int kColumns>
   PD_MEMBER void copy_rows(uint32_t target, const void* cache, uint32_t place_of_key, int first_lane, int unit,
-                           uint32_t slot_pieces, int head_dim) const {
-    constexpr bool kAlone = kRun == 1;
-    constexpr int kStep = kAlone ? kRows : kRun;  // rows whose place takes one shuffle
+                           uint32_t slot_pieces, int head_dim = kColumns * kColumn) const {
+    constexpr bool kAlone = !kRuns;
+    constexpr int kStep = kAlone ? kRows : kRunKeys;  // rows whose place takes one shuffle
     const int lane = threadIdx.x % kWarp, first_row = lane / kLanes, piece = lane % kLanes;
     const char* const first = static_cast<const char*>(cache) + piece * 16;
     const int first_key =
@@ -230,7 +264,7 @@ struct WgmmaLoader {
       for (int row = run; row < run + kStep; row += kRows) {
         const bool valid = kAlone ? keys > 0 : static_cast<uint32_t>(first_key + row) < keys;
 #pragma unroll
-        for (int c = 0; c < Shape::kPieces / kLanes; ++c) {
+        for (int c = 0; c < kColumns; ++c) {
           // The place of a piece depends on its row modulo 8, of which a lane's rows have two.
           copy_async((to ^ row % 8 * 16) + Shape::piece_at(Shape::kKeys, row / 8 * 8, c * kLanes) + row % 8 * kRowBytes,
                      source + c * kLanes * 16, valid && (c * kLanes + piece) * 8 < head_dim, policy);

@@ -8,7 +8,6 @@
 // 4, t = lane % 4) has keys, or dimensions, g and g + 8 of rows 2t and 2t + 1 of each row tile.
 #pragma once
 
-#include "../exchange.cuh"
 #include "wgmma_loader.cuh"
 
 namespace paged_attn {
@@ -112,6 +111,16 @@ struct WgmmaRows {
   // A tile of which this consumer has the scores. `tops`: room for the largest scores of each warp.
   PD_MEMBER void attend(const Problem& p, const Plan& plan, const Item& item, const Segment& segment, int first_key,
                         const WgmmaRing<Shape>& ring, uint32_t weights, float (&tops)[kWarps][Shape::kRows]) {
+    float w[kSums];
+    find_weights(p, plan, item, segment, first_key, weights, tops, w, [&] { ring.template await_full<true>(); });
+    add_values(ring.template address<true>(), weights, w);
+  }
+
+  // From scores to weights. await_values(): what is waited for before the warps meet.
+  template <typename Await>
+  PD_MEMBER void find_weights(const Problem& p, const Plan& plan, const Item& item, const Segment& segment,
+                              int first_key, uint32_t weights, float (&tops)[kWarps][Shape::kRows], float (&w)[kSums],
+                              Await await_values) {
     if (p.softcap != 0.f || p.alibi_slopes) {
       modify_scores(p, plan, item, segment.head, first_key);
     } else {
@@ -124,9 +133,8 @@ struct WgmmaRows {
       mask_scores(p, plan, item, first_key, end);
     }
     // Weights are made before it is known whether a base moves, which is rare after the first tile.
-    float w[kSums];
     weigh(weights, w);
-    ring.template await_full<true>();
+    await_values();
     fence_async_proxy();
     bool moves = false;
 #pragma unroll
@@ -137,7 +145,6 @@ struct WgmmaRows {
       fence_async_proxy();
       sync();
     }
-    add_values(ring.template address<true>(), weights, w);
   }
 
   // To the largest scores that there have been. All warps of the consumer move them alike.
@@ -202,19 +209,22 @@ struct WgmmaRows {
     }
   }
 
-  // At the end of a segment: the weights of all keys of this warp; m of an entry.
-  PD_MEMBER void add_up_weights(int i) {
+  // At the end of a segment: the weights of all keys of this warp; m of an entry. All entries before anything is left
+  // by four lanes alone: behind a branch that not all lanes take every shuffle takes 150 cycles more.
+  PD_MEMBER void add_up_weights() {
 #pragma unroll
-    for (int step = 4; step < kWarp; step *= 2) l[i] += __shfl_xor_sync(~0u, l[i], step);
+    for (int step = 4; step < kWarp; step *= 2)
+#pragma unroll
+      for (int i = 0; i < kLaneRows; ++i) l[i] += __shfl_xor_sync(~0u, l[i], step);
   }
   PD_MEMBER float m_of(int i) const { return far[i] == -INFINITY ? -INFINITY : base[i]; }
 
   // Leaves the sums of this consumer, and (m, l) of this warp.
   PD_MEMBER void publish(char* sums, float2* warp_ml) {
     const int lane = threadIdx.x % kWarp, g = lane / 4;
+    add_up_weights();
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
-      add_up_weights(i);
       if (lane < 4) warp_ml[lane_row(i)] = make_float2(m_of(i), l[i]);
 #pragma unroll
       for (int c = 0; c < Shape::kColumns; ++c)
@@ -226,15 +236,15 @@ struct WgmmaRows {
     }
   }
 
-  // The same for the end of a wide item, which takes the sums from the registers.
-  PD_MEMBER void publish(WgmmaTables<Shape::kRows>& tables) {
-    const int lane = threadIdx.x % kWarp, consumer = Shape::consumer();
+  // Leaves what rows are relative to, and the sums of weights of this warp: at the end of segments whose sums stay in
+  // registers.
+  PD_MEMBER void publish(float (&all_bases)[Shape::kRows], float (&warp_l)[Shape::kRows]) {
+    add_up_weights();
+    if (threadIdx.x % kWarp >= 4) return;
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
-      add_up_weights(i);
-      if (lane >= 4) continue;
-      tables.l[consumer][Shape::part()][lane_row(i)] = l[i];
-      if (Shape::part() == 0) tables.base[consumer][lane_row(i)] = m_of(i);
+      warp_l[lane_row(i)] = l[i];
+      if (Shape::part() == 0) all_bases[lane_row(i)] = m_of(i);
     }
   }
 

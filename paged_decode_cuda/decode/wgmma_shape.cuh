@@ -7,15 +7,9 @@
 
 namespace paged_attn {
 
-template <typename Kv, int kHeadDim, int kRowTiles>
-struct WgmmaShape : WgmmaSizes<kHeadDim, kRowTiles> {
-  using Type = Kv;
-  static constexpr bool kBf16 = IsBf16<Kv>::value;
-  static constexpr int kOutputBytes = 2;
-  static constexpr int kColumns = kHeadDim / kColumn;
-
-  static PD_MEMBER int consumer() { return threadIdx.x / kWarpgroup; }
-  static constexpr int kWarps = kWarpgroup / kWarp;  // of a warpgroup
+// A warpgroup and what it multiplies.
+struct WarpgroupPlaces {
+  static constexpr int kWarps = kWarpgroup / kWarp;
   // Which of them this is: whose part of a tile.
   static PD_MEMBER int part() { return threadIdx.x / kWarp % kWarps; }
 
@@ -24,6 +18,16 @@ struct WgmmaShape : WgmmaSizes<kHeadDim, kRowTiles> {
     constexpr int kPieces = kRowBytes / 16;
     return (piece / kPieces * rows + row) * kRowBytes + (piece % kPieces ^ row % kSwizzledRows) * 16;
   }
+};
+
+template <typename Kv, int kHeadDim, int kRowTiles>
+struct WgmmaShape : WgmmaSizes<kHeadDim, kRowTiles>, WarpgroupPlaces {
+  using Type = Kv;
+  static constexpr bool kBf16 = IsBf16<Kv>::value;
+  static constexpr int kOutputBytes = 2;
+  static constexpr int kColumns = kHeadDim / kColumn;
+
+  static PD_MEMBER int consumer() { return threadIdx.x / kWarpgroup; }
 
   // In a kernel that calls a function the compiler lets no product run beside anything.
   static constexpr bool kCallsNothing = true;

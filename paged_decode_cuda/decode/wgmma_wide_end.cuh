@@ -275,7 +275,8 @@ struct WideWgmmaEnd {
   PD_MEMBER void finish(const Problem& p, const Plan& plan, const Item& item, const Segment& segment,
                         const Dealing& dealing, const Merge&, WgmmaRows<Shape>& rows) const {
     const Partials partials = partials_of(item, segment, dealing);
-    rows.publish(tables());
+    const int consumer = Shape::consumer();
+    rows.publish(tables().base[consumer], tables().l[consumer][Shape::part()]);
     Shape::end_sync();
     float2 words[kWords];
     share_words(rows, words);

@@ -3,6 +3,7 @@
 #include <numeric>
 
 #include "../layout.h"
+#include "few_rows_sizes.h"
 #include "instances.h"
 
 namespace paged_attn {
@@ -10,8 +11,6 @@ namespace {
 
 constexpr int kSplitKeys = 2048;  // of a request whose splits must not depend on the batch
 constexpr int kDeterministicSplits = 16;
-constexpr int kPairCost = 3;  // tiles that a block reads while it ends one item and begins another
-constexpr int kMinUnits = 2;
 constexpr int kExpectedItems = 32;  // the lanes of a warp: each has the length of a request
 
 // k_cache of 576, of which v_cache is the first 512.
@@ -33,39 +32,55 @@ int cluster_of(const Problem& p) {
   return tiles % 2 == 0 || tiles > 8 ? MlaSizes::kMostCluster : 1;
 }
 
-bool few_rows_of(const Problem& p) {
-  return dtype_bytes(p.cache.dtype) == 1 && has_few_rows(p, FewRowsMlaSizes::kRows);
+// The kernel of a call, and its sizes.
+struct Kernel {
+  MlaKernel which;
+  int row_shift, tile_shift, pair_cost, min_units, threads, shared_bytes;
+};
+
+template <typename Sizes>
+constexpr Kernel sizes_of(MlaKernel which) {
+  return {which,           Sizes::kRowShift,   Sizes::kTileShift, Sizes::kPairCost, Sizes::kMinUnits,
+          Sizes::kThreads, Sizes::kSharedBytes};
 }
 
-int row_shift_of(int cluster, bool few_rows) {
-  return few_rows ? FewRowsMlaSizes::kRowShift : MlaSizes::kRowShift + (cluster > 1 ? 1 : 0);
+Kernel kernel_of(const Problem& p) {
+  if (dtype_bytes(p.cache.dtype) == 1) {
+    return has_few_rows(p, NarrowFewRowsSizes::kRows) ? sizes_of<NarrowFewRowsSizes>(MlaKernel::kNarrowFewRows)
+                                                      : sizes_of<NarrowMlaSizes>(MlaKernel::kNarrow);
+  }
+  if (has_few_rows(p, FewRowsSizes<2>::kRows)) return sizes_of<FewRowsSizes<2>>(MlaKernel::kFewRows);
+  if (has_few_rows(p, FewRowsSizes<4>::kRows)) return sizes_of<FewRowsSizes<4>>(MlaKernel::kFewRows);
+  return sizes_of<MlaSizes>(MlaKernel::kUsual);
 }
+
+int row_shift_of(int cluster, const Kernel& kernel) { return kernel.row_shift + (cluster > 1 ? 1 : 0); }
 
 // Items of all requests, at most.
 int64_t items_of(const Problem& p, int row_shift) {
   return p.cu_seqlens_q ? packed_tiles(p, row_shift) : p.batch * pd_ceil_div(p.max_q_len * p.group, 1 << row_shift);
 }
 
-bool balances(const Problem& p, int64_t items) {
-  const int64_t most = (capacity_of(p) >> MlaSizes::kTileShift) + 2 + kPairCost;
+bool balances(const Problem& p, const Kernel& kernel, int64_t items) {
+  const int64_t most = (capacity_of(p) >> kernel.tile_shift) + 2 + kernel.pair_cost;
   return p.num_splits == 0 && !p.deterministic && items <= kMaxBalancedItems && items * p.kv_heads * most <= INT32_MAX;
 }
 
 // With cu_seqlens_q: how many items every request is given, as many as the longest one is said to need. Rows beyond
 // them are the surplus. 0: rows are packed, as most of those items would be empty, or cuts are fixed.
-int64_t items_each(const Problem& p, int row_shift, const DeviceLimits& limits) {
+int64_t items_each(const Problem& p, const Kernel& kernel, int row_shift, const DeviceLimits& limits) {
   const int64_t each = pd_ceil_div(longest_query(p) * p.group, int64_t{1} << row_shift);
   const int64_t items = p.batch * each;
-  return items <= most_given_tiles(p, limits.processors, row_shift) && balances(p, items) ? each : 0;
+  return items <= most_given_tiles(p, limits.processors, row_shift) && balances(p, kernel, items) ? each : 0;
 }
 
 // Plans the rows; gives the items that a surplus may need.
-int64_t plan_rows(const Problem& p, int row_shift, const DeviceLimits& limits, Plan& work) {
+int64_t plan_rows(const Problem& p, const Kernel& kernel, int row_shift, const DeviceLimits& limits, Plan& work) {
   if (!p.cu_seqlens_q) {
     plan_direct_rows(p, row_shift, pd_ceil_div(p.max_q_len * p.group, 1 << row_shift), work);
     return 0;
   }
-  const int64_t each = items_each(p, row_shift, limits);
+  const int64_t each = items_each(p, kernel, row_shift, limits);
   if (each == 0) {
     plan_packed_rows(p, row_shift, work);
     return 0;
@@ -101,9 +116,10 @@ void plan_combine(const Problem& p, const DeviceLimits& limits, MlaPlan& plan) {
     plan.combine_threads = kCombineThreads;
     plan.combine_blocks = plan.combine_shares;
     if (plan.combine_shares > 2 * limits.processors) return;
-    const int64_t most = plan.work.balanced
-                             ? pd_min(pd_ceil_div(p.max_kv_len, kMinUnits << MlaSizes::kTileShift), plan.clusters)
-                             : plan.work.max_splits.divisor;
+    const int64_t most =
+        plan.work.balanced
+            ? pd_min(pd_ceil_div(p.max_kv_len, int64_t{plan.work.min_units} << plan.work.tile_shift), plan.clusters)
+            : plan.work.max_splits.divisor;
     plan.combine_threads = most <= kCombineFewPartials ? kCombineFewThreads : kCombineMostThreads;
     return;
   }
@@ -132,7 +148,7 @@ const char* mla_why_not(const Problem& p, const DeviceLimits& limits) {
     const QueryDimensions qv(p, p.qv_stride_batch, p.qv_stride_token, p.qv_stride_head);
     if (!qv.aligned_by(dtype_bytes(p.q_dtype))) return "a stride of qv is no multiple of 16 bytes";
   }
-  const int64_t items = items_of(p, row_shift_of(1, few_rows_of(p)));
+  const int64_t items = items_of(p, kernel_of(p).row_shift);
   return items * p.kv_heads > INT32_MAX / MlaSizes::kRows ? "there are more rows than 32 bits count" : "";
 }
 
@@ -154,24 +170,22 @@ MlaPlan plan_mla(const Problem& p, const DeviceLimits& limits) {
   MlaPlan plan = {};
   Plan& work = plan.work;
   plan.all_scores = p.softcap != 0.f || p.alibi_slopes;
-  const bool narrow = dtype_bytes(p.cache.dtype) == 1;
-  const bool few_rows = few_rows_of(p);
-  plan.rows = few_rows ? FewRowsMlaSizes::kRows : MlaSizes::kRows;
-  plan.shared_bytes = few_rows ? FewRowsMlaSizes::kSharedBytes
-                      : narrow ? NarrowMlaSizes::kSharedBytes
-                               : MlaSizes::kSharedBytes;
-  plan.threads = narrow ? NarrowMlaSizes::kThreads : MlaSizes::kThreads;
+  const Kernel kernel = kernel_of(p);
+  plan.kernel = kernel.which;
+  plan.rows = 1 << kernel.row_shift;
+  plan.shared_bytes = kernel.shared_bytes;
+  plan.threads = kernel.threads;
   plan.cluster = cluster_of(p);
-  const int row_shift = row_shift_of(plan.cluster, few_rows);
+  const int row_shift = row_shift_of(plan.cluster, kernel);
   plan.read_once = longest_query(p) * p.group <= int64_t{1} << row_shift;
-  plan_tables(p, MlaSizes::kTileShift, work);
+  plan_tables(p, kernel.tile_shift, work);
   plan_pieces(split_latents(p), work);
-  const int64_t surplus = plan_rows(p, row_shift, limits, work);
+  const int64_t surplus = plan_rows(p, kernel, row_shift, limits, work);
   if (is_basic(p, work)) plan_basic(p, work);
   const int64_t pairs = work.items * p.kv_heads;
-  if (balances(p, work.items)) {
+  if (balances(p, kernel, work.items)) {
     plan.clusters = pd_min(pd_max(limits.processors / plan.cluster, 1), MlaSizes::kMostClusters);
-    plan_balanced_cuts(p, plan.clusters, kPairCost, kMinUnits, work);
+    plan_balanced_cuts(p, plan.clusters, kernel.pair_cost, kernel.min_units, work);
     work.surplus_rounds = static_cast<int32_t>(pd_ceil_div(surplus * p.kv_heads, plan.clusters));
   } else {
     plan_fixed_splits(p, kSplitKeys, p.deterministic ? kDeterministicSplits : 1, work);
@@ -181,13 +195,16 @@ MlaPlan plan_mla(const Problem& p, const DeviceLimits& limits) {
   plan.cut = work.balanced || work.max_splits.divisor > 1;
   // A stretch of the line may end one item, whose first keys are another's, and begin one that others end.
   if (plan.cut) plan.partial_count = plan.clusters * plan.cluster * (work.balanced ? 2 : 1);
-  plan.adds_two = work.balanced && pairs + pairs / 20 >= plan.clusters;
-  plan.expects = work.balanced && work.basic && work.blocks_each.divisor > 0 && work.items <= kExpectedItems;
+  const bool few_rows = kernel.which == MlaKernel::kFewRows;
+  plan.basic = few_rows && work.basic && work.balanced && !plan.all_scores;
+  plan.adds_two = !few_rows && work.balanced && pairs + pairs / 20 >= plan.clusters;
+  plan.expects =
+      !few_rows && work.balanced && work.basic && work.blocks_each.divisor > 0 && work.items <= kExpectedItems;
   plan_combine(p, limits, plan);
   // A tile is whole boxes, and so is a page; other caches are one page in which a box may begin anywhere.
   const int64_t box = c.block_table ? std::gcd(int64_t{MlaSizes::kKeys}, c.page_size) : MlaSizes::kKeys;
   const int least = dtype_bytes(c.dtype) == 1 ? kSwizzledRows : MlaSizes::kLeastBox;
-  plan.box_rows = box >= least ? static_cast<int32_t>(box) : 0;
+  plan.box_rows = !few_rows && box >= least ? static_cast<int32_t>(box) : 0;
   return plan;
 }
 

@@ -10,10 +10,16 @@
 
 namespace paged_attn {
 
+// kUsual: over 16-bit caches, in blocks of 64 rows; kFewRows: of up to 16 or 32. The others are for 8-bit caches, in
+// blocks of 64 and 32 rows.
+enum class MlaKernel { kUsual, kFewRows, kNarrow, kNarrowFewRows };
+
 struct MlaPlan {
+  MlaKernel kernel;
   Plan work;         // an item is the rows of a cluster
   bool all_scores;   // with softcap and ALiBi
-  int rows;          // of a block: 64, or 32 where requests with 8-bit caches have no more
+  bool basic;        // of kFewRows: no more than plan_basic() is for, with balanced cuts
+  int rows;          // of a block
   int shared_bytes;  // of a block
   int threads;
   int32_t box_rows;       // slots of a page that one bulk copy takes; 0: pages are too small for that

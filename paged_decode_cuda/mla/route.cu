@@ -41,10 +41,17 @@ MlaCall mla_call(const Problem& p, const MlaPlan& plan) {
 }
 
 const void* find_kernel(const Problem& p, const MlaPlan& plan) {
-  const bool few_rows = plan.rows < MlaSizes::kRows, all_scores = plan.all_scores;
-  if (p.cache.dtype == DType::kFloat8E4M3) return mla_kernel_e4m3(few_rows, all_scores);
-  if (p.cache.dtype == DType::kFloat8E5M2) return mla_kernel_e5m2(few_rows, all_scores);
-  return p.q_dtype == DType::kBFloat16 ? mla_kernel_bf16(all_scores) : mla_kernel_fp16(all_scores);
+  const bool bf16 = p.q_dtype == DType::kBFloat16, all_scores = plan.all_scores;
+  switch (plan.kernel) {
+    case MlaKernel::kUsual: return bf16 ? mla_kernel_bf16(all_scores) : mla_kernel_fp16(all_scores);
+    case MlaKernel::kFewRows:
+      return bf16 ? few_rows_mla_kernel_bf16(plan.rows, plan.basic) : few_rows_mla_kernel_fp16(plan.rows, plan.basic);
+    default: {
+      const bool few_rows = plan.kernel == MlaKernel::kNarrowFewRows;
+      return p.cache.dtype == DType::kFloat8E4M3 ? mla_kernel_e4m3(few_rows, all_scores)
+                                                 : mla_kernel_e5m2(few_rows, all_scores);
+    }
+  }
 }
 
 }  // namespace

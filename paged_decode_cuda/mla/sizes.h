@@ -41,6 +41,8 @@ struct MlaSizes {
   static constexpr int kCombineAlone = 3 * kCombineBatch;
   static constexpr int kMostClusters = 160;  // of a grid that balances
   static constexpr int kRowShift = 6, kTileShift = 6;
+  // Tiles that a block reads while it ends one item and begins another, and how many are worth a block.
+  static constexpr int kPairCost = 3, kMinUnits = 2;
   static constexpr int kLeastRowShift = 4;  // of items; a share of the adding kernel has as many rows
   static_assert(kRows == 1 << kRowShift && kKeys == 1 << kTileShift, "as the plan counts them");
 };
@@ -73,6 +75,6 @@ struct NarrowSizes : MlaSizes {
 };
 
 using NarrowMlaSizes = NarrowSizes<64, 3>;
-using FewRowsMlaSizes = NarrowSizes<32, 4>;  // of requests that have no more rows
+using NarrowFewRowsSizes = NarrowSizes<32, 4>;  // of requests that have no more rows
 
 }  // namespace paged_attn
