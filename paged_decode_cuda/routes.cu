@@ -11,6 +11,7 @@ namespace paged_attn {
 
 const Route kRoutes[] = {
     make_route<mla_why_not, plan_mla, mla_numbers, add_mla>("mla"),
+    make_route<wide_heads_why_not, plan_mla, mla_numbers, add_mla>("wide_heads"),
     make_route<prefill_why_not, plan_prefill, prefill_numbers, add_prefill>("prefill"),
     make_route<float32_why_not, plan_float32, float32_numbers, add_float32>("float32"),
     make_route<prefill_mma_why_not, plan_prefill_mma, prefill_mma_numbers, add_prefill_mma>("prefill_mma"),

@@ -174,6 +174,8 @@ CASES |= {
 CASES |= {
     "rows_8": {"lens": [130, 1, 300], "q_heads": 8},
     "rows_16_of_2_tokens": {"lens": [130, 1, 300], "q_lens": 2, "q_heads": 8},
+    "rows_16_and_spare_tokens": {"lens": [200, 66], "q_lens": [1, 0], "spare": 3},
+    "rows_32_and_spare_tokens": {"lens": [200, 66, 9], "q_lens": [2, 0, 1], "spare": 3},
     "rows_20": {"lens": [130, 1, 300], "q_heads": 20},
     "rows_32_of_2_tokens": {"lens": [130, 1, 300], "q_lens": 2, "window": (70, 0)},
     "rows_32_of_4_tokens_packed": {"lens": [130, 90, 300], "q_lens": [4, 1, 3], "q_heads": 8, "alibi": True},
@@ -184,6 +186,45 @@ CASES |= {
 @pytest.mark.parametrize("name", CASES)
 def test_attends(library, name):
     case = Case(**CASES[name])
+    case.run(library)
+    case.judge()
+
+
+WIDE = {
+    "one_key": {"lens": [1]},
+    "no_keys": {"lens": [0, 70]},
+    "ragged": {"lens": [130, 1, 300]},
+    "rows_16": {"lens": [130, 1, 300], "q_lens": 2},
+    "rows_24": {"lens": [130, 2, 300], "q_lens": 3},
+    "rows_48": {"lens": [130, 5, 300], "q_lens": 6},
+    "heads_1": {"lens": [130, 64], "q_heads": 1, "kv_heads": 1},
+    "fp16": {"lens": [130, 70], "dtype": torch.float16},
+    "prompts": {"lens": [64, 33], "q_lens": [64, 33]},
+    "packed": {"lens": [200, 66, 9], "q_lens": [3, 0, 5], "spare": 2},
+    "packed_more_rows": {"lens": [256, 250, 240], "q_lens": [1, 9, 1], "max_q_len": 1, "processors": 6},
+    "line": {"lens": [70, 600, 1, 200, 90], "processors": 4},
+    "even": {"lens": [256, 250, 240], "processors": 12},
+    "page_1": {"lens": [100, 129], "page_size": 1},
+    "page_3": {"lens": [100, 129], "page_size": 3},
+    "page_16": {"lens": [100, 129], "page_size": 16},
+    "leftpad": {"lens": [200, 129], "leftpads": [70, 3]},
+    "window": {"lens": [300, 100], "q_lens": 2, "window": (100, 0)},
+    "not_causal": {"lens": [100], "q_lens": 3, "window": (-1, -1)},
+    "chunk": {"lens": [300, 129], "q_lens": 3, "chunk": 100, "leftpads": [5, 0]},
+    "softcap": {"lens": [100, 70], "softcap": 2.0},
+    "alibi": {"lens": [200, 70], "q_lens": 2, "alibi": True},
+    "sinks": {"lens": [200, 0], "sinks": True},
+    "large_scores": {"lens": [400], "scale": 3.0},
+    "num_splits": {"lens": [300, 64], "num_splits": 3},
+    "deterministic": {"lens": [300, 64], "deterministic": 1},
+    "many_partials": {"lens": [900], "processors": 16},
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_attends_with_wide_heads(library, name):
+    """Keys and values of 512, of two KV heads of four query heads: the kernel of few rows without latents."""
+    case = Case.of_head_dim(512, 512)(**{"q_heads": 8, "kv_heads": 2, "page_size": 64} | WIDE[name])
     case.run(library)
     case.judge()
 

@@ -2,6 +2,8 @@
 
 namespace paged_attn {
 
-const void* few_rows_mla_kernel_fp16(int rows, bool basic) { return find_few_rows_mla_kernel<Fp16>(rows, basic); }
+const void* few_rows_mla_kernel_fp16(int rows, bool latents, bool basic) {
+  return find_few_rows_mla_kernel<Fp16>(rows, latents, basic);
+}
 
 }  // namespace paged_attn

@@ -54,19 +54,19 @@ PD_DEVICE void attend_few_rows(const Problem& p, const MlaCall& call) {
     FewRowsLoader<Shape> loader = {ring};
     while (walker.next(p, call, dealing, segment, item)) loader.copy_segment(p, call, segment, item);
     await_pieces();
-    clear_unclaimed(p);
-    return;
+  } else {
+    FewRowsRecord record = {call};
+    FewRowsTiles<Shape> tiles = {control, shared, ring};
+    while (walker.next(p, call, dealing, segment, item)) {
+      // Where lengths change during the call, blocks see different ones: no more than there are blocks before this one.
+      const int behind = min(partials_behind(item, segment, dealing), static_cast<int>(blockIdx.x));
+      if (segment.first && behind > 0) record.write(item, segment.head, behind);
+      tiles.attend(p, call, item, segment);
+      tiles.finish(p, call, item, segment, behind);
+    }
+    record.end(dealing.most > 0);
   }
-  FewRowsRecord record = {call};
-  FewRowsTiles<Shape> tiles = {control, shared, ring};
-  while (walker.next(p, call, dealing, segment, item)) {
-    // Where lengths change during the call, blocks see different ones: no more than there are blocks before this one.
-    const int behind = min(partials_behind(item, segment, dealing), static_cast<int>(blockIdx.x));
-    if (segment.first && behind > 0) record.write(item, segment.head, behind);
-    tiles.attend(p, call, item, segment);
-    tiles.finish(p, call, item, segment, behind);
-  }
-  record.end(dealing.most > 0);
+  clear_unclaimed(p);
 #endif
 }
 

@@ -2,7 +2,7 @@
 //
 //     S^T = K Q^T      64 keys x 16 or 32 rows         O^T = V^T P^T      512 latents x as many rows
 //
-// Scores and weights are those of `decode` (wgmma_rows.cuh). Both products read the same tile.
+// Scores and weights are those of `decode` (wgmma_rows.cuh). Of latents both products read the same parts.
 #pragma once
 
 #include "../decode/wgmma_rows.cuh"
@@ -31,12 +31,17 @@ struct FewRowsTiles {
       const int row = first + threadIdx.x / kLanes;
       const bool exists = row < item.rows;
       const QueryRow query = query_row(p, call, item, head, exists ? row : 0);
-      const auto* const latents = static_cast<const uint16_t*>(p.qv.data) + qv_offset(p, item, query) + piece * 8;
-      const auto* const rope = static_cast<const uint16_t*>(p.q) + q_offset(p, item, query) + piece * 8;
+      const auto* const q = static_cast<const uint16_t*>(p.q) + q_offset(p, item, query) + piece * 8;
+      const auto* const latents =
+          Shape::kLatents ? static_cast<const uint16_t*>(p.qv.data) + qv_offset(p, item, query) + piece * 8 : nullptr;
       const uint32_t target = shared + Shape::kQueriesAt + Shape::piece_at(Shape::kRows, row, piece);
 #pragma unroll
-      for (int c = 0; c <= Shape::kColumns; ++c)
-        copy_async(target + c * Shape::kRows * kRowBytes, c < Shape::kColumns ? latents + c * kColumn : rope, exists);
+      for (int c = 0; c < Shape::kKeyColumns; ++c) {
+        const uint16_t* const from = !Shape::kLatents      ? q + c * kColumn
+                                     : c < Shape::kColumns ? latents + c * kColumn
+                                                           : q;
+        copy_async(target + c * Shape::kRows * kRowBytes, from, exists);
+      }
     }
   }
 
@@ -46,7 +51,7 @@ struct FewRowsTiles {
     const uint64_t queries = matrix_descriptor(shared + Shape::kQueriesAt, kRowBytes);
     settle(rows.s);
 #pragma unroll
-    for (int first = 0; first < MlaSizes::kColumns; first += Shape::kPartColumns) {
+    for (int first = 0; first < Shape::kKeyColumns; first += Shape::kPartColumns) {
       part.await_full();
       fence_async_proxy();
       const uint64_t keys = matrix_descriptor(part.address(), kRowBytes);
@@ -62,6 +67,10 @@ struct FewRowsTiles {
     }
     products_wait<0>();
     settle(rows.s);
+    if constexpr (!Shape::kLatents) {
+#pragma unroll
+      for (int i = 0; i < Shape::kKeyParts; ++i) release();
+    }
   }
 
   // Adds the values of the tile, and the weights w to the sums of weights meanwhile. A part is free once it is added.
@@ -70,9 +79,13 @@ struct FewRowsTiles {
     PartRing<Shape> part = ring;
 #pragma unroll
     for (int c = 0; c < Shape::kColumns; ++c) settle(rows.acc[c]);
-    products_begin();
 #pragma unroll
-    for (int first = 0; first < MlaSizes::kColumns; first += Shape::kPartColumns) {
+    for (int first = 0; first < Shape::kColumns; first += Shape::kPartColumns) {
+      if (!Shape::kLatents) {
+        part.await_full();
+        fence_async_proxy();
+      }
+      if (!Shape::kLatents || first == 0) products_begin();
       const uint64_t values = matrix_descriptor(part.address(), kRowBytes);
 #pragma unroll
       for (int k = 0; k < Shape::kKeys / 16; ++k)
@@ -85,16 +98,17 @@ struct FewRowsTiles {
     }
 #pragma unroll
     for (int i = 0; i < kSums; ++i) rows.l[Rows::entry_of(i)] += w[i];
-    static_assert(Shape::kParts == 3, "the waits below");
-    products_wait<2>();
-    release();
-    products_wait<1>();
-    release();
-    products_wait<0>();
-    release();
+    release_parts<(Shape::kColumns - 1) / Shape::kPartColumns>();
 #pragma unroll
     for (int c = 0; c < Shape::kColumns; ++c) settle(rows.acc[c]);
     turn ^= Shape::kWeightBytes;
+  }
+  // One after the other, as their products are done: kBehind groups come behind the first.
+  template <int kBehind>
+  PD_MEMBER void release_parts() {
+    products_wait<kBehind>();
+    release();
+    if constexpr (kBehind > 0) release_parts<kBehind - 1>();
   }
   PD_MEMBER void release() {
     ring.release();

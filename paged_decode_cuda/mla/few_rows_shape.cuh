@@ -9,8 +9,8 @@
 namespace paged_attn {
 
 // Type_: of q and of the cache.
-template <typename Type_, int kRowTiles>
-struct FewRowsShape : FewRowsSizes<kRowTiles>, WarpgroupPlaces {
+template <typename Type_, int kRowTiles, bool kLatents>
+struct FewRowsShape : FewRowsSizes<kRowTiles, kLatents>, WarpgroupPlaces {
   using Type = Type_;
   static constexpr bool kBf16 = IsBf16<Type>::value;
   static PD_MEMBER int consumer() { return 0; }  // the only one

@@ -12,10 +12,16 @@ const void* find_few_rows_mla_kernel(bool basic) {
                : reinterpret_cast<const void*>(&few_rows_mla_kernel<Shape>);
 }
 
-template <typename Type>
+template <typename Type, bool kLatents>
 const void* find_few_rows_mla_kernel(int rows, bool basic) {
-  return rows <= FewRowsSizes<2>::kRows ? find_few_rows_mla_kernel<FewRowsShape<Type, 2>>(basic)
-                                        : find_few_rows_mla_kernel<FewRowsShape<Type, 4>>(basic);
+  return rows <= FewRowsSizes<2, kLatents>::kRows ? find_few_rows_mla_kernel<FewRowsShape<Type, 2, kLatents>>(basic)
+                                                  : find_few_rows_mla_kernel<FewRowsShape<Type, 4, kLatents>>(basic);
+}
+
+template <typename Type>
+const void* find_few_rows_mla_kernel(int rows, bool latents, bool basic) {
+  return latents ? find_few_rows_mla_kernel<Type, true>(rows, basic)
+                 : find_few_rows_mla_kernel<Type, false>(rows, basic);
 }
 
 }  // namespace paged_attn

@@ -11,9 +11,9 @@ constexpr int kCombineFewPartials = 32;
 
 const void* mla_kernel_fp16(bool all_scores);
 const void* mla_kernel_bf16(bool all_scores);
-// Of up to 16 rows or 32.
-const void* few_rows_mla_kernel_fp16(int rows, bool basic);
-const void* few_rows_mla_kernel_bf16(int rows, bool basic);
+// In blocks of 16 rows or 32; without latents, of keys and values of 512.
+const void* few_rows_mla_kernel_fp16(int rows, bool latents, bool basic);
+const void* few_rows_mla_kernel_bf16(int rows, bool latents, bool basic);
 // Of 8-bit caches, with q in either.
 const void* mla_kernel_e4m3(bool few_rows, bool all_scores);
 const void* mla_kernel_e5m2(bool few_rows, bool all_scores);

@@ -19,17 +19,15 @@ bool joined(const Problem& p) { return p.head_dim == MlaSizes::kDim && p.head_di
 // k_cache of 64, v_cache and qv of 512.
 bool apart(const Problem& p) { return p.head_dim == MlaSizes::kRope && p.head_dim_v == MlaSizes::kLatents && p.qv; }
 
+// Keys and values of 512 numbers each.
+bool wide_heads(const Problem& p) {
+  return p.head_dim == MlaSizes::kLatents && p.head_dim_v == MlaSizes::kLatents && !p.qv;
+}
+
 bool values_are_latents(const Problem& p) {
   const Cache& c = p.cache;
   return c.k == c.v && same({c.num_pages, c.k_stride_page}, c.v_stride_page) &&
          same({c.page_size, c.k_stride_slot}, c.v_stride_slot) && same({p.kv_heads, c.k_stride_head}, c.v_stride_head);
-}
-
-// Two blocks share the copies of their keys, where that leaves hardly one without rows.
-int cluster_of(const Problem& p) {
-  const int64_t tokens = hides_lengths(p) ? 1 : longest_query(p);
-  const int64_t tiles = pd_ceil_div(tokens * p.group, MlaSizes::kRows);
-  return tiles % 2 == 0 || tiles > 8 ? MlaSizes::kMostCluster : 1;
 }
 
 // The kernel of a call, and its sizes.
@@ -49,9 +47,22 @@ Kernel kernel_of(const Problem& p) {
     return has_few_rows(p, NarrowFewRowsSizes::kRows) ? sizes_of<NarrowFewRowsSizes>(MlaKernel::kNarrowFewRows)
                                                       : sizes_of<NarrowMlaSizes>(MlaKernel::kNarrow);
   }
-  if (has_few_rows(p, FewRowsSizes<2>::kRows)) return sizes_of<FewRowsSizes<2>>(MlaKernel::kFewRows);
-  if (has_few_rows(p, FewRowsSizes<4>::kRows)) return sizes_of<FewRowsSizes<4>>(MlaKernel::kFewRows);
-  return sizes_of<MlaSizes>(MlaKernel::kUsual);
+  const bool wide = wide_heads(p);
+  if (has_few_rows(p, 16)) {
+    return wide ? sizes_of<FewRowsSizes<2, false>>(MlaKernel::kFewRows)
+                : sizes_of<FewRowsSizes<2, true>>(MlaKernel::kFewRows);
+  }
+  if (wide) return sizes_of<FewRowsSizes<4, false>>(MlaKernel::kFewRows);
+  return has_few_rows(p, 32) ? sizes_of<FewRowsSizes<4, true>>(MlaKernel::kFewRows)
+                             : sizes_of<MlaSizes>(MlaKernel::kUsual);
+}
+
+// Two blocks of 64 rows share the copies of their keys, where that leaves hardly one without rows.
+int cluster_of(const Problem& p, const Kernel& kernel) {
+  if (kernel.which == MlaKernel::kFewRows) return 1;
+  const int64_t tokens = hides_lengths(p) ? 1 : longest_query(p);
+  const int64_t tiles = pd_ceil_div(tokens * p.group, MlaSizes::kRows);
+  return tiles % 2 == 0 || tiles > 8 ? MlaSizes::kMostCluster : 1;
 }
 
 int row_shift_of(int cluster, const Kernel& kernel) { return kernel.row_shift + (cluster > 1 ? 1 : 0); }
@@ -132,28 +143,49 @@ void plan_combine(const Problem& p, const DeviceLimits& limits, MlaPlan& plan) {
 
 }  // namespace
 
-const char* mla_why_not(const Problem& p, const DeviceLimits& limits) {
-  if (!joined(p) && !apart(p)) return "head_dim and head_dim_v other than (576, 512), or (64, 512) with qv";
+namespace {
+
+// What keeps both kinds of heads from the kernels.
+const char* heads_why_not(const Problem& p, const DeviceLimits& limits) {
   if (*hopper_why_not(limits) != '\0') return hopper_why_not(limits);
   if (p.q_dtype == DType::kFloat32 || p.cache.dtype == DType::kFloat32) return "float32";
   if (p.batch == 0) return "no requests";
   if (dtype_bytes(p.q_dtype) == 1) return "8-bit q";
   if (dtype_bytes(p.cache.dtype) == 2 && p.q_dtype != p.cache.dtype) return "q and the cache differ in dtype";
-  if (joined(p) && !values_are_latents(p)) return "v_cache is not the first 512 values of the rows of k_cache";
-  if (p.qv && (p.cache.k_descale || p.cache.v_descale)) return "descales with qv";
+  return "";
+}
+
+const char* layout_why_not(const Problem& p) {
   const char* const reason = pieces_why_not(p);
   if (*reason != '\0') return reason;
-  if (p.qv) {
-    if (!aligned(p.qv.data)) return "qv does not begin at a multiple of 16 bytes";
-    const QueryDimensions qv(p, p.qv_stride_batch, p.qv_stride_token, p.qv_stride_head);
-    if (!qv.aligned_by(dtype_bytes(p.q_dtype))) return "a stride of qv is no multiple of 16 bytes";
-  }
   const int64_t items = items_of(p, kernel_of(p).row_shift);
   return items * p.kv_heads > INT32_MAX / MlaSizes::kRows ? "there are more rows than 32 bits count" : "";
 }
 
+}  // namespace
+
+const char* mla_why_not(const Problem& p, const DeviceLimits& limits) {
+  if (!joined(p) && !apart(p)) return "head_dim and head_dim_v other than (576, 512), or (64, 512) with qv";
+  const char* const reason = heads_why_not(p, limits);
+  if (*reason != '\0') return reason;
+  if (joined(p) && !values_are_latents(p)) return "v_cache is not the first 512 values of the rows of k_cache";
+  if (p.qv && (p.cache.k_descale || p.cache.v_descale)) return "descales with qv";
+  if (p.qv && !aligned(p.qv.data)) return "qv does not begin at a multiple of 16 bytes";
+  const QueryDimensions qv(p, p.qv_stride_batch, p.qv_stride_token, p.qv_stride_head);
+  if (p.qv && !qv.aligned_by(dtype_bytes(p.q_dtype))) return "a stride of qv is no multiple of 16 bytes";
+  return layout_why_not(p);
+}
+
+const char* wide_heads_why_not(const Problem& p, const DeviceLimits& limits) {
+  if (!wide_heads(p)) return "head_dim and head_dim_v other than (512, 512)";
+  const char* const reason = heads_why_not(p, limits);
+  if (*reason != '\0') return reason;
+  if (dtype_bytes(p.cache.dtype) == 1) return "an 8-bit cache";
+  return layout_why_not(p);
+}
+
 Problem split_latents(const Problem& p) {
-  if (p.qv) return p;
+  if (!joined(p)) return p;
   Problem split = p;
   split.head_dim = MlaSizes::kRope;
   split.qv = {p.q, true};
@@ -175,7 +207,7 @@ MlaPlan plan_mla(const Problem& p, const DeviceLimits& limits) {
   plan.rows = 1 << kernel.row_shift;
   plan.shared_bytes = kernel.shared_bytes;
   plan.threads = kernel.threads;
-  plan.cluster = cluster_of(p);
+  plan.cluster = cluster_of(p, kernel);
   const int row_shift = row_shift_of(plan.cluster, kernel);
   plan.read_once = longest_query(p) * p.group <= int64_t{1} << row_shift;
   plan_tables(p, kernel.tile_shift, work);
@@ -196,6 +228,7 @@ MlaPlan plan_mla(const Problem& p, const DeviceLimits& limits) {
   // A stretch of the line may end one item, whose first keys are another's, and begin one that others end.
   if (plan.cut) plan.partial_count = plan.clusters * plan.cluster * (work.balanced ? 2 : 1);
   const bool few_rows = kernel.which == MlaKernel::kFewRows;
+  plan.latents = !wide_heads(p);
   plan.basic = few_rows && work.basic && work.balanced && !plan.all_scores;
   plan.adds_two = !few_rows && work.balanced && pairs + pairs / 20 >= plan.clusters;
   plan.expects =

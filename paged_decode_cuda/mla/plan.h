@@ -10,14 +10,15 @@
 
 namespace paged_attn {
 
-// kUsual: over 16-bit caches, in blocks of 64 rows; kFewRows: of up to 16 or 32. The others are for 8-bit caches, in
-// blocks of 64 and 32 rows.
+// kUsual: over 16-bit caches, in blocks of 64 rows; kFewRows: in blocks of 16 or 32. The others are for 8-bit caches,
+// in blocks of 64 and 32 rows.
 enum class MlaKernel { kUsual, kFewRows, kNarrow, kNarrowFewRows };
 
 struct MlaPlan {
   MlaKernel kernel;
   Plan work;         // an item is the rows of a cluster
   bool all_scores;   // with softcap and ALiBi
+  bool latents;      // of kFewRows: else keys and values are 512 numbers each
   bool basic;        // of kFewRows: no more than plan_basic() is for, with balanced cuts
   int rows;          // of a block
   int shared_bytes;  // of a block
@@ -37,8 +38,9 @@ struct MlaPlan {
   int64_t combine_shares, combine_blocks;
 };
 
-// "" or why the kernel does not serve this.
+// "" or why the kernels do not serve this: latents; keys and values of 512 numbers each.
 const char* mla_why_not(const Problem& p, const DeviceLimits& limits);
+const char* wide_heads_why_not(const Problem& p, const DeviceLimits& limits);
 
 // For problems that fit.
 MlaPlan plan_mla(const Problem& p, const DeviceLimits& limits);

@@ -45,7 +45,8 @@ const void* find_kernel(const Problem& p, const MlaPlan& plan) {
   switch (plan.kernel) {
     case MlaKernel::kUsual: return bf16 ? mla_kernel_bf16(all_scores) : mla_kernel_fp16(all_scores);
     case MlaKernel::kFewRows:
-      return bf16 ? few_rows_mla_kernel_bf16(plan.rows, plan.basic) : few_rows_mla_kernel_fp16(plan.rows, plan.basic);
+      return bf16 ? few_rows_mla_kernel_bf16(plan.rows, plan.latents, plan.basic)
+                  : few_rows_mla_kernel_fp16(plan.rows, plan.latents, plan.basic);
     default: {
       const bool few_rows = plan.kernel == MlaKernel::kNarrowFewRows;
       return p.cache.dtype == DType::kFloat8E4M3 ? mla_kernel_e4m3(few_rows, all_scores)

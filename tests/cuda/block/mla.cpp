@@ -1,4 +1,4 @@
-// One call of the route mla on the host. tests/test_mla_host.py calls it through ctypes.
+// One call of the route mla or wide_heads on the host. tests/test_mla_host.py calls it through ctypes.
 #include "mla/route.h"
 
 #include "call.h"
@@ -16,7 +16,7 @@ const char* attend(const Call* call, PlanNumbers* numbers) {
   const Problem p = problem_of(*call);
   Launches launches({static_cast<int>(call->processors), 232448, 233472, 90});
   const char* const reason = mla_why_not(p, launches.limits());
-  if (*reason != '\0') return reason;
+  if (*reason != '\0' && *wide_heads_why_not(p, launches.limits()) != '\0') return reason;
   const MlaPlan plan = plan_mla(p, launches.limits());
   *numbers = {plan.clusters,
               plan.cluster,
