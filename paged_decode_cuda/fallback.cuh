@@ -33,6 +33,16 @@ PD_DEVICE void load_row(const void* base, DType dtype, int64_t offset, int64_t d
   }
 }
 
+// The same of a key or a value as it is, by loads that do not wait for each other.
+template <typename T, int kDims>
+PD_DEVICE void load_dims(const T* row, int64_t dims, T (&x)[kDims]) {
+#pragma unroll
+  for (int i = 0; i < kDims; ++i) {
+    const int dim = i * kWarp + threadIdx.x % kWarp;
+    x[i] = dim < dims ? row[dim] : T{};
+  }
+}
+
 // The sums of one row over some of its keys, spread over a warp; (m, l) are the same in every lane.
 template <int kDims, int kDimsV, bool kQv>
 struct FallbackRow {
@@ -65,32 +75,28 @@ struct FallbackRow {
   PD_MEMBER void add_keys(const Problem& p, const Plan& plan, const KeyPlaces& places, const T* k_head, const T* v_head,
                           int first, int end) {
     const Cache& cache = p.cache;
-    const int lane = threadIdx.x % kWarp;
-    const T* v_rows[kBatch];
     bool found[kBatch];
-    float s[kBatch], v[kBatch][kDimsV];
+    T k[kBatch][kDims], v[kBatch][kDimsV];
+    // All loads before the first use of one, and no branch between them: else each waits for the one before.
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int2 place = places.look_up(p, plan, first + i);
       found[i] = first + i < end && page_exists(p, place.x);
       const int64_t page = found[i] ? place.x : 0, slot = found[i] ? place.y : 0;
-      v_rows[i] = v_head + page * cache.v_stride_page + slot * cache.v_stride_slot;
-      const T* k = k_head + page * cache.k_stride_page + slot * cache.k_stride_slot;
+      load_dims(k_head + page * cache.k_stride_page + slot * cache.k_stride_slot, found[i] ? p.head_dim : 0, k[i]);
+      load_dims(v_head + page * cache.v_stride_page + slot * cache.v_stride_slot, found[i] ? p.head_dim_v : 0, v[i]);
+    }
+    float s[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
       s[i] = 0.f;
 #pragma unroll
-      for (int d = 0; d < kDims; ++d) {
-        const int dim = d * kWarp + lane;
-        if (found[i] && dim < p.head_dim) s[i] += q[d] * widen(k[dim]);
+      for (int d = 0; d < kDims; ++d) s[i] += q[d] * widen(k[i][d]);
+      if constexpr (kQv) {
+#pragma unroll
+        for (int d = 0; d < kDimsV; ++d) s[i] += qv[d] * widen(v[i][d]);
       }
     }
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i)
-#pragma unroll
-      for (int d = 0; d < kDimsV; ++d) {
-        const int dim = d * kWarp + lane;
-        v[i][d] = found[i] && dim < p.head_dim_v ? widen(v_rows[i][dim]) : 0.f;
-        if constexpr (kQv) s[i] += qv[d] * v[i][d];
-      }
     float top = m;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
@@ -109,7 +115,7 @@ struct FallbackRow {
       const float probability = exp2f(s[i] - base);
       l += probability;
 #pragma unroll
-      for (int d = 0; d < kDimsV; ++d) acc[d] += probability * v[i][d];
+      for (int d = 0; d < kDimsV; ++d) acc[d] += probability * widen(v[i][d]);
     }
   }
 };

@@ -30,6 +30,7 @@ CASES = {
     "float32": {"dtype": "float32", "sink": "float32"},
     "float32, long": {"dtype": "float32", "q_len": 70, "causal": True, "head_dim": 128},
     "MLA": {"head_dim": 64, "head_dim_v": 512, "qv": True, "q_heads": 8},
+    "heads of 512": {"head_dim": 512, "q_heads": 8, "append": 1, "causal": True},
     "contiguous": {"page_size": 0, "append": 2, "batch_idx": True, "leftpad": True},
     "verify": {"q_len": 16, "causal": True, "q_heads": 8, "dtype": "float16"},
 }

@@ -1,5 +1,5 @@
 """Multi-head latent attention on a Hopper GPU: every feature on the route "mla", both forms of the call, every page
-size, few and many rows, cuts of every kind.
+size, few and many rows, cuts of every kind. And heads of 512, on the route "wide_heads".
 """
 
 import dataclasses
@@ -122,12 +122,12 @@ FEATURES |= {
 FEATURES |= {"heads_8": {"q_heads": 8}, "heads_16_drafts_2": {"q_heads": 16, "q_len": 2}}
 
 
-def on_the_route(paged_attn, case, device):
+def on_the_route(paged_attn, case, device, route="mla"):
     """Checks the case after making sure that it is the kernel of the route that runs."""
     call = cases.build(case).to(device)
     k_cache, v_cache = call.caches()
     explained = paged_attn.explain(k_cache=k_cache, v_cache=v_cache, **call.kwargs)
-    assert explained.route == "mla", explained
+    assert explained.route == route, explained
     check(paged_attn, case, device)
     return explained
 
@@ -146,6 +146,46 @@ def test_page_size(paged_attn, device, page_size, form, q_heads):
     case = dataclasses.replace(FORMS[form], page_size=page_size, lens=(700, 0, 257, 256, 64), q_len=2, q_heads=q_heads)
     explained = on_the_route(paged_attn, case, device)
     assert (explained.plan["box_rows"] > 0) == (q_heads == 128 and page_size % 16 == 0)
+
+
+WIDE = dataclasses.replace(JOINED, q_heads=8, kv_heads=2, head_dim=512, head_dim_v=0, layout="plain", page_size=16)
+WIDE_FEATURES = {name: f for name, f in FEATURES.items() if "kv_dtype" not in f and "q_heads" not in f} | {
+    "one_row": {"q_heads": 2},
+    "rows_16": {"q_len": 4},
+    "rows_20": {"q_len": 5},
+    "rows_64": {"q_heads": 16, "q_len": 8},
+    "append": {"append": 1},
+    "append_rotary": {"append": 3, "q_len": 3, "rotary_dim": 64},
+    "heads_first": {"layout": "heads_first"},
+    "page_1": {"page_size": 1, "q_len": 2},
+    "page_24": {"page_size": 24, "q_len": 2},
+    "page_256": {"page_size": 256, "q_len": 2},
+    "long_prompt": {"batch": 2, "q_len": 1500, "lens": (1500, 1700)},
+    "more_items_than_are_dealt": {"batch": 40, "kv_len": 40, "q_len": 30, "q_heads": 64},
+}
+
+
+@pytest.mark.parametrize("feature", WIDE_FEATURES)
+def test_wide_heads(paged_attn, device, feature):
+    """Keys and values of 512 in the kernel of few rows."""
+    on_the_route(paged_attn, dataclasses.replace(WIDE, **WIDE_FEATURES[feature]), device, "wide_heads")
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"head_dim": 256}, "head_dim and head_dim_v other than (512, 512)"),
+        ({"dtype": "float32"}, "float32"),
+        ({"kv_dtype": "float8_e4m3fn"}, "an 8-bit cache"),
+        ({"layout": "odd_strides"}, "k_cache or v_cache does not begin at a multiple of 16 bytes"),
+    ],
+    ids=str,
+)
+def test_why_not_wide_heads(paged_attn, device, options, reason):
+    call = cases.build(dataclasses.replace(WIDE, **options)).to(device)
+    k_cache, v_cache = call.caches()
+    explained = paged_attn.explain(k_cache=k_cache, v_cache=v_cache, **call.kwargs)
+    assert explained.route != "wide_heads" and explained.why_not["wide_heads"] == reason
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])

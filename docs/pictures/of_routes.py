@@ -54,17 +54,17 @@ def cuda(p: Picture, y: float) -> None:
     t, down, middle = Tree(p, "cuda"), QUESTIONS[0] + 40, SECOND[0] + 40
     p.heading(y, "CUDA")
     y += 12
-    t.ask(QUESTIONS, y, 44, "Multi-head latent attention: (576, 512) with the\n"
-          "values in the keys, or (64, 512) with qv?")  # fmt: skip
+    t.ask(QUESTIONS, y, 44, "Multi-head latent attention: (576, 512) with values\n"
+          "in the keys, or (64, 512) with qv? A head_dim of 512?")  # fmt: skip
     t.yes(QUESTIONS, y + 22, SECOND)
     t.ask(SECOND, y, 44, "Hopper, q in 16 bits?")
     t.yes(SECOND, y + 22, ROUTES)
-    t.route(y, 44, "mla")
+    t.route(y, 44, "mla", "wide_heads")
     t.no(down, y + 44, y + 68)
     t.no_and_right(middle, y + 44, y + 80)
 
     y += 68
-    t.ask(QUESTIONS, y, 58, "Other qv, a head_dim above 256, float32 q over an\n8-bit cache, "
+    t.ask(QUESTIONS, y, 58, "Other qv, other heads above 256, float32 q over an\n8-bit cache, "
           "or rows that are no whole pieces\nof 16 bytes?")  # fmt: skip
     t.yes(QUESTIONS, y + 44, ROUTES, at=372)
     t.route(y, 58, "fallback")
