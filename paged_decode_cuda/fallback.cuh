@@ -46,7 +46,7 @@ PD_DEVICE void load_dims(const T* row, int64_t dims, T (&x)[kDims]) {
 // The sums of one row over some of its keys, spread over a warp; (m, l) are the same in every lane.
 template <int kDims, int kDimsV, bool kQv>
 struct FallbackRow {
-  static constexpr int kBatch = 4;  // keys in flight
+  static constexpr int kBatch = kDims > 8 ? 2 : 4;  // keys whose loads are on their way
 
   float q[kDims], qv[kQv ? kDimsV : 1];
   float m, l, acc[kDimsV];

@@ -225,6 +225,24 @@ def test_every_way_to_write_v_cache(paged_attn, device, spelling, page_size):
     assert torch.equal(paged_attn.flash_attn_with_kvcache(*call, **options), expected)
 
 
+@pytest.mark.parametrize("q_heads, dim", [(16, 576), (32, 576), (128, 576), (8, 512)])
+def test_packed_keys(paged_attn, device, q_heads, dim):
+    """Keys of all requests one behind the other, with room between them."""
+    generator = torch.Generator(device).manual_seed(1)
+    lens, room = [130, 1, 300], [150, 20, 300]
+    k = torch.randn(sum(room), 1, dim, device=device, generator=generator).bfloat16()
+    v = k[..., :512] if dim == 576 else torch.randn(*k.shape[:2], 512, device=device, generator=generator).bfloat16()
+    q = torch.randn(3, q_heads, dim, device=device, generator=generator).bfloat16()
+    cu_k, seqused, cu_q = (torch.tensor(x, device=device).int() for x in ([0, 150, 170, 470], lens, [0, 1, 2, 3]))
+    out = paged_attn.flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, max_seqlen_q=1, max_seqlen_k=300, seqused_k=seqused, softmax_scale=0.05
+    )
+    for b, n in enumerate(lens):
+        keys, values = (x[cu_k[b] : cu_k[b] + n, 0].double() for x in (k, v))
+        expected = (q[b].double() @ keys.T * 0.05).softmax(-1) @ values
+        assert (out[b].double() - expected).norm() < 5e-3 * expected.norm()
+
+
 @pytest.mark.parametrize("q_heads", [16, 128])
 def test_large_queries_over_8_bits(paged_attn, device, q_heads):
     """q goes through float16 there: rows are brought into its range whatever they hold."""

@@ -307,8 +307,8 @@ FAULTS = [
         "latents: a part is free before it is added",
         "native",
         LATENT_ROWS,
-        "products_wait<2>();\n    release();",
-        "release();\n    products_wait<2>();",
+        "products_wait<kBehind>();\n    release();",
+        "release();\n    products_wait<kBehind>();",
         "test_mla_host.py",
     ),
     Fault(

@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   attend_few_rows<Shape>(p, call);
 }
 
-// Of basic calls with balanced cuts whose scores are q.k alone: so much is known when this is compiled.
+// Of basic calls (MlaPlan): so much is known when this is compiled.
 template <typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     basic_few_rows_mla_kernel(const __grid_constant__ Problem given_problem, const __grid_constant__ MlaCall given) {

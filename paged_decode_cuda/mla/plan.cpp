@@ -229,7 +229,7 @@ MlaPlan plan_mla(const Problem& p, const DeviceLimits& limits) {
   if (plan.cut) plan.partial_count = plan.clusters * plan.cluster * (work.balanced ? 2 : 1);
   const bool few_rows = kernel.which == MlaKernel::kFewRows;
   plan.latents = !wide_heads(p);
-  plan.basic = few_rows && work.basic && work.balanced && !plan.all_scores;
+  plan.basic = few_rows && work.basic && work.balanced && !plan.all_scores && !p.cache.cu_seqlens_k;
   plan.adds_two = !few_rows && work.balanced && pairs + pairs / 20 >= plan.clusters;
   plan.expects =
       !few_rows && work.balanced && work.basic && work.blocks_each.divisor > 0 && work.items <= kExpectedItems;

@@ -19,7 +19,7 @@ struct MlaPlan {
   Plan work;         // an item is the rows of a cluster
   bool all_scores;   // with softcap and ALiBi
   bool latents;      // of kFewRows: else keys and values are 512 numbers each
-  bool basic;        // of kFewRows: no more than plan_basic() is for, with balanced cuts
+  bool basic;        // of kFewRows: no more than plan_basic() is for, with balanced cuts and no packed keys
   int rows;          // of a block
   int shared_bytes;  // of a block
   int threads;
