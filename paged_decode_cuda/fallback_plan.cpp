@@ -7,7 +7,7 @@ namespace paged_attn {
 const char* fallback_why_not(const Problem&, const DeviceLimits&) { return ""; }
 
 FallbackPlan plan_fallback(const Problem& p, const DeviceLimits& limits) {
-  constexpr int kSplitKeys = 512, kSplits = 32, kBlocksPerProcessor = 32;
+  constexpr int kSplitKeys = 128, kSplits = 32, kBlocksPerProcessor = 32;
   FallbackPlan plan = {};
   Plan& work = plan.work;
   plan_tables(p, kFallbackTileShift, work);

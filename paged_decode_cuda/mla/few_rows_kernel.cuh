@@ -1,5 +1,5 @@
 // Multi-head latent attention of few rows over 16-bit caches: one token of 16 heads, as a rank has with tensor
-// parallelism.
+// parallelism. And heads of 512 of any number of rows, whose values are not in their keys.
 //
 // In blocks of 64 rows (kernel.cuh) most of the matrix unit's work would be for rows that do not exist, and two tiles
 // are all that fits beside their queries. Here keys, and then latents, are the M side of the products, as in `decode`.

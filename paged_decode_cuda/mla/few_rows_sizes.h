@@ -1,4 +1,4 @@
-// Sizes of the kernel of latent attention for few rows over 16-bit caches, for the kernel and for the planner.
+// Sizes of the kernel for few rows of latents and for heads of 512, for the kernel and for the planner.
 #pragma once
 
 #include "sizes.h"
