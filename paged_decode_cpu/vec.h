@@ -423,6 +423,21 @@ inline f32v load(const void* source) {
 
 template <DType kType>
 inline f32v load_tail(const void* source, int64_t n) {
+#if defined(__AVX512F__)
+  // Nothing is read for the other lanes.
+  const __mmask16 first = static_cast<__mmask16>((1u << n) - 1);
+  if constexpr (kType == DType::kFloat32) return bit_cast<f32v>(_mm512_maskz_loadu_ps(first, source));
+  if constexpr (dtype_bytes(kType) == 2) {
+    const u16v x = bit_cast<u16v>(_mm256_maskz_loadu_epi16(first, source));
+    return kType == DType::kFloat16 ? half_to_float(x) : bfloat_to_float(x);
+  }
+#elif defined(__AVX2__)
+  if constexpr (kType == DType::kFloat32) {
+    const __m256i first =
+        _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n)), bit_cast<__m256i>(lane_numbers(LaneIndices{})));
+    return bit_cast<f32v>(_mm256_maskload_ps(static_cast<const float*>(source), first));
+  }
+#endif
   char padded[4 * kLanes] = {};
   memcpy(padded, source, n * dtype_bytes(kType));
   return load<kType>(padded);
