@@ -87,6 +87,7 @@ ELSEWHERE = {
     f"{COMPARE_TRANSFORMERS} --contexts 4096 --samples 500 --new-tokens 20 --graphs yes --cache-gb 90": "a GPU",
     f"{COMPARE_TRANSFORMERS} --contexts 8192 16384 --ways sdpa --sdpa 16384 --no-prompt-attention": "a GPU",
     "python benchmarks/engine_steps.py --rounds 1 --step-tokens 8192 16384": "a GPU",
+    "python benchmarks/find_slow_calls.py": "minutes",
     "METAL_VARIANT=count OMP_NUM_THREADS=1 python benchmarks/count_metal.py": "minutes",
     "LOCAL_KERNELS=org/paged-attn=<variant> PAGED_ATTN_TEST_DEVICE=cuda python -m pytest tests": "a GPU",
     f"python {SHADER_CHECK}": "the emulator's own tests",
