@@ -103,18 +103,8 @@ FEATURES |= {
     f"{name}_heads_{heads}": FEATURES[name] | {"q_heads": heads}
     for heads in (16, 32)
     for name in (
-        *(
-            "fp16",
-            "long",
-            "one_long",
-            "equal",
-            "many",
-            "more_q_than_keys",
-            "window",
-            "window_right",
-            "chunk",
-            "softcap",
-        ),
+        *("fp16", "long", "one_long", "equal", "many", "more_q_than_keys"),
+        *("window", "window_right", "chunk", "softcap"),
         *("alibi", "scale_0", "scale_negative", "leftpad", "sink", "sink_16bit", "batch_idx", "contiguous"),
         *("deterministic", "deterministic_varlen", "num_splits", "num_splits_varlen", "varlen", "varlen_spare", "out"),
     )

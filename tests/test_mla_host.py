@@ -190,33 +190,23 @@ def test_attends(library, name):
     case.judge()
 
 
+# The cases whose sizes leave the heads to the test, and a few of their own.
 WIDE = {
-    "one_key": {"lens": [1]},
-    "no_keys": {"lens": [0, 70]},
-    "ragged": {"lens": [130, 1, 300]},
+    name: CASES[name]
+    for name in (
+        *("leftpad", "window", "not_causal", "chunk", "softcap", "alibi", "sinks", "large_scores"),
+        *("one_key", "no_keys", "ragged", "fp16", "page_3", "page_16", "line", "num_splits", "deterministic"),
+    )
+} | {
     "rows_16": {"lens": [130, 1, 300], "q_lens": 2},
     "rows_24": {"lens": [130, 2, 300], "q_lens": 3},
     "rows_48": {"lens": [130, 5, 300], "q_lens": 6},
     "heads_1": {"lens": [130, 64], "q_heads": 1, "kv_heads": 1},
-    "fp16": {"lens": [130, 70], "dtype": torch.float16},
     "prompts": {"lens": [64, 33], "q_lens": [64, 33]},
     "packed": {"lens": [200, 66, 9], "q_lens": [3, 0, 5], "spare": 2},
     "packed_more_rows": {"lens": [256, 250, 240], "q_lens": [1, 9, 1], "max_q_len": 1, "processors": 6},
-    "line": {"lens": [70, 600, 1, 200, 90], "processors": 4},
     "even": {"lens": [256, 250, 240], "processors": 12},
     "page_1": {"lens": [100, 129], "page_size": 1},
-    "page_3": {"lens": [100, 129], "page_size": 3},
-    "page_16": {"lens": [100, 129], "page_size": 16},
-    "leftpad": {"lens": [200, 129], "leftpads": [70, 3]},
-    "window": {"lens": [300, 100], "q_lens": 2, "window": (100, 0)},
-    "not_causal": {"lens": [100], "q_lens": 3, "window": (-1, -1)},
-    "chunk": {"lens": [300, 129], "q_lens": 3, "chunk": 100, "leftpads": [5, 0]},
-    "softcap": {"lens": [100, 70], "softcap": 2.0},
-    "alibi": {"lens": [200, 70], "q_lens": 2, "alibi": True},
-    "sinks": {"lens": [200, 0], "sinks": True},
-    "large_scores": {"lens": [400], "scale": 3.0},
-    "num_splits": {"lens": [300, 64], "num_splits": 3},
-    "deterministic": {"lens": [300, 64], "deterministic": 1},
     "many_partials": {"lens": [900], "processors": 16},
 }
 

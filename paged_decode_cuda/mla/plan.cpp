@@ -42,19 +42,19 @@ constexpr Kernel sizes_of(MlaKernel which) {
           Sizes::kThreads, Sizes::kSharedBytes};
 }
 
+template <bool kLatents>
+Kernel few_rows(const Problem& p) {
+  return has_few_rows(p, FewRowsSizes<2, kLatents>::kRows) ? sizes_of<FewRowsSizes<2, kLatents>>(MlaKernel::kFewRows)
+                                                           : sizes_of<FewRowsSizes<4, kLatents>>(MlaKernel::kFewRows);
+}
+
 Kernel kernel_of(const Problem& p) {
   if (dtype_bytes(p.cache.dtype) == 1) {
     return has_few_rows(p, NarrowFewRowsSizes::kRows) ? sizes_of<NarrowFewRowsSizes>(MlaKernel::kNarrowFewRows)
                                                       : sizes_of<NarrowMlaSizes>(MlaKernel::kNarrow);
   }
-  const bool wide = wide_heads(p);
-  if (has_few_rows(p, 16)) {
-    return wide ? sizes_of<FewRowsSizes<2, false>>(MlaKernel::kFewRows)
-                : sizes_of<FewRowsSizes<2, true>>(MlaKernel::kFewRows);
-  }
-  if (wide) return sizes_of<FewRowsSizes<4, false>>(MlaKernel::kFewRows);
-  return has_few_rows(p, 32) ? sizes_of<FewRowsSizes<4, true>>(MlaKernel::kFewRows)
-                             : sizes_of<MlaSizes>(MlaKernel::kUsual);
+  if (wide_heads(p)) return few_rows<false>(p);
+  return has_few_rows(p, FewRowsSizes<4, true>::kRows) ? few_rows<true>(p) : sizes_of<MlaSizes>(MlaKernel::kUsual);
 }
 
 // Two blocks of 64 rows share the copies of their keys, where that leaves hardly one without rows.
@@ -140,10 +140,6 @@ void plan_combine(const Problem& p, const DeviceLimits& limits, MlaPlan& plan) {
     plan.combine_blocks = pd_min(plan.combine_blocks, int64_t{MlaSizes::kCombineManyBlocks} * limits.processors);
   }
 }
-
-}  // namespace
-
-namespace {
 
 // What keeps both kinds of heads from the kernels.
 const char* heads_why_not(const Problem& p, const DeviceLimits& limits) {
