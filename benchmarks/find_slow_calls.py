@@ -36,7 +36,10 @@ DTYPES = {  # of q, of the cache
     "e4m3": (E4M3, E4M3),
 }
 HEADS = [(128, 128), *((d, d) for d in (40, 59, 64, 72, 80, 88, 96, 112, 192, 255, 256, 512)), (192, 128), (64, 128)]
-SHAPES = {"token": (8, 1024, 1), "drafts": (8, 1024, 4), "prompt": (1, 512, 512)}  # batch, keys, tokens
+SHAPES = {  # batch, keys, tokens: on a GPU so many that it is full
+    "cpu": {"token": (8, 1024, 1), "drafts": (8, 1024, 4), "prompt": (1, 512, 512)},
+    "cuda": {"token": (32, 4096, 1), "drafts": (32, 4096, 4), "prompt": (4, 2048, 2048)},
+}
 PAGES = (1, 3, 8, 128)
 
 
@@ -73,15 +76,15 @@ class Call:
 
 def inputs(shape, dtypes, dims, device, page=PAGE):
     (batch, keys, tokens), (q_dtype, kv_dtype), (head_dim, head_dim_v) = shape, dtypes, dims
-    generator = torch.Generator().manual_seed(1)
-    random = lambda *sizes, dtype: torch.randn(*sizes, generator=generator).to(dtype).to(device)  # noqa: E731
+    generator = torch.Generator(device).manual_seed(1)
+    random = lambda *sizes, dtype: torch.randn(*sizes, generator=generator, device=device).to(dtype)  # noqa: E731
     pages = -(-keys // page)
-    table = torch.randperm(batch * pages, generator=generator).int().view(batch, pages)
+    table = torch.randperm(batch * pages, generator=generator, device=device).int().view(batch, pages)
     return {
         "q": random(batch, tokens, Q_HEADS, head_dim, dtype=q_dtype),
         "k_cache": random(batch * pages, page, KV_HEADS, head_dim, dtype=kv_dtype),
         "v_cache": random(batch * pages, page, KV_HEADS, head_dim_v, dtype=kv_dtype),
-        "block_table": table.to(device),
+        "block_table": table,
         "cache_seqlens": torch.full((batch,), keys, dtype=torch.int32, device=device),
         "causal": True,
     }
@@ -103,7 +106,7 @@ def features(batch, device):
 
 
 def all_calls(kernel, device):
-    for which, shape in SHAPES.items():
+    for which, shape in SHAPES[device].items():
         for dtype, dtypes in DTYPES.items():
             plain = None
             for dims in HEADS:
@@ -124,7 +127,7 @@ def all_calls(kernel, device):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", choices=SHAPES, default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
     parser.add_argument("--above", type=float, default=2.0)
     parser.add_argument("--only", default="", help="names of calls; the plain ones are measured all the same")

@@ -7,7 +7,6 @@
 #include "append.h"
 #include "check.h"
 #include "explanation.h"
-#include "fallback_plan.h"
 #include "layout.h"
 #include "routes.h"
 #include "spec/check_tables.h"
@@ -38,11 +37,12 @@ void use_rotated_queries(Problem& p, void* rotated_q) {
 
 std::string unsupported_reason(const Problem& p) {
   // Rows, the most tiles of rows that a route cuts them into, and tokens are counted in 32 bits.
-  const int64_t rows = p.total_q * p.group, tiles = (rows / kFallbackWarps + p.batch) * p.kv_heads;
+  constexpr int kLeastRows = 8;  // of a tile
+  const int64_t rows = p.total_q * p.group, tiles = (rows / kLeastRows + p.batch) * p.kv_heads;
   const int64_t tokens = p.append.total_new + p.total_q;
   const int64_t keys = attends(p) ? capacity_of(p) : 0;
   if (pd_max(pd_max(p.batch, rows), pd_max(tiles, tokens)) <= INT32_MAX - 64 && keys < kMaxKeys) return "";
-  return "cuda: expected sizes below 2^31 (batch, total_q * group, total_q * q_heads / 4 + batch * kv_heads, tokens to "
+  return "cuda: expected sizes below 2^31 (batch, total_q * group, total_q * q_heads / 8 + batch * kv_heads, tokens to "
          "append and to rotate) and of 2^30 (keys of one request), got " +
          std::to_string(p.batch) + ", " + std::to_string(rows) + ", " + std::to_string(tiles) + ", " +
          std::to_string(tokens) + ", " + std::to_string(keys);

@@ -1,7 +1,7 @@
 #include "routes.h"
 
 #include "decode/route.h"
-#include "fallback.h"
+#include "fallback/route.h"
 #include "float32/route.h"
 #include "mla/route.h"
 #include "prefill/route.h"

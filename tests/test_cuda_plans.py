@@ -52,7 +52,7 @@ def test_every_plan_fits_the_gpu(library, gpu, kv_bytes):
                     assert 0 < numbers.blocks < 2**31 and numbers.warps > 0
                     assert numbers.shared_bytes <= of_block
                     beside = numbers.blocks_per_processor * (numbers.shared_bytes + BLOCK_COST)
-                    assert beside <= of_processor and (numbers.route == 2 or numbers.blocks_per_processor > 0)
+                    assert beside <= of_processor and numbers.blocks_per_processor > 0
     assert seen == ({0, 1, 2, 3} if kv_bytes == 4 else {0, 1, 2})
 
 
@@ -277,6 +277,8 @@ def test_long_requests_have_fewer_cuts(library, head_dim, kv_bytes, cuts):
     assert 1 + max(s.partials for s in shares if s.b == 0) <= 16384 // (700 * group)
     for b in range(len(lens)):
         if kv_bytes == 4 and q_lens[b] <= 2:  # alone it has another route
+            continue
+        if numbers.route == 2 and q_lens[b] == 1 and "deterministic" not in cuts:  # alone it has other tiles
             continue
         _, alone = plan(library, shares=300_000, lens=[lens[b]], q_lens=[q_lens[b]], **options)
         assert cuts_of(0, alone) == cuts_of(b, shares), b

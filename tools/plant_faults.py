@@ -49,6 +49,9 @@ WGMMA_KERNEL, WGMMA_ROWS, WGMMA_LOADER, WGMMA_WIDE_END = (
     f"paged_decode_cuda/decode/wgmma_{name}.cuh" for name in ("kernel", "rows", "loader", "wide_end")
 )
 LATENT_ROWS = "paged_decode_cuda/mla/few_rows_products.cuh"
+ANY_KERNEL, ANY_LOADER, ANY_PRODUCTS, ANY_PLAN = (
+    f"paged_decode_cuda/fallback/{name}" for name in ("kernel.cuh", "loader.cuh", "products.cuh", "plan.cpp")
+)
 PLAN_CUTS, PLAN_TILES = (f"paged_decode_cuda/prefill/plan_{name}.cpp" for name in ("cuts", "tiles"))
 FA3, MERGE = "torch-ext/paged_attn/fa3.py", "torch-ext/paged_attn/merge.py"
 PAGES, AMX = "torch-ext/paged_attn/integrations/paged_cache.py", "paged_decode_cpu/ops_amx.h"
@@ -302,6 +305,38 @@ FAULTS = [
         "unit + now.kTiles * Shape::kUnits, end_unit",
         "unit, end_unit",
         "test_decode_host.py",
+    ),
+    Fault(
+        "fallback: of two tiles in turns a row has one reference score",
+        "native",
+        ANY_PRODUCTS,
+        "references[odd * Shape::kRows + lane_row(r, half)];",
+        "references[lane_row(r, half)];",
+        "test_fallback_host.py",
+    ),
+    Fault(
+        "fallback: warps that share dimensions overwrite each other's sums",
+        "native",
+        ANY_KERNEL,
+        "own.dim, part > 0)",
+        "own.dim, false)",
+        "test_fallback_host.py",
+    ),
+    Fault(
+        "fallback: the last numbers of a row are those of the next one",
+        "native",
+        ANY_LOADER,
+        "const int left = row ? bytes - at : 0;",
+        "const int left = row ? (bytes - at + 15) / 16 * 16 : 0;",
+        "test_fallback_host.py",
+    ),
+    Fault(
+        "fallback: rows that begin at multiples of 8 bytes are loaded by 16",
+        "native",
+        ANY_PLAN,
+        "row * bytes % grain == 0;",
+        "true;",
+        "test_fallback_host.py",
     ),
     Fault(
         "latents: a part is free before it is added",

@@ -85,7 +85,7 @@ ROOMS = {
         ("backend.cu, routes.cu", "append, then a route"),
         ("decode/", "few rows, matrix unit"),
         ("prefill/", "many rows on Hopper"),
-        ("fallback.cuh", "everything else"),
+        ("fallback/", "everything else"),
         ("balance.cuh, exchange.cuh", "dealing keys, merging"),
     ],
     "metal": [

@@ -10,7 +10,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 SOURCES = (
     "tests/cuda/plans.cpp",
-    *(f"paged_decode_cuda/{name}.cpp" for name in ("plan", "fallback_plan", "decode/plan", "float32/plan")),
+    *(f"paged_decode_cuda/{name}.cpp" for name in ("plan", "fallback/plan", "decode/plan", "float32/plan")),
 )
 FOLDERS = ("paged_decode_cuda", "torch-ext", "tests/cuda")  # of headers
 FLAGS = [

@@ -4,7 +4,7 @@
 
 #include "balance.cuh"
 #include "decode/plan.h"
-#include "fallback_plan.h"
+#include "fallback/plan.h"
 #include "float32/plan.h"
 #include "limits.h"
 #include "prefill/sizes.h"
@@ -166,11 +166,11 @@ int64_t make_plan(const Call* call, PlanNumbers* numbers, Share* shares, int64_t
     work = plan.work;
     *numbers = {2,
                 plan.blocks,
-                kFallbackWarps,
-                0,
-                0,
+                plan.instance.warps,
+                plan.blocks_per_processor,
+                plan.instance.shared_bytes,
                 plan.workspace_bytes,
-                0,
+                work.balanced,
                 work.rows_per_tile,
                 int64_t{1} << work.tile_shift,
                 work.max_splits.divisor};

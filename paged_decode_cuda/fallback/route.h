@@ -1,8 +1,8 @@
-// The route that runs every problem. See fallback_plan.h for why_not and plan.
+// The route that runs every problem. See plan.h for why_not and plan.
 #pragma once
 
-#include "fallback_plan.h"
-#include "routes.h"
+#include "../routes.h"
+#include "plan.h"
 
 namespace paged_attn {
 

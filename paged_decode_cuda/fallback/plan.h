@@ -3,18 +3,23 @@
 
 #include <stdint.h>
 
-#include "limits.h"
-#include "plan.h"
+#include "../limits.h"
+#include "../plan.h"
+#include "sizes.h"
 
 namespace paged_attn {
 
-constexpr int kFallbackRowShift = 2;
-constexpr int kFallbackWarps = 1 << kFallbackRowShift;  // of a block, and rows of an item: a warp has a row
-constexpr int kFallbackTileShift = 4;
+// What the kernel reads. Grains: bytes that every row of keys, values or queries has a whole number of, and begins at a
+// multiple of: 16 or 8, or those of a number.
+struct FallbackWork : Plan {
+  int32_t key_grain, value_grain, query_grain;
+};
 
 struct FallbackPlan {
-  Plan work;  // what the kernel reads
+  FallbackWork work;
+  FallbackInstance instance;
   int64_t blocks;
+  int blocks_per_processor;
   int64_t workspace_bytes;  // 0: nothing is ever cut
 };
 
