@@ -27,9 +27,15 @@ SIZES = {"q_heads": 4, "kv_heads": 1, "page_size": 16}
 BF16, FP16, FP32 = ({"dtype": dtype} for dtype in (torch.bfloat16, torch.float16, torch.float32))
 E4M3, E5M2 = ({"kv_dtype": dtype} for dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
 DTYPES = {
-    **{"bf16": BF16, "fp16": FP16, "fp32": FP32},
-    **{"bf16_e4m3": BF16 | E4M3, "fp16_e5m2": FP16 | E5M2, "fp32_e4m3": FP32 | E4M3, "fp32_e5m2": FP32 | E5M2},
-    **{"fp16_e4m3": FP16 | E4M3, "bf16_e5m2": BF16 | E5M2},
+    "bf16": BF16,
+    "fp16": FP16,
+    "fp32": FP32,
+    "bf16_e4m3": BF16 | E4M3,
+    "bf16_e5m2": BF16 | E5M2,
+    "fp16_e4m3": FP16 | E4M3,
+    "fp16_e5m2": FP16 | E5M2,
+    "fp32_e4m3": FP32 | E4M3,
+    "fp32_e5m2": FP32 | E5M2,
     "e4m3": {"dtype": torch.float8_e4m3fn},
 }
 
