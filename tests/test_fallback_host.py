@@ -12,7 +12,7 @@ def library(tmp_path_factory):
     root = tmp_path_factory.mktemp("fallback")
     cuda = root / "paged_decode_cuda"
     shared = "extern __shared__ __align__(128) char shared[];"
-    instead = (("fallback/kernel.cuh", shared, "char* const shared = own_shared();"), *PARTIALS)
+    instead = (("fallback/kernel.cuh", shared, "char* const shared = own_shared<16>();"), *PARTIALS)
     sources = [*(f"fallback/{name}" for name in ("bf16.cu", "fp16.cu", "fp32.cu", "route.cu", "plan.cpp")), "plan.cpp"]
     return compile_kernels(
         root, [HOST / "fallback.cuh", *(cuda / name for name in sources), HOST / "fallback.cpp"], instead
@@ -50,7 +50,7 @@ def judge(library, head_dim=64, head_dim_v=None, plan=None, **options):
 
 
 # head_dim, head_dim_v; with 59 and 60 rows are whole numbers, or whole pieces of 8 bytes
-HEAD_DIMS = [(64, 64), (59, 59), (60, 44), (512, 512), (576, 512), (72, 88), (1, 3), (320, 130), (40, 300)]
+HEAD_DIMS = [(64, 64), (59, 59), (60, 44), (60, 200), (512, 512), (576, 512), (72, 88), (1, 3), (320, 130), (40, 300)]
 
 
 @pytest.mark.parametrize("rows", ["few", "many"])

@@ -16,7 +16,7 @@ def library(tmp_path_factory):
     cuda = root / "paged_decode_cuda"
     kernel = "float32/kernel.cuh"
     instead = (
-        (kernel, "extern __shared__ __align__(128) char shared[];", "char* const shared = own_shared();"),
+        (kernel, "extern __shared__ __align__(128) char shared[];", "char* const shared = own_shared<16>();"),
         (kernel, SYNC, "named_barrier_sync(group + 1, Shape::kGroupWarps * kWarp);"),
         (kernel, WAIT, "barrier_wait(met, 0);"),
         ("decode/plan.cpp", "kSplitKeys", "kDecodeSplitKeys"),  # both stand in one file

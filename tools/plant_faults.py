@@ -323,6 +323,14 @@ FAULTS = [
         "test_fallback_host.py",
     ),
     Fault(
+        "fallback: the end reads behind the sums of the last row",
+        "native",
+        ANY_KERNEL,
+        "min(quad, plan.partial_quads - 1)",
+        "quad",
+        "test_fallback_host.py",
+    ),
+    Fault(
         "fallback: the last numbers of a row are those of the next one",
         "native",
         ANY_LOADER,

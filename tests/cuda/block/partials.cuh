@@ -47,10 +47,10 @@ inline Bounds bounds_of_values(const Problem& p) {
 inline int own_shared_begin, own_shared_bytes;  // that the launch asked for
 inline std::vector<Bounds> copied_from;         // from where the kernel may copy
 
-// Where it begins, as aligned as the kernel asks for.
+// Where it begins, as aligned as the kernel needs. It ends with the arena, as far as that allows.
 template <int kAlignment = 128>
 PD_DEVICE char* own_shared() {
-  own_shared_begin = kRawAt + kAlignment;
+  own_shared_begin = (kArena - own_shared_bytes) / kAlignment * kAlignment;
   return reinterpret_cast<char*>(shared_at(own_shared_begin));
 }
 PD_DEVICE uint64_t __cvta_generic_to_shared(const void* pointer) { return shared_address(pointer); }

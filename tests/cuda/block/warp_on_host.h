@@ -8,6 +8,7 @@
 
 #include <stdint.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -50,6 +51,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 namespace block_on_host {
 
 constexpr int kLanes = 32, kStack = 256 << 10, kMostThreads = 1024;
+constexpr int kGuard = 64 << 10;                                 // a page or more
 constexpr int kArena = 256 << 10, kRawAt = 8 << 10, kSkew = 48;  // dynamic shared memory begins off the alignment
 
 struct Place {
@@ -88,8 +90,19 @@ struct Warp : Team {
   Operands operands[2][kLanes];
 };
 
+// The shared memory of a block. Behind it is none: who reads there has a fault.
+struct Unmap {
+  void operator()(uint8_t* arena) const { munmap(arena, kArena + kGuard); }
+};
+inline uint8_t* map_arena() {
+  void* const arena = mmap(nullptr, kArena + kGuard, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (arena == MAP_FAILED) throw std::runtime_error("no memory for the shared memory of a block");
+  mprotect(static_cast<uint8_t*>(arena) + kArena, kGuard, PROT_NONE);
+  return static_cast<uint8_t*>(arena);
+}
+
 struct Block {
-  std::unique_ptr<uint8_t[]> arena{new uint8_t[kArena]};
+  std::unique_ptr<uint8_t[], Unmap> arena{map_arena()};
   std::unordered_map<uint32_t, Barrier> barriers;
   NamedBarrier named[16];
   Meeting all;
