@@ -6,6 +6,7 @@
 
 #include "append.h"
 #include "check.h"
+#include "decode/plan.h"
 #include "explanation.h"
 #include "layout.h"
 #include "routes.h"
@@ -37,8 +38,7 @@ void use_rotated_queries(Problem& p, void* rotated_q) {
 
 std::string unsupported_reason(const Problem& p) {
   // Rows, the most tiles of rows that a route cuts them into, and tokens are counted in 32 bits.
-  constexpr int kLeastRows = 8;  // of a tile
-  const int64_t rows = p.total_q * p.group, tiles = (rows / kLeastRows + p.batch) * p.kv_heads;
+  const int64_t rows = p.total_q * p.group, tiles = (rows / kItemRows + p.batch) * p.kv_heads;
   const int64_t tokens = p.append.total_new + p.total_q;
   const int64_t keys = attends(p) ? capacity_of(p) : 0;
   if (pd_max(pd_max(p.batch, rows), pd_max(tiles, tokens)) <= INT32_MAX - 64 && keys < kMaxKeys) return "";

@@ -10,14 +10,17 @@
 
 namespace paged_attn {
 
-inline bool aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
+// To 16 bytes where nothing else is said.
+inline bool aligned(const void* address, int64_t to = 16) { return reinterpret_cast<uintptr_t>(address) % to == 0; }
 
 // A dimension of a tensor: its entries, and the elements from one to the next. Of a single entry these say nothing:
 // views of torch leave there what they like.
 struct Dimension {
   int64_t size, stride;
 };
-inline bool aligned(const Dimension& d, int64_t bytes) { return d.size <= 1 || d.stride * bytes % 16 == 0; }
+inline bool aligned(const Dimension& d, int64_t bytes, int64_t to = 16) {
+  return d.size <= 1 || d.stride * bytes % to == 0;
+}
 inline bool same(const Dimension& d, int64_t stride) { return d.size <= 1 || d.stride == stride; }
 
 inline std::array<Dimension, 6> cache_dimensions(const Problem& p) {

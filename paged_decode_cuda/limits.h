@@ -19,4 +19,9 @@ inline const char* hopper_why_not(const DeviceLimits& limits) {
 
 constexpr int kSharedCostOfBlock = 1024;  // bytes that the system takes for every block
 
+// Blocks that a multiprocessor has shared memory for.
+inline int blocks_beside(int shared_bytes, const DeviceLimits& limits) {
+  return limits.shared_per_processor / (shared_bytes + kSharedCostOfBlock);
+}
+
 }  // namespace paged_attn

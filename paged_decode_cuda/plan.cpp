@@ -86,6 +86,14 @@ void plan_packed_rows(const Problem& p, int row_shift, Plan& plan) {
   plan.items = static_cast<int32_t>(packed_tiles(p, row_shift));
 }
 
+void plan_all_rows(const Problem& p, int row_shift, Plan& plan) {
+  if (p.cu_seqlens_q) {
+    plan_packed_rows(p, row_shift, plan);
+  } else {
+    plan_direct_rows(p, row_shift, pd_ceil_div(p.max_q_len * p.group, int64_t{1} << row_shift), plan);
+  }
+}
+
 int64_t packed_tiles(const Problem& p, int row_shift) {
   return p.batch == 0 ? 0 : ((p.total_q * p.group) >> row_shift) + p.batch;
 }
@@ -117,6 +125,11 @@ void plan_fixed_splits(const Problem& p, int split_keys, int64_t limit, Plan& pl
   plan.split_tiles = split_keys >> plan.tile_shift;
   plan.max_splits = FastDivisor(splits);
   plan.blocks = FastDivisor(blocks);
+}
+
+bool may_balance(const Problem& p, int64_t items, int tile_shift, int pair_cost) {
+  const int64_t most = (capacity_of(p) >> tile_shift) + 2 + pair_cost;
+  return p.num_splits == 0 && !p.deterministic && items <= kMaxBalancedItems && items * p.kv_heads * most <= INT32_MAX;
 }
 
 void plan_balanced_cuts(const Problem& p, int64_t blocks, int pair_cost, int min_units, Plan& plan) {

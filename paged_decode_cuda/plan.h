@@ -95,7 +95,10 @@ void plan_direct_rows(const Problem& p, int row_shift, int64_t row_tiles, Plan& 
 // Or as many as all tokens together can fill, whatever max_q_len says. For cu_seqlens_q.
 void plan_packed_rows(const Problem& p, int row_shift, Plan& plan);
 
-// How many that are: every request ends with a tile that is not full.
+// The one or the other: with cu_seqlens_q packed, else as many as max_q_len needs.
+void plan_all_rows(const Problem& p, int row_shift, Plan& plan);
+
+// How many packed ones are: every request ends with a tile that is not full.
 int64_t packed_tiles(const Problem& p, int row_shift);
 
 // How many tiles all requests together may be given without most of them being empty.
@@ -120,6 +123,9 @@ bool has_few_rows(const Problem& p, int64_t most = kFewRows);
 // Cuts that do not depend on the batch: num_splits of them, or one for every `split_keys` keys, `limit` at most, and
 // fewer for requests of many rows. After the rows.
 void plan_fixed_splits(const Problem& p, int split_keys, int64_t limit, Plan& plan);
+
+// Whether cuts may follow from the lengths that are found, and their units can be counted.
+bool may_balance(const Problem& p, int64_t items, int tile_shift, int pair_cost);
 
 // Cuts that balance `blocks` blocks over the lengths that they find; the rows are planned. What a pair costs besides
 // its units, and how short a stretch is not worth a block.

@@ -81,6 +81,19 @@ def compile_kernels(root, sources, in_shared_memory, function="attend"):
     return loaded
 
 
+# Options of calls that any kernel of many rows takes.
+MANY_ROWS = {
+    "kv_heads": {"lens": [100, 30], "q_lens": 11, "q_heads": 6, "kv_heads": 2},
+    "no_group": {"lens": [70], "q_lens": 40, "q_heads": 2, "kv_heads": 2},
+    "window_right": {"lens": [150], "q_lens": 20, "window": (20, 7)},
+    "chunk_leftpad": {"lens": [150, 90], "q_lens": 20, "chunk": 50, "leftpads": [37, 3]},
+    "leftpad_all": {"lens": [60, 90], "q_lens": 20, "leftpads": [60, 90]},
+    "longer_than_keys": {"lens": [10, 70], "q_lens": 24},
+    "packed_many": {"lens": [60, 5, 30, 40], "q_lens": [17, 5, 12, 1], "q_heads": 6, "kv_heads": 2, "processors": 20},
+    "spare_tokens": {"lens": [60, 40], "q_lens": [20, 17], "spare": 9},
+}
+
+
 class Case:
     """A call and its result. A key is a row of `dims` values, some of which meet q (KEYS) and some are its value; the
     others are NaN. `spare`: tokens behind those of the packed requests."""
@@ -203,6 +216,28 @@ class Case:
             expected = torch.full(self.out.shape[:2], 3.0)
             torch.testing.assert_close(self.out[..., 0].float(), expected, rtol=weights, atol=0)
             torch.testing.assert_close(self.lse, torch.full_like(self.lse, 1.25 * score * 1.003), rtol=1e-6, atol=0)
+
+    def judge_infinite_values(self, library, sees):
+        """Those of key 90 in two columns: rows that see it get them, and the other columns do not notice."""
+        values = torch.arange(self.DIMS)[self.VALUES]
+        page, slot = self.table[0, 90 // self.page_size], 90 % self.page_size
+        columns, bad = torch.tensor([5, len(values) - 1]), torch.tensor([torch.inf, -torch.inf])
+        self.cache[page, slot, :, values[columns]] = bad.to(self.dtype)
+        self.run(library)
+        assert (self.out[sees][..., columns].float() == bad).all()
+        out = self.out.clone()
+        self.cache[page, slot, :, values[columns]] = 1.0
+        self.run(library)
+        out[..., columns] = self.out[..., columns]
+        self.out = out
+        self.judge()
+
+    def judge_second(self):
+        """The second of two requests of as many tokens each."""
+        tokens = self.q_lens[0]
+        self.lens, self.q_lens, self.batch = self.lens[1:], self.q_lens[1:], 1
+        self.q, self.table, self.out, self.lse = self.q[tokens:], self.table[1:], self.out[tokens:], self.lse[1:]
+        self.judge()
 
     @classmethod
     def of_head_dim(cls, head_dim, head_dim_v):

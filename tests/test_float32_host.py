@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from blocks import HOST, PARTIALS, Case, compile_kernels
+from blocks import HOST, MANY_ROWS, PARTIALS, Case, compile_kernels
 
 SYNC = """asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(Shape::kGroupWarps * kWarp) : "memory");"""
 WAIT = "while (!barrier_passed(met, 0)) {\n    }"
@@ -48,7 +48,7 @@ def judge(library, head_dim=64, head_dim_v=None, plan=None, **options):
     return case
 
 
-CASES = {
+CASES = MANY_ROWS | {
     "one_item": {"lens": [100], "q_lens": 16},
     "tile_edges": {"lens": [32, 33, 31, 64], "q_lens": 9},
     "one_key": {"lens": [1, 2], "q_lens": 9},
@@ -57,17 +57,11 @@ CASES = {
     "page_1": {"lens": [150, 70], "q_lens": 18, "page_size": 1},
     "page_3": {"lens": [150, 70], "q_lens": 18, "page_size": 3},
     "page_256": {"lens": [150, 40], "q_lens": 18, "page_size": 256},
-    "kv_heads": {"lens": [100, 30], "q_lens": 11, "q_heads": 6, "kv_heads": 2},
     "group_5": {"lens": [70, 30], "q_lens": 15, "q_heads": 10, "kv_heads": 2},
-    "no_group": {"lens": [70], "q_lens": 40, "q_heads": 2, "kv_heads": 2},
     "not_causal": {"lens": [100], "q_lens": 18, "window": (-1, -1)},
     "window": {"lens": [120, 90], "q_lens": 18, "window": (50, 0)},
-    "window_right": {"lens": [150], "q_lens": 20, "window": (20, 7)},
     "attention_chunk": {"lens": [120], "q_lens": 24, "chunk": 50},
-    "chunk_leftpad": {"lens": [150, 90], "q_lens": 20, "chunk": 50, "leftpads": [37, 3]},
     "leftpad": {"lens": [150, 90], "q_lens": 20, "leftpads": [70, 3]},
-    "leftpad_all": {"lens": [60, 90], "q_lens": 20, "leftpads": [60, 90]},
-    "longer_than_keys": {"lens": [10, 70], "q_lens": 24},
     "sinks": {"lens": [100, 0], "q_lens": 18, "sinks": True},
     "softcap": {"lens": [100, 40], "q_lens": 18, "softcap": 2.0},
     "alibi": {"lens": [100, 40], "q_lens": 18, "alibi": True},
@@ -75,8 +69,6 @@ CASES = {
     "alibi_kv_heads": {"lens": [100], "q_lens": 12, "alibi": True, "softcap": 3.0, "q_heads": 6, "kv_heads": 2},
     "values_apart": {"lens": [100, 40], "q_lens": 18, "values_apart": True, "q_heads": 6, "kv_heads": 2},
     "packed": {"lens": [100, 40, 30], "q_lens": [20, 0, 9]},
-    "packed_many": {"lens": [60, 5, 30, 40], "q_lens": [17, 5, 12, 1], "q_heads": 6, "kv_heads": 2, "processors": 20},
-    "spare_tokens": {"lens": [60, 40], "q_lens": [20, 17], "spare": 9},
     "negative_scale": {"lens": [100], "q_lens": 18, "scale": -0.05},
     "large_scale": {"lens": [120], "q_lens": 18, "scale": 0.4},
     "scale_0": {"lens": [100], "q_lens": 18, "scale": 0.0},
@@ -149,19 +141,8 @@ def test_cuts(library, name):
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_infinite_values(library, head_dim, options):
     """Rows that see them get them. The other dimensions do not notice."""
-    case, begin = rows_of(head_dim)(lens=[100], q_lens=20, **SIZES | options), head_dim + 16
-    page, slot = case.table[0, 90 // 16], 90 % 16
-    columns = torch.tensor([5, head_dim - 1])
-    case.cache[page, slot, :, begin + columns] = torch.tensor([torch.inf, -torch.inf])
-    case.run(library)
-    sees = torch.arange(20) >= 10  # row t is at position 80 + t
-    assert (case.out[sees][..., columns] == torch.tensor([torch.inf, -torch.inf])).all()
-    out = case.out.clone()
-    case.cache[page, slot, :, begin + columns] = 1.0
-    case.run(library)
-    out[..., columns] = case.out[..., columns]
-    case.out = out
-    case.judge()
+    case = rows_of(head_dim)(lens=[100], q_lens=20, **SIZES | options)
+    case.judge_infinite_values(library, sees=torch.arange(20) >= 10)  # row t is at position 80 + t
 
 
 def test_infinite_keys(library):
@@ -174,20 +155,13 @@ def test_infinite_keys(library):
         case.judge()
 
 
-def judge_second(case):
-    """The second of two requests of 20 tokens."""
-    case.lens, case.q_lens, case.batch = case.lens[1:], case.q_lens[1:], 1
-    case.q, case.table, case.out, case.lse = case.q[20:], case.table[1:], case.out[20:], case.lse[1:]
-    case.judge()
-
-
 @pytest.mark.parametrize("deterministic", [0, 1])
 def test_pages_that_do_not_exist(library, deterministic):
     """Nothing is read from there, and other requests do not notice."""
     case = rows_of(64)(lens=[100, 90], q_lens=20, deterministic=deterministic, **SIZES)
     case.table[0, 1:4] = torch.tensor([-1, case.num_pages, 2**31 - 1])
     case.run(library)
-    judge_second(case)
+    case.judge_second()
 
 
 @pytest.mark.parametrize("deterministic", [0, 1])
@@ -197,7 +171,7 @@ def test_lengths_that_cannot_be(library, deterministic, lens):
     case = rows_of(64)(lens=[100, 90], q_lens=20, deterministic=deterministic, **SIZES)
     case.lens = lens
     case.run(library)
-    judge_second(case)
+    case.judge_second()
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -12,7 +12,6 @@ constexpr int kSplitKeys = 2048;  // of a request whose splits must not depend o
 constexpr int kDeterministicSplits = 16;
 // Tiles that a multiprocessor reads while one of its blocks ends one pair and begins another, see balance.cuh.
 constexpr int kPairCost = 12;
-constexpr int64_t kItemRows = 8;     // of the smaller items; the others have twice as many
 constexpr int64_t kWideRows = 32;    // of the largest items, which warpgroups alone have
 constexpr int64_t kHalvesKeys = 14;  // of all pairs, for each GB/s: with more, to read them twice costs more
 // The same for blocks of warpgroups, with 8, 16 and 32 rows; and how many units of a pair are worth a block: a tile of
@@ -124,8 +123,7 @@ int shared_bytes(const DecodeInstance& instance, int warps) {
 
 // How many such blocks a multiprocessor holds.
 int blocks_beside(const DecodeInstance& instance, int warps, const DeviceLimits& limits) {
-  const int block = shared_bytes(instance, warps) + instance.block_bytes + kSharedCostOfBlock;
-  return limits.shared_per_processor / block;
+  return blocks_beside(shared_bytes(instance, warps) + instance.block_bytes, limits);
 }
 
 // Warps of one block, if it may have all of the multiprocessor.

@@ -10,6 +10,8 @@
 
 namespace paged_attn {
 
+constexpr int64_t kItemRows = 8;  // of the smaller items: no tile of rows of any route has fewer
+
 struct DecodePlan {
   Plan work;                // what the kernel reads
   DecodeInstance instance;  // which kernel

@@ -67,9 +67,7 @@ PD_DEVICE void load_words(const uint8_t* row, int bytes, int at, uint32_t (&word
 }
 
 template <int kGrain>
-struct Grain {
-  static constexpr int value = kGrain;
-};
+using Grain = std::integral_constant<int, kGrain>;
 
 // One branch for many loads, which then do not wait for each other. kNumber: bytes of a number.
 template <int kNumber, typename Function>

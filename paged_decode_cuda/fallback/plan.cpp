@@ -1,5 +1,7 @@
 #include "plan.h"
 
+#include <initializer_list>
+
 #include "../layout.h"
 
 namespace paged_attn {
@@ -22,16 +24,16 @@ FallbackInstance find_instance(const Problem& p, bool wide) {
   return bytes == 2 ? instance_of<2, 8>(p, wide) : instance_of<2, 16>(p, wide);
 }
 
-bool divides(int grain, const void* address, const Dimension* dimensions, int count, int64_t row, int64_t bytes) {
-  bool all = reinterpret_cast<uintptr_t>(address) % grain == 0 && row * bytes % grain == 0;
-  for (int i = 0; i < count; ++i) all = all && (dimensions[i].size <= 1 || dimensions[i].stride * bytes % grain == 0);
+bool divides(int grain, const void* address, std::initializer_list<Dimension> dimensions, int64_t row, int64_t bytes) {
+  bool all = aligned(address, grain) && row * bytes % grain == 0;
+  for (const Dimension& d : dimensions) all = all && aligned(d, bytes, grain);
   return all;
 }
 
 // `row`: numbers of a row.
-int32_t grain_of(const void* address, const Dimension* dimensions, int count, int64_t row, int64_t bytes) {
+int32_t grain_of(const void* address, std::initializer_list<Dimension> dimensions, int64_t row, int64_t bytes) {
   for (const int grain : {16, 8}) {
-    if (divides(grain, address, dimensions, count, row, bytes)) return grain;
+    if (divides(grain, address, dimensions, row, bytes)) return grain;
   }
   return static_cast<int32_t>(bytes);
 }
@@ -41,17 +43,11 @@ int32_t query_grain(const Problem& p) {
   const int64_t bytes = dtype_bytes(p.q_dtype);
   const auto grain = [&](const void* data, int64_t batch, int64_t token, int64_t head, int64_t row) {
     const QueryDimensions q(p, batch, token, head);
-    const Dimension dimensions[] = {q.batch, q.token, q.head};
-    return grain_of(data, dimensions, 3, row, bytes);
+    return grain_of(data, {q.batch, q.token, q.head}, row, bytes);
   };
   const int32_t of_q = grain(p.q, p.q_stride_batch, p.q_stride_token, p.q_stride_head, p.head_dim);
   if (!p.qv) return of_q;
   return pd_min(of_q, grain(p.qv.data, p.qv_stride_batch, p.qv_stride_token, p.qv_stride_head, p.head_dim_v));
-}
-
-bool balances(const Problem& p, int64_t items, int tile_shift) {
-  const int64_t most = (capacity_of(p) >> tile_shift) + 2 + kPairCost;
-  return p.num_splits == 0 && !p.deterministic && items <= kMaxBalancedItems && items * p.kv_heads * most <= INT32_MAX;
 }
 
 }  // namespace
@@ -63,16 +59,12 @@ FallbackPlan plan_fallback(const Problem& p, const DeviceLimits& limits) {
   FallbackWork& work = plan.work;
   plan.instance = find_instance(p, !has_few_rows(p));
   const FallbackInstance& instance = plan.instance;
-  plan.blocks_per_processor = static_cast<int>(
-      pd_max(pd_min(limits.shared_per_processor / (instance.shared_bytes + kSharedCostOfBlock), instance.blocks), 1));
+  plan.blocks_per_processor =
+      static_cast<int>(pd_max(pd_min(blocks_beside(instance.shared_bytes, limits), instance.blocks), 1));
   plan_tables(p, instance.tile_shift, work);
-  if (p.cu_seqlens_q) {
-    plan_packed_rows(p, instance.row_shift, work);
-  } else {
-    plan_direct_rows(p, instance.row_shift, pd_ceil_div(p.max_q_len * p.group, instance.rows), work);
-  }
+  plan_all_rows(p, instance.row_shift, work);
   plan.blocks = int64_t{plan.blocks_per_processor} * limits.processors;
-  if (balances(p, work.items, instance.tile_shift)) {
+  if (may_balance(p, work.items, instance.tile_shift, kPairCost)) {
     plan_balanced_cuts(p, plan.blocks, kPairCost, kMinUnits, work);
   } else {
     // No more splits than the multiprocessors can use, so that long prompts do not fill the memory with partials.
@@ -85,8 +77,8 @@ FallbackPlan plan_fallback(const Problem& p, const DeviceLimits& limits) {
 
   const auto cache = cache_dimensions(p);
   const int64_t bytes = dtype_bytes(p.cache.dtype);
-  work.key_grain = grain_of(p.cache.k, &cache[0], 3, p.head_dim, bytes);
-  work.value_grain = grain_of(p.cache.v, &cache[3], 3, p.head_dim_v, bytes);
+  work.key_grain = grain_of(p.cache.k, {cache[0], cache[1], cache[2]}, p.head_dim, bytes);
+  work.value_grain = grain_of(p.cache.v, {cache[3], cache[4], cache[5]}, p.head_dim_v, bytes);
   work.query_grain = query_grain(p);
   return plan;
 }

@@ -6,6 +6,8 @@
 // term of a product is free, as long as both sides agree.
 #pragma once
 
+#include <type_traits>
+
 #include "../ptx.cuh"
 #include "../tf32.cuh"
 #include "sizes.h"
@@ -44,36 +46,17 @@ struct Tf32Products {
 };
 
 template <typename Q, typename Kv>
-struct FallbackProducts {
-  using Type = PairProducts<IsBf16<Q>::value>;
-};
-template <typename Kv>
-struct FallbackProducts<Fp32, Kv> {
-  using Type = Tf32Products<Kv::kBytes == 1>;
-};
-
-// The dtype of queries whose weights would be multiplied with values as they are.
-template <typename Q, typename Kv>
-struct ValueQuery {
-  using Type = Q;
-};
-template <>
-struct ValueQuery<Bf16, E4m3> {
-  using Type = Fp16;
-};
-template <>
-struct ValueQuery<Bf16, E5m2> {
-  using Type = Fp16;
-};
+using FallbackProducts =
+    std::conditional_t<std::is_same_v<Q, Fp32>, Tf32Products<Kv::kBytes == 1>, PairProducts<IsBf16<Q>::value>>;
 
 template <typename Q_, typename Kv_, int kRowTiles>
-struct FallbackShape : FallbackSizes<kRowTiles, FallbackProducts<Q_, Kv_>::Type::kWordNumbers, 16 / Kv_::kBytes> {
+struct FallbackShape : FallbackSizes<kRowTiles, FallbackProducts<Q_, Kv_>::kWordNumbers, 16 / Kv_::kBytes> {
   using Q = Q_;
   using Kv = Kv_;
-  using Products = typename FallbackProducts<Q, Kv>::Type;
-  // Values of 8 bits become float16, which takes half the work, and the weights have three bits more.
-  using ValueProducts = typename FallbackProducts<typename ValueQuery<Q, Kv>::Type, Kv>::Type;
+  using Products = FallbackProducts<Q, Kv>;
   static constexpr bool kPairs = Products::kWordNumbers == 2;
+  // Values of 8 bits become float16, which takes half the work, and the weights have three bits more.
+  using ValueProducts = std::conditional_t<kPairs && Kv::kBytes == 1, PairProducts<false>, Products>;
 
   // Keys that a product of weights and values takes, four lanes at a time; those of a lane. Key i of a lane is the
   // (i / 2 * 8 + 2 t + i % 2)-th: so a score is where it is needed as a weight.

@@ -56,18 +56,13 @@ static_assert(FallbackSizes<2, 2, 8>::shared_bytes(576, 0, 512) <= 99 << 10 &&
 // The same as numbers, for the planner.
 struct FallbackInstance {
   int row_tiles;  // which it is, beside the dtypes
-  int rows, row_shift, tile_shift, warps, blocks, shared_bytes;
+  int row_shift, tile_shift, warps, blocks, shared_bytes;
 };
 
 template <typename Sizes>
 constexpr FallbackInstance fallback_instance(int64_t head_dim, int64_t head_dim_qv, int64_t head_dim_v) {
-  return {Sizes::kRowTiles,
-          Sizes::kRows,
-          Sizes::kRowShift,
-          Sizes::kTileShift,
-          Sizes::kWarps,
-          Sizes::kBlocks,
-          Sizes::shared_bytes(head_dim, head_dim_qv, head_dim_v)};
+  return {Sizes::kRowTiles, Sizes::kRowShift, Sizes::kTileShift,
+          Sizes::kWarps,    Sizes::kBlocks,   Sizes::shared_bytes(head_dim, head_dim_qv, head_dim_v)};
 }
 
 }  // namespace paged_attn

@@ -15,8 +15,7 @@ constexpr int kGroupRounds = 6;  // of blocks of several groups
 constexpr int64_t kGroupTime = 109, kCutTime = 106;
 
 int blocks_beside(const Float32Instance& instance, const DeviceLimits& limits) {
-  return static_cast<int>(
-      pd_min(limits.shared_per_processor / (instance.shared_bytes + kSharedCostOfBlock), instance.blocks));
+  return static_cast<int>(pd_min(blocks_beside(instance.shared_bytes, limits), instance.blocks));
 }
 
 bool fits(const Float32Instance& instance, const DeviceLimits& limits) {
@@ -37,14 +36,6 @@ int64_t splits_of_groups(const Problem& p, int64_t pairs, const DeviceLimits& li
     if (time_of_groups(pairs, splits, limits) < time_of_groups(pairs, best, limits)) best = splits;
   }
   return best;
-}
-
-void plan_rows(const Problem& p, const Float32Instance& instance, Plan& work) {
-  if (p.cu_seqlens_q) {
-    plan_packed_rows(p, instance.row_shift, work);
-  } else {
-    plan_direct_rows(p, instance.row_shift, pd_ceil_div(p.max_q_len * p.group, instance.rows), work);
-  }
 }
 
 // Whether one block of several groups on each multiprocessor is faster than blocks of one group beside each other.
@@ -70,14 +61,14 @@ Float32Plan plan_float32(const Problem& p, const DeviceLimits& limits) {
   const bool few = has_few_rows(p, 32);
   const Float32Instance one_group = find_float32_instance(head_dim, 64, false);
   const Float32Instance groups = find_float32_instance(head_dim, few ? 32 : 64, true);
-  plan_rows(p, groups, work);
+  plan_all_rows(p, groups.row_shift, work);
   int64_t pairs = int64_t{work.items} * p.kv_heads;
   const bool grouped = fits(groups, limits) && (few || wants_groups(p, pairs, one_group, limits));
   plan.instance = grouped ? groups : one_group;
   plan.blocks_per_processor = blocks_beside(plan.instance, limits);
   plan_tables(p, plan.instance.tile_shift, work);
   plan_pieces(p, work);
-  plan_rows(p, plan.instance, work);
+  plan_all_rows(p, plan.instance.row_shift, work);
   pairs = int64_t{work.items} * p.kv_heads;
   // Keys are cut where there are too few rows for the multiprocessors. A long prompt has enough, so partials do not
   // fill the memory. `deterministic` cuts nothing: the cuts may not depend on the batch, nor may there be many.

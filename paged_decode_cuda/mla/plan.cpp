@@ -73,8 +73,7 @@ int64_t items_of(const Problem& p, int row_shift) {
 }
 
 bool balances(const Problem& p, const Kernel& kernel, int64_t items) {
-  const int64_t most = (capacity_of(p) >> kernel.tile_shift) + 2 + kernel.pair_cost;
-  return p.num_splits == 0 && !p.deterministic && items <= kMaxBalancedItems && items * p.kv_heads * most <= INT32_MAX;
+  return may_balance(p, items, kernel.tile_shift, kernel.pair_cost);
 }
 
 // With cu_seqlens_q: how many items every request is given, as many as the longest one is said to need. Rows beyond

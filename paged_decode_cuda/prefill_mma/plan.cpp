@@ -37,7 +37,7 @@ PrefillMmaPlan plan_prefill_mma(const Problem& p, const DeviceLimits& limits) {
   PrefillMmaPlan plan = {};
   plan.instance = instance_of(p, limits);
   const int64_t tiles = most_tiles(p, plan.instance.rows);
-  const int64_t beside = limits.shared_per_processor / (plan.instance.shared_bytes + kSharedCostOfBlock);
+  const int64_t beside = blocks_beside(plan.instance.shared_bytes, limits);
   plan.items = tiles / p.kv_heads;
   plan.blocks_per_processor = pd_max(pd_min(beside, plan.instance.blocks), 1);
   plan.blocks = pd_max(pd_min(tiles, limits.processors * plan.blocks_per_processor), 1);

@@ -16,7 +16,4 @@ PD_DEVICE uint32_t transpose_8x8(uint32_t x) {
   return value(2 * t) | value(2 * t + 1) << 16;
 }
 
-// Selectors of __byte_perm
-constexpr unsigned kLowBytesInTurns = 0x5140, kHighBytesInTurns = 0x7362;
-
 }  // namespace paged_attn

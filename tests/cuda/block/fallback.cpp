@@ -16,7 +16,7 @@ const char* attend(const Call* call, PlanNumbers* numbers) {
   Launches launches({static_cast<int>(call->processors), 101376, 102400, 86});
   const FallbackPlan plan = plan_fallback(p, launches.limits());
   const FallbackWork& work = plan.work;
-  *numbers = {plan.blocks, plan.instance.rows, work.balanced,    work.max_splits.divisor,
+  *numbers = {plan.blocks, work.rows_per_tile, work.balanced,    work.max_splits.divisor,
               work.items,  work.key_grain,     work.value_grain, work.query_grain};
   machine.dice.seed(static_cast<unsigned>(call->seed));
   add_fallback(p, plan, launches);

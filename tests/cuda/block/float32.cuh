@@ -1,5 +1,5 @@
-// The instructions of the route float32 on the host that no other file here has, as the PTX manual describes them:
-// votes of a block.
+// The instructions of the routes float32 and fallback on the host that no other file here has, as the PTX manual
+// describes them: votes of a block.
 #pragma once
 
 #include "partials.cuh"

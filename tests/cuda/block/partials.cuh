@@ -153,5 +153,6 @@ PD_DEVICE void multiply_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32
 
 // Selectors of __byte_perm
 constexpr unsigned kLowHalves = 0x5410, kHighHalves = 0x7632;
+constexpr unsigned kLowBytesInTurns = 0x5140, kHighBytesInTurns = 0x7362;
 
 }  // namespace paged_attn
